@@ -1,4 +1,4 @@
-"""Public tensor operations: they check their arguments, are registered with torch, and choose an
+"""Public tensor operations. They check their arguments, are registered with torch, and choose an
 implementation.
 
 Importing this package loads neither triton nor diffusers; a Triton kernel is imported when it is

@@ -60,12 +60,12 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-    """The attention alone in torch, [B, Nq, H*D], and its logsumexp where that is wanted."""
+    """Compute the attention without its skip in torch: [B, Nq, H*D], and the logsumexp or None."""
     vh = split_heads(a.v, a.heads)
     of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
     one_pass = all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k))
     if a.impl == "triton" and one_pass and not a.want_lse:
-        # q and k in their own dtype are all that exact attention takes, so one pass makes them.
+        # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
         qh, kh = (_rotated(*one, a.cos, a.sin, a.heads, a.eps) for one in (of_q, of_k))
     else:
         qh, kh = prepared(a)
@@ -109,7 +109,10 @@ def _rotated(
     *,
     by_head: bool = True,
 ) -> Tensor:
-    """x [B, N, H*D] after norm and rotary embedding in its own dtype, by one kernel."""
+    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, in the dtype of x.
+
+    The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
+    """
     if weight is None and cos is None:
         return split_heads(x, heads) if by_head else x
     from turbo_rcm_patch.kernels.portable.norm import norm_rotate as launch
@@ -118,8 +121,10 @@ def _rotated(
 
 
 def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
-    """Return True if the kernel `norm_rotate` has the norm: over whole rows, or over heads whose
-    channels are a power of two."""
+    """Return True if the kernel `norm_rotate` supports the norm of x [B, N, H*D].
+
+    It supports norms over whole rows, and norms over heads with a power of two of channels.
+    """
     dim = x.shape[-1] // heads
     across = weight is None or (bias is None and weight.numel() == x.shape[-1])
     return across or dim & (dim - 1) == 0
@@ -127,7 +132,7 @@ def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: in
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
     a = AttentionInputs(*args)
-    # With dynamic=True a compiler makes a symbol even of the number of heads.
+    # With dynamic=True a compiler turns even the number of heads into a symbol.
     lse_shape = (a.q.shape[0], a.heads, a.q.shape[1]) if a.want_lse else (0,)
     return (
         a.q.new_empty(a.q.shape, dtype=a.out_dtype),
@@ -148,7 +153,7 @@ def _norm_rotate(
     eps: float,
     impl: str,
 ) -> Tensor:
-    """x [B, N, H*D] after norm and rotary embedding in fp32, rounded once to its dtype."""
+    """Apply norm and rotary embedding to x [B, N, H*D] in fp32, rounded once to its dtype."""
     if resolve_impl(cast("Any", impl), x.device) == "triton" and in_one_pass(
         x, weight, bias, heads
     ):
@@ -195,11 +200,11 @@ def attention_skip(
         spec: How the attention is computed.
         residual: [B, Nq, H*D], any float dtype, or None for c_out * attention.
         c_skip: Float or tensor [B], [B, 1, H*D] or [B, Nq, H*D], read as fp32.
-        c_out: The same.
+        c_out: Float or tensor, as c_skip.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
-        norm_k: The same for k.
+        norm_k: RMSNorm weight of k, as norm_q.
         norm_q_bias: Makes the norm of q a layer norm of each head: bias [D], beside norm_q [D].
-        norm_k_bias: The same for k.
+        norm_k_bias: Makes the norm of k a layer norm of each head, as norm_q_bias.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
         kv_lengths: int32 [B]; keys at or past the length are masked exactly, whatever they hold. A
@@ -217,7 +222,7 @@ def attention_skip(
         q, k, v, spec, (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias),
         rotary, kv_lengths, out_dtype,
     )  # fmt: skip
-    if not q.shape[0]:  # no kernel has to know of an empty batch
+    if not q.shape[0]:  # the kernels do not take an empty batch
         return q.new_empty(q.shape, dtype=inputs.out_dtype)
     out: Tensor = attention(*inputs)[0]
     return out
@@ -266,9 +271,14 @@ def attention_lse(
 def with_positive_scale(
     q: Tensor, norm_q: Tensor | None, norm_q_bias: Tensor | None, sm_scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Return the same logits with sm_scale > 0: int8's scales have to be, and torch's own
-    attention makes NaN of a masked logit times 0. The sign goes into q, or into what its norm
-    multiplies it with."""
+    """Rewrite an attention so that sm_scale > 0, with equal logits.
+
+    The scales of int8 have to be positive, and torch's own attention computes NaN from a masked
+    logit times 0. The sign moves into q, or into weight and bias of its norm.
+
+    Returns:
+        q, norm_q, norm_q_bias and sm_scale.
+    """
     if sm_scale > 0.0:
         return q, norm_q, norm_q_bias, sm_scale
     sign, sm_scale = (-1.0, -sm_scale) if sm_scale < 0.0 else (0.0, 1.0)
@@ -291,20 +301,20 @@ def describe(
     want_lse: bool = False,
     features: int | None = None,
 ) -> AttentionInputs:
-    """Check the arguments of an attention, and put them together.
+    """Check the arguments of an attention, and collect them in an `AttentionInputs`.
 
     Args:
-        q: See `attention_skip`.
-        k: See there.
-        v: See there.
-        spec: See there.
+        q: [B, Nq, H*D]. All arguments are described at `attention_skip`.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        spec: How the attention is computed.
         skip: residual, c_skip and c_out.
         norms: norm_q, norm_k, norm_q_bias and norm_k_bias.
-        rotary: See there.
-        kv_lengths: See there.
-        out_dtype: See there.
-        want_lse: Return the logsumexp, too.
-        features: Channels of the residual where a projection follows; else those of q.
+        rotary: (cos, sin), or None.
+        kv_lengths: int32 [B], or None.
+        out_dtype: dtype of the result; q's by default.
+        want_lse: Compute the logsumexp, too.
+        features: Channels of the residual if a projection comes between; those of q by default.
     """
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape

@@ -1,5 +1,5 @@
-"""Backend-neutral checks of what the public operations are given. Hardware checks are the
-launchers'."""
+"""Backend-neutral checks of the arguments of public operations. The launchers check the
+hardware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
-#: Of results and coefficients, which kernels also know in fp64.
+#: dtypes of results and coefficients, which the kernels also take in fp64.
 _WIDE_FLOATS: Final = (*FLOATS, torch.float64)
 
 
@@ -23,7 +23,7 @@ def _shape(x: torch.Tensor) -> str:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse lists, arrays and numbers where a tensor is needed, and sparse tensors."""
+    """Refuse anything but a dense tensor."""
     if not isinstance(x, torch.Tensor):
         raise DTypeError(name, expected="a torch.Tensor", got=type(x).__name__)
     if x.layout is not torch.strided:
@@ -33,7 +33,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Kernels read the memory of one device: what lies on another is refused, by its name."""
+    """Refuse tensors on another device, because a kernel reads the memory of one."""
     for name, x in tensors.items():
         if x is not None and x.device != device:
             raise ShapeError(
@@ -45,7 +45,7 @@ def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> N
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse a word that is none of those an argument may be."""
+    """Refuse a value that is not one of the choices."""
     if value not in choices:
         raise ConfigError(name, expected=f"one of {tuple(choices)}", got=repr(value))
 
@@ -55,14 +55,16 @@ def check_impl(impl: Impl) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """The epsilon of a norm: added to a variance, so never negative."""
+    """Refuse an epsilon that is negative or not finite; it is added to a variance."""
     if not 0.0 <= eps < float("inf"):
         raise ConfigError("eps", expected="a finite number of at least 0", got=repr(eps))
 
 
 def check_out_dtype(dtype: torch.dtype | None) -> None:
-    """A result is of a float dtype: integers would cut it off, in silence, and few products and
-    sums exist in 8 bits."""
+    """Refuse a dtype of a result that is not a float dtype of at least 16 bits.
+
+    Integers would truncate the result silently, and torch has few products and sums in 8 bits.
+    """
     if dtype is not None and dtype not in _WIDE_FLOATS:
         raise DTypeError(
             "out_dtype", expected="bfloat16, float16, float32 or float64", got=repr(dtype)
@@ -70,7 +72,7 @@ def check_out_dtype(dtype: torch.dtype | None) -> None:
 
 
 def one_for_form(form: Literal["modulation", "affine"]) -> float:
-    """What a norm adds to its scale."""
+    """Return the number that a norm of this form adds to its scale."""
     check_choice("form", form, ("modulation", "affine"))
     return 1.0 if form == "modulation" else 0.0
 
@@ -87,9 +89,9 @@ def check_spec(spec: object) -> None:
 
 
 def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
-    """Return True if a shape broadcasts to another of as many dimensions.
+    """Return True if a shape broadcasts to another with the same number of dimensions.
 
-    Sizes may be symbols of a compiler, which compares them rightly with == but not with `in`.
+    Sizes may be symbols of a compiler, which compares them correctly with == but not with `in`.
     """
     if len(own) != len(full):
         return False
@@ -99,7 +101,7 @@ def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> None:
-    """q [B, Nq, H*D], k and v [B, Nk, H*D] of one dtype and one device, with 1 <= D <= 256."""
+    """Check q [B, Nq, H*D], k and v [B, Nk, H*D]: one dtype, one device and 1 <= D <= 256."""
     check_spec(spec)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)
@@ -143,8 +145,11 @@ def check_norm(
     channels: int,
     heads: int,
 ) -> None:
-    """An RMSNorm has a weight [H*D] (across all heads) or [D] (per head), a layer norm of each
-    head a weight [D] and a bias [D], named `name` and `name`_bias."""
+    """Check weight and bias of the norm of q or k, named `name` and `name`_bias.
+
+    An RMSNorm has a weight [H*D] (across all heads) or [D] (per head). A layer norm of each head
+    has a weight [D] and a bias [D].
+    """
     head_dim = channels // heads
     if bias is not None:
         check_float(f"{name}_bias", bias)
@@ -174,8 +179,10 @@ def check_norm(
 def rotary_parts(
     rotary: tuple[torch.Tensor, torch.Tensor] | None, n_q: int, n_kv: int, head_dim: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(cos, sin) as [N, D] views. A table may be [N, D] or [1, N, 1, D]; N is the length of q and
-    of k."""
+    """Check rotary tables, and return (cos, sin) as [N, D] views.
+
+    A table may be [N, D] or [1, N, 1, D]; N is the length of q and of k.
+    """
     if rotary is None:
         return None, None
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
@@ -202,8 +209,10 @@ def rotary_parts(
 
 
 def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
-    """Key lengths are an integer tensor [B]. Their values stay on the device: lengths past Nk mean
-    all keys."""
+    """Check that key lengths are an integer tensor [B].
+
+    Their values are not read, which would wait for the device. A length over Nk means all keys.
+    """
     if kv_lengths is None:
         return
     check_tensor("kv_lengths", kv_lengths)
@@ -227,7 +236,7 @@ def check_residual(name: str, residual: torch.Tensor | None, shape: tuple[int, i
 
 
 def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
+    """Check weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
     for name, tensor in (("x", x), ("weight", weight)):
         check_float(name, tensor)
     if bias is not None:
@@ -251,11 +260,13 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def coefficient_parts(
     name: str, value: Coefficient, shape: tuple[int, int, int]
 ) -> tuple[float, torch.Tensor | None]:
-    """A coefficient as (float, None) or (1.0, tensor that broadcasts to [B, N, C]), still any
-    float dtype."""
+    """Check a coefficient, and return (float, None) or (1.0, tensor).
+
+    The tensor broadcasts to [B, N, C] and keeps its float dtype.
+    """
     if not isinstance(value, torch.Tensor):
         try:
-            if isinstance(value, str):  # float reads it
+            if isinstance(value, str):  # float() would parse it
                 raise TypeError
             return float(value), None
         except (TypeError, ValueError):
@@ -266,7 +277,7 @@ def coefficient_parts(
         raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
     if value.layout is not torch.strided:
         check_tensor(name, value)
-    if value.dtype not in _WIDE_FLOATS:  # not every compiler knows those of 8 bits
+    if value.dtype not in _WIDE_FLOATS:  # not every compiler supports floats of 8 bits
         value = value.float()
     if value.dim() == 1 and broadcasts(value.shape, shape[:1]):
         return 1.0, value.view(-1, 1, 1)
@@ -288,8 +299,12 @@ def skip_parts(
     c_out: Coefficient,
     shape: tuple[int, int, int],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
-    """c_skip and c_out as tensors or None and as the numbers that then stand for them, in the
-    order of the registered operations; the residual [B, N, C] is checked."""
+    """Check the residual [B, N, C], and split both coefficients into tensors and numbers.
+
+    Returns:
+        c_skip and c_out as tensors or None, then the numbers that hold where they are None, in
+        the order of the registered operations.
+    """
     check_residual("residual", residual, shape)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)

@@ -1,9 +1,9 @@
-"""Which attention runs, on which kernels: the one module that decides.
+"""Choose the attention and the kernels that run.
 
-A device and the lengths decide three things: the attention of "auto" (exact or int8), the type of
-probabilities and values of "auto" (e4m3 or bf16), and the kernels (Triton or plain torch).
-Everything here reads numbers, never tensors, and runs inside the registered operations: there
-shapes are numbers, and a compiled graph does not depend on what is chosen.
+Device and lengths decide three things: the attention of "auto" (exact or int8), the type of
+probabilities and values of "auto" (e4m3 or bf16), and the kernels (Triton or plain torch). The
+functions read numbers, never tensors. They run inside the registered operations, where shapes are
+numbers, so that a compiled graph does not depend on the choice.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.spec import AttentionSpec
 
-#: Queries and keys from which attention="auto" is int8 on a GPU. On an H200 with 12 heads of 128
-#: int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177; over 2,048 it is 0.087 and
-#: 0.068 (results/h200/attention.json). Other cards have not been measured.
+#: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
+#: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
+#: take 0.087 and 0.068 (results/h200/attention.json). Other cards have not been measured.
 INT8_AUTO_TOKENS: Final = 4096
-#: Keys from which pv="auto" takes fp8 where the device has it. fp8 has three times the error of
-#: bf16 (results/h200/ops.json), which a long sequence repays with a faster second product and a
-#: short one does not, because there attention is a small part of the time.
+#: Least number of keys for which pv="auto" takes fp8 where the device has it. fp8 has three times
+#: the error of bf16 (results/h200/ops.json). In return it makes the second product faster, which
+#: pays for long sequences alone, because attention takes little of the time of short ones.
 FP8_MIN_KEYS: Final = 4096
 #: Keys below which a patched cross-attention is exact where int8 was asked for: over the 512
 #: tokens of a prompt torch's own attention takes 182 us on an H200 (32,760 queries, 12 heads of
-#: 128) and int8 takes 980, and there is no error to speak of.
+#: 128) and int8 takes 980, so exact attention is faster and more exact.
 INT8_MIN_KEYS: Final = 1024
 
 
@@ -41,9 +41,9 @@ INT8_MIN_KEYS: Final = 1024
 def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "reference"]:
     """Return the implementation that runs on a device.
 
-    "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere, and on a GPU without the
-    package triton, with one warning. Asking for "triton" on
-    another device is refused by the launcher unless Triton's interpreter is on.
+    "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere. On a GPU without the
+    package triton it is "reference" too, with one warning. The launchers refuse "triton" on other
+    devices unless Triton's interpreter is on.
 
     Raises:
         ConfigError: `impl` is none of these words.
@@ -68,15 +68,15 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
 def resolve_pv(
     pv: PVDType, device: torch.device, n_kv: int | None = None
 ) -> Literal["fp8", "bf16", "fp16"]:
-    """The element type of probabilities and values on `device`.
+    """Return the element type of probabilities and values on a device.
 
     "auto" is fp8 on an NVIDIA GPU of compute capability 8.9 or newer from `FP8_MIN_KEYS` keys on,
-    and bf16 elsewhere. What is asked for by name is taken at any length.
+    and bf16 elsewhere. A type that is asked for by name is taken at any length.
 
     Args:
-        pv: What was asked for.
-        device: Where the attention runs.
-        n_kv: Number of keys; None stands for as many as it takes.
+        pv: The type that was asked for, or "auto".
+        device: The device of the attention.
+        n_kv: Number of keys; None for at least `FP8_MIN_KEYS`.
 
     Raises:
         Fp8UnsupportedError: fp8 was asked for by name on a GPU without e4m3 matrix units.
@@ -110,7 +110,7 @@ def resolve_pv(
 
 
 def describe_pv(pv: PVDType, device: torch.device) -> str:
-    """Return what `resolve_pv` gives on a device at every length, in words."""
+    """Describe the result of `resolve_pv` on a device for all lengths."""
     resolved = resolve_pv(pv, device)
     if pv == "auto" and resolved == "fp8":
         return f"fp8 from {FP8_MIN_KEYS:,} keys, else {resolve_pv(pv, device, 0)}"
@@ -118,7 +118,7 @@ def describe_pv(pv: PVDType, device: torch.device) -> str:
 
 
 def quantises(attention: str) -> bool:
-    """Return True if an attention may run in int8 or int4: so named, or "auto"."""
+    """Return True for attentions that may run in int8 or int4: "int8", "int4" and "auto"."""
     return attention == "auto" or attention in QMAX
 
 
@@ -134,7 +134,7 @@ def _decided(
 ) -> tuple[Attention, PVDType, Literal["triton", "reference"]]:
     own = resolve_impl(impl, device)
     if attention == "auto":
-        # Only our kernels return the logsumexp at their price.
+        # The exact path computes the logsumexp slowly, in plain torch.
         short = min(n_q, n_kv) < INT8_AUTO_TOKENS and device.type == "cuda" and exact_serves
         attention = "exact" if short else "int8"
     if attention not in QMAX:

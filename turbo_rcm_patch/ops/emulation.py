@@ -1,20 +1,20 @@
-"""int8 attention as the kernels compute it, in plain torch: the CPU path and the kernels' tight
-reference.
+"""int8 attention in plain torch, computed as the kernels do: the CPU path, and the reference to
+which kernels are compared with tight tolerances.
 
 Numeric contract, which the kernels follow too:
 
-1. q and k are normalised and rotated in fp32. k loses its mean over at most `MEAN_SAMPLES` evenly
-   spaced tokens.
-2. Channels of q and k are mixed by a Hadamard matrix (`hadamard`), which leaves q k^T alone and
-   takes the outliers out of single channels. q is quantised with one scale per row and k with one
+1. q and k are normalised and rotated in fp32. From k its mean over at most `MEAN_SAMPLES` evenly
+   spaced tokens is subtracted.
+2. Channels of q and k are mixed by a Hadamard matrix (`hadamard`), which does not change q k^T and
+   spreads the outliers of single channels. q is quantised with one scale per row and k with one
    scale per `key_block` tokens, symmetric, round half to even.
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
    `key_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
    448), fp16 or bf16, and the row sum adds the rounded P. v is 16-bit, or e4m3: less its mean over
    at most `MEAN_SAMPLES` evenly spaced tokens, with one scale per channel.
-5. The weights of a row sum to one, so what e4m3 v lacks is added back to every row whole: that
-   mean, and the mean of the rounding errors over all tokens, summed as integers.
+5. The weights of a row sum to one. So two terms that e4m3 v lacks are added back to every row:
+   the mean of v, and the mean of the rounding errors over all tokens, summed as integers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
-#: Tokens whose mean smooths k: any constant is exact, so a sample does.
+#: Tokens whose mean is subtracted from k. Any constant is exact, so a sample is enough.
 MEAN_SAMPLES: Final = 256
-#: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
+#: Values that are all smaller become 0, because the inverse of their scale would overflow.
 TINY: Final = 2.0**-100
-#: Magnitude a channel of v is scaled by at least: below it the inverse of its scale overflows, and
-#: the scale is no normal number.
+#: Least magnitude by which a channel of v is scaled. Below it the inverse of the scale overflows,
+#: and the scale is subnormal.
 LEAST_V: Final = 2.0**-117
-#: A channel of v with larger values keeps its mean: the sum of a sample of it could overflow.
+#: A channel of v with larger values keeps its mean, because the sum of a sample could overflow.
 LARGEST_CENTRED: Final = 2.0**119
-#: Rounding errors of v are counted in parts of a step of e4m3, so many to 1.
+#: Rounding errors of v are counted in this fraction of the scaled unit 1.
 ERROR_STEPS: Final = 256
-#: Tokens of the sample of v that are added side by side.
+#: Number of partial sums in which the tokens of the sample of v are added.
 _MEAN_ROWS: Final = 32
-#: Scale of logits at least, which keeps a masked -inf times it from becoming NaN.
+#: Least scale of logits. With it a masked -inf times the scale does not become NaN.
 LEAST_SCALE: Final = 2.0**-126
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
@@ -52,7 +52,7 @@ _ROWS: Final = 256  # query rows at a time: their logits stay in cache at short 
 
 
 def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tensor:
-    """Mean of k [B, H, Nk, D] fp32 over evenly spaced visible tokens, [B, H, 1, D] fp32."""
+    """Compute the mean of k [B, H, Nk, D] over evenly spaced visible tokens: fp32 [B, H, 1, D]."""
     step = max(1, -(-k.shape[2] // MEAN_SAMPLES))
     sample = k[:, :, ::step]
     if kv_lengths is None:
@@ -64,11 +64,10 @@ def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tenso
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32, D padded with zeros to a multiple of `hadamard_width(D)`, times one
-    Hadamard matrix per so many channels.
+    """Multiply every `hadamard_width(D)` channels of x [..., D] fp32 by a Hadamard matrix.
 
-    The matrix is not normalised: products of two such vectors are `hadamard_width` times
-    those of the vectors.
+    D is padded with zeros to a multiple of that width. The matrix is not normalised: the product
+    of two results is `hadamard_width` times the product of their vectors.
     """
     width = hadamard_width(x.shape[-1])
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
@@ -81,8 +80,11 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers (held in fp32) and the scale, for values whose largest magnitude is `amax`
-    (broadcastable)."""
+    """Quantise values whose largest magnitude is `amax`, which broadcasts to x.
+
+    Returns:
+        Integers, held in fp32, and the scale.
+    """
     amax = torch.where(amax > TINY, amax, torch.ones_like(amax))
     return (x * (qmax / amax)).round_(), amax / qmax
 
@@ -93,8 +95,10 @@ def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tenso
 
 
 def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
-    """Sum of v [B, H, N, D] fp32 over its tokens, [B, H, D], in the order in which every kernel
-    adds: 32 tokens side by side, then these two by two."""
+    """Sum v [B, H, N, D] fp32 over its tokens: [B, H, D].
+
+    The order is that of every kernel: 32 partial sums over every 32nd token, then these pairwise.
+    """
     rows_of_zeros = -sample.shape[2] % _MEAN_ROWS or _MEAN_ROWS * (not sample.shape[2])
     padded = torch.nn.functional.pad(sample, (0, 0, 0, rows_of_zeros))
     total = torch.zeros_like(padded[:, :, :_MEAN_ROWS])
@@ -107,22 +111,33 @@ def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
 
 
 def value_levels(mean: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is subtracted from v and what its magnitudes stay within, from the mean of a sample and
-    the largest magnitudes, all [B, H, D] fp32."""
+    """Choose the mean to subtract from v, and bound the magnitudes of the difference.
+
+    Args:
+        mean: Mean of a sample of v, [B, H, D] fp32.
+        amax: Largest magnitudes of v, [B, H, D] fp32.
+
+    Returns:
+        The mean that is subtracted and the bound, [B, H, D] fp32 each.
+    """
     mean = torch.where(amax < LARGEST_CENTRED, mean, torch.zeros_like(mean))
     return mean, (amax + mean.abs()).clamp_min(LEAST_V)
 
 
 def scaled_v(v: torch.Tensor, mean: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """v [B, H, N, D] fp32 in units of its scale before it is rounded, from `value_levels`."""
-    # A number over a tensor would be a product with the inverse, which rounds twice.
+    """Compute v [B, H, N, D] fp32 in units of its scale, unrounded; see `value_levels`."""
+    # torch computes a number over a tensor as a product with the inverse, which rounds twice.
     factor = torch.full_like(amax, E4M3_MAX) / amax
     return (v - mean.unsqueeze(2)) * factor.unsqueeze(2)
 
 
 def value_errors(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Sums of the rounding errors of v in e4m3 over its tokens, as integers [B, H, D] fp32, of
-    v [B, H, N, D] in units of its scale before and after the rounding."""
+    """Sum the rounding errors of v in e4m3 over its tokens, as integers in fp32 [B, H, D].
+
+    Args:
+        exact: v in units of its scale before the rounding, [B, H, N, D].
+        rounded: v after the rounding, [B, H, N, D].
+    """
     errors = ((exact - rounded) * ERROR_STEPS).round().nan_to_num(0.0)
     return errors.sum(2, dtype=torch.float64).float()
 
@@ -133,9 +148,11 @@ def rounded_v(
     kv_lengths: torch.Tensor | None = None,
     of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """v [B, H, Nk, D] as the second product sees it, in fp32, 0 where it is not seen, and, of
-    e4m3, scale and offset [B, H, 1, D]: a row of weights that sum to one gives
-    (weights · rounded v) * scale + offset. `of_v` as in `emulated_attention`."""
+    """Round v [B, H, Nk, D] as the second product reads it, in fp32, with 0 for masked tokens.
+
+    For e4m3, also return scale and offset [B, H, 1, D], else None: for weights that sum to one the
+    output is (weights · rounded v) * scale + offset. `of_v` is that of `emulated_attention`.
+    """
     if kv_lengths is not None:
         seen = torch.arange(v.shape[2], device=v.device) < kv_lengths.unsqueeze(1)
         seen = seen[:, None, :, None]
@@ -175,22 +192,22 @@ def emulated_attention(
     want_lse: bool = False,
     of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(sm_scale * q k^T) v with quantised q, k, P and v.
+    """Compute softmax(sm_scale * q k^T) v with quantised q, k, P and v.
 
     Args:
         q: [B, H, Nq, D] fp32, normalised and rotated.
-        k: [B, H, Nk, D] fp32, likewise.
+        k: [B, H, Nk, D] fp32, normalised and rotated.
         v: [B, H, Nk, D], any float dtype.
         sm_scale: Factor on the logits.
         pv: Element type of P and v.
         qmax: 127 for int8, 7 for int4.
         smooth_k: Subtract k's mean first.
         causal: Query i sees keys 0..i.
-        kv_lengths: int [B]; keys at or past it are not seen.
+        kv_lengths: int [B]; keys at or past the length are masked.
         want_lse: Also return the logsumexp of the *unsmoothed* logits (of the quantised q and k
             plus q · mean).
-        of_v: Mean of a sample and largest magnitudes [B, H, D] of the sequence of which v is a
-            part; None where it is the whole.
+        of_v: Mean of a sample and largest magnitudes, [B, H, D] each, of a sequence of which v is
+            a part; None if v is the whole sequence.
 
     Returns:
         Output [B, Nq, H*D] fp32 and lse [B, H, Nq] fp32 or None.
@@ -255,11 +272,11 @@ def emulated_attention(
 def softmax_pv(
     logits: torch.Tensor, scale: torch.Tensor, v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Online softmax and second product for some rows of one head.
+    """Compute online softmax and second product for some rows of one head.
 
     Args:
         logits: [R, blocks, block] fp32 integers, -inf where masked; overwritten.
-        scale: [R, blocks] fp32, >= 0, into log2 units.
+        scale: [R, blocks] fp32, >= 0; converts logits to log2 units.
         v: [blocks * block, D] fp32, rounded.
         pv: Element type of P.
 
@@ -275,6 +292,6 @@ def softmax_pv(
     final = finite[:, -1:]
     p *= torch.exp2(running - final).unsqueeze(-1)
     total = p.sum((1, 2))
-    # Rows that see no key have a zero sum: their output is 0 and their logsumexp -inf.
+    # Rows that see no key have the sum 0. Their output is 0 and their logsumexp -inf.
     out = (p.flatten(1) @ v) / torch.where(total > 0, total, torch.ones_like(total)).unsqueeze(-1)
     return out, (final.squeeze(1) - shift + total.log2()) * LN_2

@@ -37,14 +37,14 @@ from turbo_rcm_patch.ops.operation import Operation, refuse_gradient
 
 #: Largest magnitude of a quantised value.
 INT8_MAX: Final = 127
-#: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.
+#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
 TINY: Final = 2.0**-100
-#: Products that an int32 adds without overflow.
+#: Number of products that an int32 can add without overflow.
 MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
-#: Input channels that share a scale where a weight has more than one for a row; with blocks,
-#: output channels too.
+#: Input channels that share a scale if a row of the weight has several. With scales per block, the
+#: same number of output channels shares it.
 GROUP: Final = 128
-#: Rows of a weight that are in fp32 at once; a multiple of `GROUP`.
+#: Rows of a weight that are held in fp32 at once; a multiple of `GROUP`.
 _ROWS_AT_ONCE: Final = 1024
 
 Activation = Literal["gelu-tanh"]
@@ -67,8 +67,8 @@ def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x @ weight^T of int8 tensors [B, N, K] and [Cout, K], rounded once to fp32.
 
-    Exact before that rounding: a CPU multiplies int8 as fp32 where 24 bits hold every sum, and in
-    fp64 beyond.
+    The sum before that rounding is exact: it is computed in fp32 if 24 bits hold every sum, and in
+    fp64 otherwise.
     """
     wide = torch.float32 if x.shape[-1] * INT8_MAX**2 <= 2**24 else torch.float64
     return F.linear(x.to(wide), weight.to(wide)).float()
@@ -122,8 +122,8 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
         int8 [Cout, K] and fp32 [Cout]; the weight is about int8 * scale[:, None].
 
     Raises:
-        ShapeError: It is not a matrix, or K is over `MAX_CHANNELS`.
-        DTypeError: It is not of a float dtype.
+        ShapeError: The weight is not a matrix, or K is over `MAX_CHANNELS`.
+        DTypeError: The weight is not of a float dtype.
     """
     check_impl(impl)
     check_float("weight", weight)
@@ -135,7 +135,7 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
 
 
 def check_channels(channels: int) -> None:
-    """Refuse a number of channels whose products an int32 cannot add."""
+    """Refuse a number of channels over which an int32 sum could overflow."""
     if not 1 <= channels <= MAX_CHANNELS:
         raise ShapeError(
             "channels of an int8 product",
@@ -202,17 +202,16 @@ int8_linear_rows = Operation("int8_linear_rows", _rows_linear, _rows_linear_fake
 
 
 def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
-    """Return the scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
+    """Expand scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], to each of Cout rows.
 
     Returns:
-        fp32 [Cout, ceil(K / 128)]; a group's scales lie side by side, which is how a kernel reads
-        them.
+        fp32 [Cout, ceil(K / 128)]; the scales of a group are contiguous, as a kernel reads them.
     """
     return scale.t().repeat_interleave(GROUP, 1)[:, :rows].contiguous().t()
 
 
 def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x @ (weight * scale)^T over integers x, group of channels by group, in fp32."""
+    """Compute x @ (weight * scale)^T of integers x in fp32, one group of channels at a time."""
     if weight_scale.shape[0] != weight.shape[0]:
         weight_scale = scales_of_rows(weight_scale, weight.shape[0])
     x_parts, w_parts = torch.split(x, GROUP, -1), torch.split(weight, GROUP, -1)
@@ -222,7 +221,7 @@ def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """The weight that was multiplied with, fp32 [Cout, K]."""
+    """Multiply an int8 weight by its scales: fp32 [Cout, K]."""
     if weight_scale.dim() == 1:
         return weight.float() * weight_scale.unsqueeze(1)
     if weight_scale.shape[0] != weight.shape[0]:
@@ -231,11 +230,11 @@ def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute int8 times scale, rounded once to `dtype`; without an fp32 copy of the whole.
+    """Compute int8 times scale, rounded once to `dtype`, without an fp32 copy of the whole.
 
     Args:
         weight: int8 [Cout, K].
-        weight_scale: As `int8_linear` takes it.
+        weight_scale: fp32, in one of the three shapes that `int8_linear` takes.
         dtype: Any float dtype.
 
     Returns:
@@ -271,7 +270,7 @@ def int8_linear(
         x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
         weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
-            for every 128 channels (fastest if the first dimension is dense); or
+            for every 128 channels (fastest if the first dimension is contiguous); or
             [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128, which is
             faster on Hopper.
         bias: [Cout], any of these float dtypes, or None.
@@ -388,10 +387,10 @@ linear_gelu_operation = Operation("linear_gelu", _linear_gelu, _linear_gelu_fake
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute gelu(x @ weight^T + bias), in GELU's tanh form.
+    """Compute gelu(x @ weight^T + bias) with the tanh form of GELU.
 
-    In 16 bits on an NVIDIA GPU the activation is the epilogue of the matrix product, so it takes
-    the sum before that is rounded.
+    In 16 bits on an NVIDIA GPU the activation is the epilogue of the matrix product, so it reads
+    the unrounded sum.
 
     Args:
         x: [B, N, Cin], bf16, fp16 or fp32.

@@ -1,4 +1,4 @@
-"""Layer norm with modulation, alone or in one pass with the skip before it, as a tensor or as int8
+"""Layer norm with modulation, alone or fused with the skip before it, as a tensor or as int8
 rows."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def norm_in_plain_torch(
 
 
 def _is_row(factor: Tensor, offset: Tensor, x: Tensor) -> bool:
-    """Return True if both are one row of channels, as the weights of a layer norm are."""
+    """Return True if factor and offset are one row of channels each, [1, 1, C]."""
     return factor.shape == offset.shape == (1, 1, x.shape[-1])
 
 
@@ -63,7 +63,7 @@ def _norm(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    # No kernel has to know of rows without channels.
+    # The kernel does not take rows without channels.
     if resolve_impl(impl, x.device) == "triton" and x.shape[2]:
         from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
@@ -111,20 +111,20 @@ def _skip_norm(
     out_dtype: torch.dtype,
     normed_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`skip` and then `norm_modulate` of its result, bit for bit, in one pass.
+    """Compute `skip` and `norm_modulate` of its result in one pass, with the same bits.
 
     Args:
         residual: [B, N, C], bf16, fp16 or fp32.
         branch: [B, N, C], any of these dtypes.
         c_out: [B, 1 or N, C], or None for 1.
-        factor: Of the norm, broadcasts to [B, N, C], or None.
-        offset: The same.
-        one: 1.0 for a modulation, 0.0 for weights of a norm.
-        eps: Of the norm.
-        cast_policy: As in `skip`.
+        factor: Factor of the norm, broadcasts to [B, N, C], or None.
+        offset: Offset of the norm, broadcasts to [B, N, C], or None.
+        one: Added to the factor: 1.0 for a modulation, 0.0 for weights of a norm.
+        eps: Epsilon of the norm.
+        cast_policy: Cast policy of the skip, "fp32" or "model".
         impl: "triton", "reference" or "auto".
-        out_dtype: Of the sum.
-        normed_dtype: Of its norm.
+        out_dtype: dtype of the sum.
+        normed_dtype: dtype of the norm.
 
     Returns:
         The sum and its norm, [B, N, C] each.
@@ -167,7 +167,7 @@ def _skip_norm_rows(
     impl: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`skip_norm` with the norm as int8 rows: the sum, int8 and scales."""
+    """Compute `skip_norm` with the norm as int8 rows: the sum, int8 and scales."""
     gate = either(c_out, 1.0)
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.skip_norm import skip_norm as launch
@@ -209,7 +209,7 @@ def norm_modulate(
     Args:
         x: [B, N, C], bf16, fp16 or fp32.
         scale: Broadcasts to [B, N, C], any float dtype, read as fp32; None for a factor of 1.
-        shift: The same; None for 0.
+        shift: Broadcasts to [B, N, C], any float dtype, read as fp32; None for 0.
         form: "modulation" adds 1 to scale (adaptive layer norm, arXiv 2212.09748); "affine" does
             not.
         eps: Added to the variance.
@@ -241,14 +241,14 @@ def norm_modulate_rows(
 ) -> Rows:
     """Compute `norm_modulate` as int8 with a scale per row, the input of `int8_linear`.
 
-    This is one pass over memory instead of three. Nothing is rounded before int8.
+    This takes one pass over memory instead of three. The only rounding is the one to int8.
 
     Args:
         x: [B, N, C], bf16, fp16 or fp32.
-        scale: As in `norm_modulate`.
-        shift: As there.
-        form: As there.
-        eps: As there.
+        scale: Broadcasts to [B, N, C], any float dtype, read as fp32; None for a factor of 1.
+        shift: Broadcasts to [B, N, C], any float dtype, read as fp32; None for 0.
+        form: "modulation" or "affine", as in `norm_modulate`.
+        eps: Added to the variance.
         impl: "triton", "reference" or "auto".
 
     Returns:
@@ -267,7 +267,7 @@ def norm_modulate_rows(
 def _modulation(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, impl: Impl
 ) -> tuple[Tensor | None, Tensor | None]:
-    """scale and shift with three dimensions; everything checked."""
+    """Check all arguments of a norm, and return scale and shift with three dimensions each."""
     check_impl(impl)
     check_eps(eps)
     check_float("x", x)

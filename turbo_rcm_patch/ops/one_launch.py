@@ -21,7 +21,7 @@ from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 _FIELDS: Final = AttentionInputs._fields
-#: The schema: the fields of an attention without the logsumexp, then the projection.
+#: The arguments of the schema: the fields of an attention without the last, then the projection.
 _ORDER: Final = (*_FIELDS[:-1], "weight", "bias", "cast_policy", "form")
 _TYPES: Final = {"weight": Tensor, "bias": Tensor | None, "cast_policy": str, "form": str}
 
@@ -80,12 +80,11 @@ def attention_project_skip(
 ) -> Tensor:
     """Compute c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
 
-    Both forms round the attention output to q's dtype before the projection; two launches round
-    the product to it, too.
+    Both forms round the attention output to q's dtype before the projection. "two-launch" also
+    rounds the product of the projection to it.
 
     Args:
-        q: [B, Nq, H*D]. For this and for k, v, the norms, rotary and kv_lengths see
-            `attention_skip`.
+        q: [B, Nq, H*D]. Of the arguments that `attention_skip` also has, details are there.
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
         weight: [Cout, H*D], dtype of q.
@@ -93,16 +92,16 @@ def attention_project_skip(
         spec: How the attention is computed.
         residual: [B, Nq, Cout] or None.
         c_skip: Float or tensor [B], [B, 1, Cout] or [B, Nq, Cout].
-        c_out: The same.
+        c_out: Float or tensor, as c_skip.
         norm_q: Weight of the norm of q.
         norm_k: Weight of the norm of k.
-        norm_q_bias: Bias of the norm of q, which makes it a layer norm.
-        norm_k_bias: Bias of the norm of k, the same.
+        norm_q_bias: Bias of the norm of q, which makes it a layer norm of each head.
+        norm_k_bias: Bias of the norm of k, which makes it a layer norm of each head.
         rotary: (cos, sin).
         kv_lengths: int32 [B].
         form: "one-launch" (the attention kernel also projects; int8 and int4 only), or
             "two-launch" and "auto" (attention, cuBLAS's product, and a pass that closes the skip).
-        cast: As in `skip`.
+        cast: Cast policy of the skip, "fp32" or "model"; see `skip`.
         out_dtype: dtype of the result; q's by default.
 
     Returns:

@@ -1,7 +1,8 @@
-"""Operations: a body that runs directly in eager inference and is registered for everything else.
+"""Operations: a body that eager inference calls directly, and a registration for other callers.
 
-Registered are a schema and a fake, so that a compiler traces a call as one node. There is no
-derivative: a public function refuses a gradient, and a patched model then runs its author's code.
+A schema and a fake are registered, so that a compiler traces a call as one node. There is no
+derivative: public functions raise where a gradient is wanted, and a patched model then runs its
+author's code.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch.autograd import forward_ad
 
 from turbo_rcm_patch.errors import GradientError
 
-#: Where operations register; what was registered goes with it.
+#: The library of torch that holds the operations. Its end would remove them.
 _LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "DEF")  # type: ignore[no-untyped-call]
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class Operation:
-    """One operation.
+    """One operation, to be called with positional arguments.
 
-    Eager inference on plain tensors runs the body; a compiler, a tracer, a dispatch mode or a
-    subclass of Tensor gets the registered operation, which costs 2 us more.
+    Eager inference on plain tensors runs the body. A compiler, a tracer, a dispatch mode or a
+    subclass of Tensor gets the registered operation, which takes 2 us more.
 
     Args:
-        name: Within this library's namespace.
-        body: Computes it from tensors, numbers and strings alone; returns new tensors.
-        fake: Makes what it returns, without values.
+        name: Name in this library's namespace.
+        body: Computes the result from tensors, numbers and strings alone, and returns new tensors.
+        fake: Makes empty results of the right shapes and dtypes.
     """
 
     def __init__(self, name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -63,7 +64,7 @@ class Operation:
 
 
 def without_autocast(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a body without autocast, because which dtype multiplies is part of its contract."""
+    """Run a body without autocast, because the dtypes of its products are part of its contract."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -72,7 +73,7 @@ def without_autocast(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise where a derivative is wanted.
+    """Raise if a derivative is wanted.
 
     Raises:
         GradientError: A tensor requires a gradient, or forward-mode differentiation or a transform
@@ -109,7 +110,7 @@ def flattened(
     Args:
         order: The names of the arguments.
         returns: The type of the result.
-        *types: Where the arguments' types are: named tuples, or mappings from names.
+        *types: Named tuples, or mappings from names, that give the types of the arguments.
     """
     known: dict[str, Any] = {}
     for kind in types:

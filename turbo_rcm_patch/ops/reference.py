@@ -1,8 +1,7 @@
-"""The operations in plain torch: the exact form, which is the oracle, and the pieces both forms
-share.
+"""The operations in plain torch: the exact form, to which the others are compared, and the parts
+that it shares with the int8-emulating form in `emulation.py`.
 
-Nothing here is shared with `kernels/`: it is written separately so that a comparison means
-something. The int8-emulating form is in `emulation.py`.
+It shares no code with `kernels/`, so that a comparison finds errors of either.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.skip import Cast
 
-#: Logits materialised at a time by the chunked forms, in elements.
+#: Elements of logits that the chunked forms hold at a time.
 _CHUNK_ELEMENTS = 1 << 24
 
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, N, H*D] -> [B, H, N, D], a view."""
+    """View [B, N, H*D] as [B, H, N, D]."""
     return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
@@ -34,8 +33,7 @@ def norm_rope(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """RMSNorm or, with a bias, layer norm, then rotary embedding, without an intermediate
-    rounding.
+    """Compute RMSNorm (with a bias, layer norm), then rotary embedding, without rounding between.
 
     Args:
         x: [B, N, H*D].
@@ -45,7 +43,7 @@ def norm_rope(
         sin: [N, D], used at odd channels, or None.
         eps: Added to the mean square or the variance.
         bias: [D] beside a weight [D] for a layer norm per head, or None.
-        dtype: Arithmetic, fp32 or fp64.
+        dtype: dtype of the arithmetic, fp32 or fp64.
 
     Returns:
         [B, H, N, D] in `dtype`, dense.
@@ -75,8 +73,10 @@ def key_mask(
     kv_lengths: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Boolean mask of the keys a query sees, [B or 1, 1, Nq or 1, Nk], or None when every query
-    sees every key."""
+    """Return a boolean mask of the keys that a query sees, [B or 1, 1, Nq or 1, Nk].
+
+    Return None if every query sees every key.
+    """
     mask = None
     columns = torch.arange(n_kv, device=device)
     if kv_lengths is not None:
@@ -88,13 +88,13 @@ def key_mask(
 
 
 def unseen_keys(n_kv: int, kv_lengths: torch.Tensor) -> torch.Tensor:
-    """Which keys no query sees, [B, 1, Nk, 1]."""
+    """Return a boolean mask of the keys past the length, [B, 1, Nk, 1]."""
     columns = torch.arange(n_kv, device=kv_lengths.device)
     return (columns >= kv_lengths.unsqueeze(1))[:, None, :, None]
 
 
 def row_chunks(rows: int, row_elements: int) -> Iterator[slice]:
-    """Slices over query rows so that one chunk of logits stays small."""
+    """Yield slices over query rows, so that the logits of one chunk stay small."""
     step = max(1, min(rows, _CHUNK_ELEMENTS // max(1, row_elements)))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -109,7 +109,7 @@ def exact_attention(
     causal: bool = False,
     kv_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(sm_scale * q k^T) v by its definition, in the dtype of its inputs (fp32 or fp64).
+    """Compute softmax(sm_scale * q k^T) v by its definition, in the inputs' dtype (fp32 or fp64).
 
     Args:
         q: [B, H, Nq, D].
@@ -117,7 +117,7 @@ def exact_attention(
         v: [B, H, Nk, D].
         sm_scale: Factor on the logits.
         causal: Query i sees keys 0..i.
-        kv_lengths: int [B]; keys at or past it are not seen, whatever they hold.
+        kv_lengths: int [B]; keys at or past the length are masked, even if they hold NaN.
 
     Returns:
         Output [B, H, Nq, D] (0 where a query sees no key) and natural-log logsumexp [B, H, Nq]
@@ -128,7 +128,7 @@ def exact_attention(
     if kv_lengths is not None:
         unseen = unseen_keys(k.shape[2], kv_lengths)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    # Nothing is written in place, so that every transform of torch can pass.
+    # No tensor is written in place, so that all transforms of torch work.
     out, lse = [], []
     for rows in row_chunks(n_q, batch * heads * k.shape[2]):
         logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
@@ -137,21 +137,27 @@ def exact_attention(
             logits = logits.masked_fill(~seen, float("-inf"))
         chunk_lse = torch.logsumexp(logits, -1)
         lse.append(chunk_lse)
-        # A row without any visible key has logsumexp -inf; exp(-inf - 0) is the zero it should be.
+        # A row without visible keys has logsumexp -inf; exp(-inf - 0) gives its weights, 0.
         total = chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)
         out.append((logits - total).exp() @ v)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or a copy where its rows overlap in memory (windows over a sequence): torch's CPU
-    attention hands such strides to a BLAS, which may not have them, and gives noise."""
+    """Return x, or a copy if its rows overlap in memory (windows over a sequence).
+
+    torch's CPU attention passes such strides to a BLAS that does not support them, and returns
+    wrong numbers.
+    """
     return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or a copy where 16 bytes do not divide its address: torch's attention with a mask
-    looks at strides alone on a GPU, and gives NaN or faults. A compiler aligns by itself."""
+    """Return x, or a copy if its address is not a multiple of 16 bytes.
+
+    On a GPU torch's attention with a mask checks only strides, and gives NaN or a fault for other
+    addresses. A compiler aligns by itself.
+    """
     if torch.compiler.is_compiling() or not x.storage_offset() * x.element_size() % 16:
         return x
     return x.clone()
@@ -166,8 +172,10 @@ def sdpa_attention(
     causal: bool = False,
     kv_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention on [B, H, N, D], whatever backend torch chooses; same
-    masks as above."""
+    """Call torch's scaled_dot_product_attention on [B, H, N, D], with a backend of its choice.
+
+    The masks are those of `exact_attention`.
+    """
     q, k, v = apart(q), apart(k), apart(v)
     if kv_lengths is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
@@ -191,7 +199,7 @@ def close_skip(
     cast: Cast,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """c_skip * residual + c_out * branch.
+    """Compute c_skip * residual + c_out * branch.
 
     Args:
         residual: [B, N, C], or None for c_out * branch alone.
@@ -217,12 +225,18 @@ def close_skip(
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight^T + bias in fp32. x [B, N, Cin], weight [Cout, Cin], bias [Cout]; fp32 [B, N,
-    Cout].
+    """Compute x @ weight^T + bias in fp32.
 
-    16-bit operands on a CPU multiply in their own dtype (with fp32 accumulation inside) because
-    widening the weight at every call would cost more than the product; the result is then one
-    rounding away from the fp32 form.
+    16-bit operands on a CPU are multiplied in their own dtype, with fp32 sums inside, because
+    widening the weight on every call would cost more than the product. That adds one rounding.
+
+    Args:
+        x: [B, N, Cin].
+        weight: [Cout, Cin].
+        bias: [Cout] or None.
+
+    Returns:
+        fp32 [B, N, Cout].
     """
     if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype != torch.float32:
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).float()

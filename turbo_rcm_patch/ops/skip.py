@@ -38,7 +38,7 @@ def closed(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute c_skip * residual + c_out * branch, by a kernel or by torch."""
+    """Compute c_skip * residual + c_out * branch with a kernel or in torch, unchecked."""
     cast: Any = cast_policy
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.skip import skip as launch
@@ -49,7 +49,7 @@ def closed(
 
 
 def either(tensor: Tensor | None, value: float) -> float | Tensor:
-    """Return a coefficient: its tensor, or its number where there is none."""
+    """Return the tensor of a coefficient, or its number if there is no tensor."""
     return value if tensor is None else tensor
 
 
@@ -93,7 +93,7 @@ def skip(
         residual: [B, N, C], bf16, fp16 or fp32.
         branch: [B, N, C], any of these dtypes.
         c_skip: Float or tensor [B], [B, 1, C] or [B, N, C].
-        c_out: The same.
+        c_out: Float or tensor, as c_skip.
         cast: "fp32" computes in fp32 and rounds once; "model" rounds every step to the residual's
             dtype, as eager code in the model's dtype does (tensor coefficients are rounded to it
             first).

@@ -3,8 +3,8 @@ over all of them.
 
     softmax over chosen blocks(q k^T) v + proj_l(phi(q) (phi(k)^T v) / (phi(q) · sum phi(k)))
 
-The sum is a skip before the output projection, closed in the attention kernel. As SLA (arXiv
-2509.24006) and SageSLA of thu-ml/TurboDiffusion (arXiv 2512.16093) compute it for inference.
+The sum is a skip before the output projection, closed in the attention kernel. This is the
+inference of SLA (arXiv 2509.24006) and of SageSLA in thu-ml/TurboDiffusion (arXiv 2512.16093).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from turbo_rcm_patch.ops.spec import AttentionSpec
 #: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
 MAX_SPARSE_HEAD_DIM: Final = 128
 
-#: Tokens that a block of queries or keys may have.
+#: Sizes that a block of queries or keys may have, in tokens.
 SPARSE_BLOCKS: Final = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsity:
-    """The share and the size of the key blocks that the softmax sees.
+    """The choice of key blocks for the softmax: their share and their size.
 
     Attributes:
         topk: Share of the key blocks, in (0, 1]; at least one block is seen.
@@ -66,8 +66,11 @@ class Sparsity:
 
     @classmethod
     def sage(cls, topk: float, device: torch.device) -> Sparsity:
-        """SageSLA's blocks on NVIDIA's GPUs: 64 queries and 128 keys on Hopper (sm_90), 128 and 64
-        elsewhere. On ROCm SageSLA has others."""
+        """Return SageSLA's sparsity on a device, with its blocks for NVIDIA's GPUs.
+
+        They are 64 queries and 128 keys on Hopper (sm_90), and 128 and 64 elsewhere. SageSLA's
+        other blocks on ROCm are not known here.
+        """
         hopper = (
             device.type == "cuda"
             and torch.version.hip is None
@@ -76,17 +79,17 @@ class Sparsity:
         return cls(topk=topk, block_q=64 if hopper else 128, block_k=128 if hopper else 64)
 
     def count(self, n_kv: int) -> int:
-        """Number of blocks that a query sees of n_kv keys, rounded down."""
+        """Return the number of blocks that a query sees of n_kv keys: rounded down, at least 1."""
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
-#: The schema: the fields of an attention that these kernels have, and which keys are seen.
+#: The arguments of the schema: fields of an attention, the projection, and the choice of keys.
 _ORDER: Final = (
     "q", "k", "v", "weight", "bias", "norm_q", "norm_k", "cos", "sin", "heads", "attention", "pv",
     "smooth_k", "sm_scale", "eps", "count", "block_q", "block_k", "impl", "out_dtype",
 )  # fmt: skip
 _GEOMETRY: Final = {"count": int, "block_q": int, "block_k": int}
-#: What else an attention has: no skip, no mask.
+#: The other fields of an attention: no skip, no mask.
 _PLAIN: Final = dict.fromkeys(AttentionInputs._fields) | {
     "c_skip_value": 1.0, "c_out_value": 1.0, "causal": False, "want_lse": False,
 }  # fmt: skip
@@ -97,7 +100,7 @@ def _forward(*args: Any) -> Tensor:
     given = dict(zip(_ORDER, args, strict=True))
     weight, bias = given.pop("weight"), given.pop("bias")
     geometry = {name: given.pop(name) for name in _GEOMETRY}
-    if given["attention"] == "auto":  # no exact sparse kernel exists
+    if given["attention"] == "auto":  # there is no exact sparse kernel
         given["attention"] = "int8"
     fields: Any = _PLAIN | given
     a = choose_inputs(AttentionInputs(**fields))
@@ -114,7 +117,7 @@ def _forward(*args: Any) -> Tensor:
     vh = split_heads(a.v, a.heads)
     out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
     count = geometry.pop("count")
-    for head in range(a.heads):  # One at a time: all of a video's in fp32 would be gigabytes.
+    for head in range(a.heads):  # One at a time, because all of a video's in fp32 take gigabytes.
         one = slice(head, head + 1)
         qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
         blocks = reference.block_map(qf, kf, count=count, dtype=dtype, **geometry)
@@ -168,9 +171,9 @@ def sparse_linear_attention(
         bias: [D] or None.
         spec: How the sparse part is computed: attention="int8" or "int4"; "exact" is plain torch
             on every device, for comparison. causal=True is not supported.
-        sparsity: Which keys it sees.
+        sparsity: The choice of key blocks for the softmax.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
-        norm_k: The same for k.
+        norm_k: RMSNorm weight of k, as norm_q.
         rotary: (cos, sin) as in `attention_skip`.
         out_dtype: dtype of the result; q's by default.
 
@@ -180,8 +183,7 @@ def sparse_linear_attention(
     Raises:
         ConfigError: The sparse kernels do not support what `spec` asks for.
         GradientError: A gradient is wanted.
-        ShapeError: D is over 128.
-        ShapeError: Shapes do not fit together.
+        ShapeError: D is over 128, or shapes do not fit together.
     """
     check_attention(q, k, v, spec)
     if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:

@@ -1,4 +1,4 @@
-"""Sparse-linear attention in plain torch: by its definition, and int8-emulating.
+"""Sparse-linear attention in plain torch: exact by its definition, and emulating int8.
 
 Sources: SLA (arXiv 2509.24006) and its inference code in thu-ml/TurboDiffusion, `SLA/core.py`
 (arXiv 2512.16093), from which the block map, the feature map and the epsilon are taken. Like
@@ -29,7 +29,7 @@ LINEAR_EPS: Final = 1e-5
 
 
 def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Mean of x [B, H, N, D] over blocks of tokens, the last one over those it has."""
+    """Average x [B, H, N, D] over blocks of tokens; the last block may be shorter."""
     batch, heads, n, dim = x.shape
     blocks = -(-n // block)
     padded = F.pad(x, (0, 0, 0, blocks * block - n))
@@ -48,20 +48,21 @@ def block_map(
     block_k: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The `count` blocks of keys that each block of queries attends to.
+    """Choose the `count` blocks of keys that each block of queries sees.
 
-    Those with the largest products of pooled q and pooled k, k smoothed by its mean over tokens
-    (which moves all scores of a row alike). Of equal scores the earlier block is taken. Each step
-    is rounded to `dtype`, as the author's code in that dtype does: among blocks whose scores are
-    nearly equal the rounding chooses.
+    A score is the product of the mean of a block of q and the mean of a block of k. The mean of
+    all of k is subtracted from k first, which shifts all scores of a row by the same number. The
+    blocks with the largest scores are taken, and the earlier one of equal scores. Each step is
+    rounded to `dtype` as in the author's code, because the rounding decides among blocks whose
+    scores are nearly equal.
 
     Args:
         q: [B, H, Nq, D] fp32 or fp64, normalised and rotated.
-        k: [B, H, Nk, D], likewise.
+        k: [B, H, Nk, D] fp32 or fp64, normalised and rotated.
         count: Blocks of keys per block of queries.
-        block_q: Queries to a block.
-        block_k: Keys to a block.
-        dtype: What the author's code computes in; that of q rounds nothing.
+        block_q: Queries in a block.
+        block_k: Keys in a block.
+        dtype: dtype of the author's code; with that of q, no step is rounded.
 
     Returns:
         int64 [B, H, ceil(Nq / block_q), count], ascending.
@@ -87,16 +88,16 @@ def exact_sparse_attention(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """softmax(sm_scale * q k^T) v over the keys of the chosen blocks, in the dtype of its inputs.
+    """Compute softmax(sm_scale * q k^T) v over the keys of chosen blocks, in the inputs' dtype.
 
     Args:
         q: [B, H, Nq, D] fp32 or fp64.
         k: [B, H, Nk, D].
         v: [B, H, Nk, D].
-        blocks: As `block_map` gives it.
+        blocks: int64 [B, H, q blocks, count], the result of `block_map`.
         sm_scale: Factor on the logits.
-        block_q: Queries to a block.
-        block_k: Keys to a block.
+        block_q: Queries in a block.
+        block_k: Keys in a block.
 
     Returns:
         [B, H, Nq, D].
@@ -119,13 +120,13 @@ def exact_sparse_attention(
 
 
 def _blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x [B, H, N, D] in whole blocks of tokens [B*H, blocks, block, D], padded with zeros."""
+    """Cut x [B, H, N, D] into blocks of tokens, [B*H, blocks, block, D], padded with zeros."""
     whole = F.pad(x, (0, 0, 0, -x.shape[2] % block))
     return whole.reshape(x.shape[0] * x.shape[1], -1, block, x.shape[3])
 
 
 def _keys_of(blocks: torch.Tensor, block_k: int) -> torch.Tensor:
-    """Numbers of the keys in blocks [count]; past the end of k too."""
+    """Return the indices of the keys in blocks [count]; some may lie past the end of k."""
     return (blocks[:, None] * block_k + torch.arange(block_k, device=blocks.device)).flatten()
 
 
@@ -138,18 +139,19 @@ def linear_branch(
     *,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """proj_l(phi(q) (phi(k)^T v) / (eps + phi(q) · sum phi(k))) with phi = softmax over channels.
+    """Compute proj_l(phi(q) (phi(k)^T v) / (eps + phi(q) · sum phi(k))), phi = channel softmax.
 
-    The projection goes into the [D, D] matrix and the division into phi(q), as in the kernels:
-    both are linear. fp32, with phi and the matrix rounded to `dtype`, which multiplies them.
+    As in the kernels, the projection is multiplied into the [D, D] matrix, and the division is
+    applied to phi(q). All steps are fp32, except that phi and the matrix are rounded to `dtype`
+    before their product.
 
     Args:
         q: [B, H, Nq, D] fp32, normalised and rotated.
-        k: [B, H, Nk, D] fp32, likewise.
+        k: [B, H, Nk, D] fp32, normalised and rotated.
         v: [B, H, Nk, D] fp32.
         weight: [D, D].
         bias: [D] or None.
-        dtype: Of the second product's operands; fp32 rounds nothing.
+        dtype: dtype of the second product's operands; fp32 leaves them unrounded.
 
     Returns:
         [B, H, Nq, D] fp32.
@@ -179,19 +181,19 @@ def emulated_sparse_attention(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """`exact_sparse_attention` with q, k, P and v quantised as the module `emulation` says.
+    """Compute `exact_sparse_attention` with q, k, P and v quantised as in the module `emulation`.
 
     Args:
         q: [B, H, Nq, D] fp32, normalised and rotated.
-        k: [B, H, Nk, D] fp32, likewise.
+        k: [B, H, Nk, D] fp32, normalised and rotated.
         v: [B, H, Nk, D], any float dtype.
-        blocks: As `block_map` gives it.
+        blocks: int64 [B, H, q blocks, count], the result of `block_map`.
         sm_scale: Factor on the logits.
         pv: Element type of P and v.
         qmax: 127 for int8, 7 for int4.
         smooth_k: Subtract k's mean first.
-        block_q: Queries to a block.
-        block_k: Keys to a block.
+        block_q: Queries in a block.
+        block_k: Keys in a block.
 
     Returns:
         [B, H, Nq, D] fp32.

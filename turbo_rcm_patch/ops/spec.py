@@ -9,10 +9,10 @@ from typing import Final, get_args
 from turbo_rcm_patch.config import Attention, Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError
 
-#: Largest head_dim the kernels are built for.
+#: Largest head_dim of the kernels.
 MAX_HEAD_DIM: Final = 256
 
-#: What fp32 does not take for 0.
+#: Least epsilon: smaller ones may be 0 in fp32.
 _LEAST_EPS: Final = 1e-37
 
 
@@ -26,11 +26,11 @@ class AttentionSpec:
             scaled_dot_product_attention; "sage" calls the sageattention package; "auto" takes
             "int8" or "exact" by the device and the lengths (`dispatch`).
         pv: Element type of probabilities and values in the second product; "auto" asks
-            `resolve_pv` with the number of keys. "fp16" is for logits up to some 1e7, the
-            others up to 1e9: beyond, a rounding of their distance to the maximum leaves the range
-            of p, and rows become NaN.
-        smooth_k: Subtract a per-channel mean over tokens from k before quantising (leaves softmax
-            unchanged). Release 2.x of sageattention always does, whatever is asked for.
+            `resolve_pv` with the number of keys. "fp16" serves logits up to about 1e7, the others
+            up to 1e9. With larger logits the rounding of their distance to the maximum leaves the
+            range of p, and rows become NaN.
+        smooth_k: Subtract the mean over tokens from k before quantising, which leaves the softmax
+            unchanged. Release 2.x of sageattention ignores this and always does so.
         causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
         sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.
@@ -81,22 +81,25 @@ class AttentionSpec:
             )
 
     def scale_of(self, head_dim: int) -> float:
-        """The factor on the logits of heads of so many channels."""
+        """Return the factor on the logits for heads of `head_dim` channels."""
         return head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
 
 def key_block(head_dim: int) -> int:
-    """Keys that share one k scale and one step of the online softmax; part of the numeric
-    contract."""
+    """Return the number of keys that share a scale of k and a step of the online softmax.
+
+    It is part of the numeric contract.
+    """
     if head_dim <= 64 or head_dim == 128:
         return 128
     return 64 if head_dim < 128 else 32
 
 
 def hadamard_width(head_dim: int) -> int:
-    """Channels that one Hadamard matrix multiplies before int8; part of the numeric contract.
+    """Return the number of channels that one Hadamard matrix mixes before int8.
 
-    A whole head of up to 64: over 32 of 64 the shipped model's network number is 1.055, over 64 it
-    is 1.024. Wider heads have not been measured.
+    It is part of the numeric contract. With heads of 64 channels the network number of the shipped
+    model is 1.024 for matrices over 64 channels, and 1.055 over 32. Wider heads have not been
+    measured.
     """
     return 64 if 32 < head_dim <= 64 else 32

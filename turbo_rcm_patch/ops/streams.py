@@ -1,9 +1,9 @@
-"""Two residual streams around one branch: text and video tokens that share an attention and a
-feed-forward, and have their own modulation, gates and residuals.
+"""Norms and skips of two residual streams around one branch: text and video tokens share an
+attention and a feed-forward, and have their own modulation, gates and residuals.
 
-On the way in the streams become one sequence, on the way out its rows go back to them. Both
-happen inside the pass that is needed anyway, so joining and splitting cost no memory traffic.
-These operations are for patched blocks: they check nothing.
+The norm joins the streams to one sequence, and the skip splits the branch again. Both happen
+inside a pass that is needed anyway, so they cost no memory traffic. These operations are for
+patched blocks and do not check their arguments.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ def _norm(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(layer_norm(stream) * weight + bias) * (one + scale) + shift of two streams as one sequence,
-    in fp32, rounded once.
+    """Compute the modulated layer norm of two streams as one sequence, in fp32, rounded once.
+
+    It is (layer_norm(stream) * weight + bias) * (one + scale) + shift.
 
     Args:
         first: [B, N1, C], bf16, fp16 or fp32.
         second: [B, N2, C], the same dtype.
-        first_scale: Broadcasts to its stream, any float dtype, read as fp32.
-        second_scale: The same.
-        first_shift: The same.
-        second_shift: The same.
-        weight: Of the layer norm, [C] or None for 1.
-        bias: Likewise, None for 0.
-        one: 1.0 for a modulation, 0.0 for factors.
-        eps: Of the norm.
+        first_scale: Broadcasts to the first stream, any float dtype, read as fp32.
+        second_scale: Broadcasts to the second stream, any float dtype, read as fp32.
+        first_shift: Broadcasts to the first stream, any float dtype, read as fp32.
+        second_shift: Broadcasts to the second stream, any float dtype, read as fp32.
+        weight: Weight of the layer norm, [C], or None for 1.
+        bias: Bias of the layer norm, [C], or None for 0.
+        one: Added to the scale: 1.0 for a modulation, 0.0 for factors.
+        eps: Epsilon of the norm.
         impl: "triton", "reference" or "auto".
-        out_dtype: Of the result.
+        out_dtype: dtype of the result.
 
     Returns:
         [B, N1 + N2, C].
@@ -74,8 +75,11 @@ def _norm(
 def folded(
     scale: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, one: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The factor and the offset, in fp32, that modulation and weights of the layer norm under it
-    come to."""
+    """Combine a modulation with weight and bias of its layer norm to one factor and one offset.
+
+    Returns:
+        Factor and offset, fp32.
+    """
     factor, offset = one + scale.float(), shift.float()
     if bias is not None:
         offset = torch.addcmul(offset, factor, bias)
@@ -92,17 +96,20 @@ def _skip(
     impl: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`skip` of two streams over their rows of a branch [B, N1 + N2, C].
+    """Close the skips of two streams over their rows of one branch.
 
     Args:
-        branch: bf16, fp16 or fp32.
+        branch: [B, N1 + N2, C], bf16, fp16 or fp32.
         first: [B, N1, C].
         second: [B, N2, C], the same dtype.
-        first_gate: Broadcasts to its stream.
-        second_gate: The same.
-        cast_policy: As in `skip`.
+        first_gate: Broadcasts to the first stream.
+        second_gate: Broadcasts to the second stream.
+        cast_policy: Cast policy of the skips, "fp32" or "model".
         impl: "triton", "reference" or "auto".
-        out_dtype: Of the sums.
+        out_dtype: dtype of the sums.
+
+    Returns:
+        The sums, [B, N1, C] and [B, N2, C].
     """
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.streams import streams as launch
@@ -144,8 +151,10 @@ def _skip_norm(
     out_dtype: torch.dtype,
     normed_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `skip_streams` and then `norm_modulate_streams` of its results give, bit for bit; their
-    arguments."""
+    """Compute `skip_streams` and `norm_modulate_streams` of its results, with the same bits.
+
+    The arguments are those of the two, and the results are the two sums and their norm.
+    """
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.streams import streams as launch
 

@@ -1,6 +1,6 @@
-"""The operations that written-out blocks call. They check nothing: a block has checked its inputs.
+"""The operations without checks, for patched blocks, which have checked their inputs.
 
-Each takes plain tensors, numbers and strings by position; see the bodies in their files.
+Each takes plain tensors, numbers and strings by position, in the order of its body.
 """
 
 from turbo_rcm_patch.ops.attention import attention, norm_rotate

@@ -48,7 +48,7 @@ class VACEBlock(WanBlock):
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
 
         Returns:
-            The hint [B, N, C] (None without an output projection), and the control stream, the same.
+            The hint (None without an output projection) and the control stream, [B, N, C] each.
         """
         made: tuple[Tensor | None, Tensor] = self.run(
             hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
