@@ -58,8 +58,8 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
 
 
 def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the int8 weight and its scales, or None if there are none or the weight has changed in
-    a way that torch counts. Writes through `.data` are not seen: ask `stands_for`.
+    """Return the int8 weight and its scales, or None if there are none or the weight has changed
+    in a way that torch counts. Writes through `.data` are not seen: ask `stands_for`.
 
     None inside a compiled graph too: it could not see a change, a LoRA fused and taken out again
     for one, and would run the old integers without a word.
