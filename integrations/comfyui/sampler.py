@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import trange
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.video.rcm_times import MAX_STEPS, noise_stream, rcm_times, step_coefficients
 
 __all__ = ["sample_rcm"]
@@ -63,10 +62,11 @@ def sample_rcm(
                  "denoised": denoised}
             )  # fmt: skip
         velocity = (given.double() - denoised.double()) / times[i]
-        noise = None
-        if coefficients[i, 2] > 0:
-            noise = torch.randn(x.shape, generator=stream, dtype=torch.float32).to(x.device)
-        state = ops.denoise_step(state, velocity, noise, coefficients[i].to(x.device))
+        c_skip, c_out, c_noise = coefficients[i].tolist()
+        state = c_skip * state + c_out * velocity
+        if c_noise:
+            noise = torch.randn(x.shape, generator=stream, dtype=torch.float32)
+            state += c_noise * noise.to(x.device, torch.float64)
     return state.to(x.dtype)
 
 
