@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops import INT8_MIN_KEYS
 from turbo_rcm_patch.video.rcm_times import MAX_STEPS, rcm_times
 
-from .attention import OVERRIDE, SETTINGS, Override, Settings
+from .attention import OVERRIDE, Override, Settings, add_settings
 from .sampler import sample_rcm
 from .wan import patch_wan
 from .weights import read_wan
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 
-_log = logging.getLogger(__name__)
 _CATEGORY = "TurboRCM"
 _PV = ["auto", "fp8", "bf16", "fp16"]
 
@@ -35,7 +33,7 @@ class TurboRCMPatch:
     DESCRIPTION = (
         "Runs attention in int8. In Wan models the norms and the rotary embedding of "
         "self-attention run in the same kernels. The model that comes in is not changed: bypass "
-        "the node to go back."
+        "the node to go back. After each run the log says how many attentions ran in int8."
     )
 
     @classmethod
@@ -66,16 +64,14 @@ class TurboRCMPatch:
         self, model: Any, attention: str, pv: str, min_keys: int, fuse_wan: bool = True
     ) -> tuple[Any]:
         patched = model.clone()
-        settings = Settings(attention, pv, min_keys)
-        options = patched.model_options["transformer_options"] = dict(
-            patched.model_options.get("transformer_options", {})
-        )
+        settings = Settings(attention, pv, min_keys, fuse_wan)
+        options = add_settings(patched, settings)
         before = options.get(OVERRIDE)
-        if isinstance(before, Override):  # Of another node of this kind.
+        if isinstance(before, Override):  # of another node of this kind
             before = before.before
-        options[OVERRIDE], options[SETTINGS] = Override(settings, before), settings
-        blocks = patch_wan(patched, settings) if fuse_wan else 0
-        _log.info("TurboRCM: %s attention; %d Wan blocks with a fused prologue", attention, blocks)
+        options[OVERRIDE] = Override(settings, before)
+        if fuse_wan:  # Else the functions of an earlier node read it in the settings.
+            patch_wan(patched, settings)
         return (patched,)
 
 
@@ -124,7 +120,9 @@ class TurboRCMLoadSLA:
         model = comfy.sd.load_diffusion_model_state_dict(tensors)
         if model is None:
             raise CheckpointError(path, expected="a Wan that this ComfyUI knows")
-        patch_wan(model, Settings(pv=pv), proj_l=proj_l, topk=topk)
+        settings = Settings(pv=pv)
+        add_settings(model, settings)
+        patch_wan(model, settings, proj_l=proj_l, topk=topk)
         return (model,)
 
 

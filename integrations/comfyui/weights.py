@@ -35,6 +35,15 @@ def read_wan(path: str | Path) -> tuple[dict[str, Tensor], ProjL]:
     given = Path(path)
     if given.is_file() and given.suffix == ".safetensors":
         given = given.parent
+        if not (given / "config.json").is_file():
+            raise CheckpointError(
+                str(path),
+                expected="a .pth of TurboDiffusion, or a file in a folder that "
+                "`turbo-rcm-patch convert` wrote, beside its config.json",
+                got="a single .safetensors",
+                remedy="Choose the .pth as it was downloaded, or convert it. Load weights without "
+                "SLA with ComfyUI's own loader",
+            )
     folder = given.is_dir() and any(
         (given / p / "config.json").is_file() for p in ("", "transformer")
     )

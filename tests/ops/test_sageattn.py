@@ -267,7 +267,7 @@ def test_an_empty_batch_gives_an_empty_logsumexp(layout: str) -> None:
     assert out.shape == q.shape and lse.shape == (0, 2, 6)
 
 
-# --- attention="sage" -----------------------------------------------------------------------------
+# --- attention="sage" ---------------------------------------------------------------------------
 
 #: `sageattention/sm90_compile.py` in three releases, shortened.
 _KERNEL = """
