@@ -52,8 +52,8 @@ assert torch.equal(compiled(q, k, v), out)
 x = torch.randn(1, 1100, 128)
 spec = kernel.AttentionSpec(heads=2)
 assert kernel.attention_skip(x, x, x, spec, residual=x, c_out=0.5).shape == x.shape
-assert hasattr(getattr(torch.ops, identifier), "attention_forward")
-assert not hasattr(torch.ops.turbo_rcm_patch, "attention_forward")
+assert hasattr(getattr(torch.ops, identifier), "attention")
+assert not hasattr(torch.ops.turbo_rcm_patch, "attention")
 try:
     kernel.sageattn(q, k, v, "DHN")
 except kernel.errors.ConfigError:
