@@ -19,13 +19,8 @@ _CATEGORY = "TurboRCM"
 _PV = ["auto", "fp8", "bf16", "fp16"]
 
 
-def _number(kind: str, default: float, least: float, most: float, **more: Any) -> tuple[str, Any]:
-    """An input that is a number."""
-    return kind, {"default": default, "min": least, "max": most, **more}
-
-
 class TurboRCMPatch:
-    """MODEL -> MODEL whose attention runs in int8."""
+    """Run the attention of a model in int8."""
 
     CATEGORY = _CATEGORY
     FUNCTION = "patch"
@@ -41,24 +36,15 @@ class TurboRCMPatch:
         return {
             "required": {
                 "model": ("MODEL",),
-                "attention": (
-                    ["int8", "exact"],
-                    {"tooltip": "exact: only norms and rotary embedding of Wan are fused."},
-                ),
+                "attention": (["int8", "exact"], {"tooltip": "exact: fuse Wan's norms alone."}),
                 "pv": (_PV, {"tooltip": "Element type of probabilities and values."}),
-                "min_keys": _number(
-                    "INT",
-                    INT8_MIN_KEYS,
-                    0,
-                    1 << 20,
-                    tooltip="Attentions over fewer keys stay exact.",
+                "min_keys": (
+                    "INT", {"default": INT8_MIN_KEYS, "min": 0, "max": 1 << 20,
+                            "tooltip": "Attentions over fewer keys stay exact."},
                 ),
-                "fuse_wan": (
-                    "BOOLEAN",
-                    {"default": True, "tooltip": "Norms and rotary embedding in the kernels."},
-                ),
+                "fuse_wan": ("BOOLEAN", {"default": True, "tooltip": "Fuse norms and rotation."}),
             }
-        }
+        }  # fmt: skip
 
     def patch(
         self, model: Any, attention: str, pv: str, min_keys: int, fuse_wan: bool = True
@@ -76,14 +62,14 @@ class TurboRCMPatch:
 
 
 class TurboRCMLoadSLA:
-    """A TurboWan checkpoint with SLA or SageSLA -> MODEL."""
+    """Load a TurboWan checkpoint with SLA or SageSLA."""
 
     CATEGORY = _CATEGORY
     FUNCTION = "load"
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = (
-        "Loads a TurboDiffusion .pth (also -quant) or a folder that turbo_rcm_patch converted, "
-        "with its sparse-linear attention. SpargeAttn is not needed."
+        "Loads a TurboDiffusion .pth (also -quant) with its sparse-linear attention. SpargeAttn "
+        "is not needed."
     )
 
     @classmethod
@@ -93,17 +79,13 @@ class TurboRCMLoadSLA:
         return {
             "required": {
                 "weights": (folder_paths.get_filename_list("diffusion_models"),),
-                "topk": _number(
-                    "FLOAT",
-                    0.1,
-                    0.01,
-                    1.0,
-                    step=0.01,
-                    tooltip="Share of the blocks of keys that the softmax sees.",
+                "topk": (
+                    "FLOAT", {"default": 0.1, "min": 0.01, "max": 1.0, "step": 0.01,
+                              "tooltip": "Share of the blocks of keys that the softmax sees."},
                 ),
                 "pv": (_PV, {}),
             }
-        }
+        }  # fmt: skip
 
     def load(self, weights: str, topk: float, pv: str) -> tuple[Any]:
         import comfy.sd
@@ -138,23 +120,21 @@ class TurboRCMSampler:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
-                "steps": _number("INT", MAX_STEPS, 1, MAX_STEPS),
-                "sigma_max": _number(
-                    "FLOAT", 80.0, 15.0, 1000.0, tooltip="80; 200 for Wan 2.2 I2V."
+                "steps": ("INT", {"default": MAX_STEPS, "min": 1, "max": MAX_STEPS}),
+                "sigma_max": (
+                    "FLOAT", {"default": 80.0, "min": 15.0, "max": 1000.0,
+                              "tooltip": "80; 200 for Wan 2.2 I2V."},
                 ),
                 "sampler": (["sde", "ode"], {}),
             }
-        }
+        }  # fmt: skip
 
     def make(self, steps: int, sigma_max: float, sampler: str) -> tuple[Any, Any]:
         import comfy.samplers
 
-        return (
-            comfy.samplers.KSAMPLER(
-                sample_rcm, {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
-            ),
-            rcm_times(steps, sigma_max).float(),
-        )
+        options = {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
+        made = comfy.samplers.KSAMPLER(sample_rcm, options)
+        return made, rcm_times(steps, sigma_max).float()
 
 
 NODE_CLASS_MAPPINGS = {

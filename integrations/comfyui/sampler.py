@@ -11,8 +11,6 @@ from tqdm.auto import trange
 
 from turbo_rcm_patch.video.rcm_times import MAX_STEPS, noise_stream, rcm_times, step_coefficients
 
-__all__ = ["sample_rcm"]
-
 #: Times in fp32 and in fp64 differ by less.
 _SAME_TIME = 1e-6
 

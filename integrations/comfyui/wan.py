@@ -3,7 +3,6 @@ sparse (SLA)."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +15,6 @@ from turbo_rcm_patch.errors import CheckpointError, OpError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 
 from .attention import FLOATS, OVERRIDE, SETTINGS, Override, Settings
-
-__all__ = ["SparseLinear", "WanSelfAttention", "patch_wan"]
-
-_log = logging.getLogger(__name__)
-_MEMBERS = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -36,9 +30,7 @@ class SparseLinear:
     weight: Tensor
     bias: Tensor | None
     topk: float
-    _copies: dict[torch.device, tuple[Tensor, Tensor | None]] = field(
-        default_factory=dict, repr=False
-    )
+    _copies: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias on a device. They stay there, 64 KiB a block, because a copy in
@@ -188,18 +180,13 @@ def patch_wan(
     for index, block in enumerate(blocks if isinstance(blocks, nn.ModuleList) else ()):
         attn = getattr(block, "self_attn", None)
         name = f"diffusion_model.blocks.{index}.self_attn.forward"
-        if type(attn).__name__ != "WanSelfAttention" or not all(
-            hasattr(attn, member) for member in _MEMBERS
-        ):
-            continue
         earlier = model.object_patches.get(name)
         if isinstance(earlier, WanSelfAttention):  # of an earlier node of this kind
             original, sparse = earlier.original, earlier.sparse
-        elif earlier is not None:
-            _log.info("%s was patched by another node and is left alone", name)
-            continue
-        else:
+        elif earlier is None and type(attn).__name__ == "WanSelfAttention":
             original, sparse = model.get_model_object(name), None
+        else:
+            continue
         if proj_l is not None:
             sparse = SparseLinear(*proj_l[index], topk) if index in proj_l else None
         patches[name] = WanSelfAttention(attn, original, settings, tables, sparse)

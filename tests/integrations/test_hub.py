@@ -63,8 +63,6 @@ else:
 for file in sorted(variant.glob("*/*.py")):
     if file.parent.name in ("ops", "kernels") and file.name != "__init__.py":
         import_module(f"{identifier}.{file.parent.name}.{file.stem}")
-older = load(variant / "turbo_rcm_patch" / "__init__.py", "as_older_versions_load_it")
-assert older.sageattn is kernel.sageattn and set(older.__all__) == set(kernel.__all__)
 """
 
 

@@ -15,17 +15,15 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+# By name: a caller may put `sageattn` in the place of the one in `torch.nn.functional`.
+from torch.nn.functional import scaled_dot_product_attention
+
 from turbo_rcm_patch.config import Attention, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
 from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
-from turbo_rcm_patch.ops.reference import (
-    aligned,
-    apart,
-    scaled_dot_product_attention,
-    split_heads,
-)
+from turbo_rcm_patch.ops.reference import aligned, apart, split_heads
 from turbo_rcm_patch.ops.spec import AttentionSpec
 
 __all__ = [
