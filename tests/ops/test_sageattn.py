@@ -282,7 +282,8 @@ def {0}{1}(q):
 BINDING = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
 SM90: dict[str, str | None] = {
     "2.2.0 of the index": "import torch" + _KERNEL.format(BINDING) + _FAKE.format(BINDING, ""),
-    "repaired": "import torch" + _KERNEL.format(BINDING) + _FAKE.format(BINDING, "_fake_impl"),
+    "a fork": "import torch" + _KERNEL.format(BINDING) + _FAKE.format(BINDING, "_fake_impl"),
+    "repaired": f"{BINDING} = object()  # a torch.library.CustomOpDef",
     "older": None,
 }
 
