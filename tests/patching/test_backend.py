@@ -15,7 +15,6 @@ from diffusers import (
     AttentionBackendName,
     ContextParallelConfig,
     FluxTransformer2DModel,
-    LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     attention_backend,
 )
@@ -79,32 +78,10 @@ def qwen_image(padded: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
     }
 
 
-def ltx() -> tuple[torch.nn.Module, dict[str, Any]]:
-    model = LTXVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        cross_attention_dim=32,
-        num_layers=1,
-        caption_channels=16,
-    )
-    return model, {
-        "hidden_states": torch.randn(1, 18, 4),
-        "encoder_hidden_states": torch.randn(1, 16, 16),
-        "encoder_attention_mask": torch.ones(1, 16).bool(),
-        "timestep": torch.tensor([500.0]),
-        "num_frames": 2,
-        "height": 3,
-        "width": 3,
-    }
-
-
 MODELS = {
     "flux": flux,
     "qwen-image": qwen_image,
     "qwen-image-padded": partial(qwen_image, padded=2),
-    "ltx": ltx,
 }
 
 
