@@ -88,7 +88,6 @@ class TurboRCMLoadSLA:
         }  # fmt: skip
 
     def load(self, weights: str, topk: float, pv: str) -> tuple[Any]:
-        import comfy.sd
         import folder_paths
 
         path = folder_paths.get_full_path_or_raise("diffusion_models", weights)
@@ -99,6 +98,8 @@ class TurboRCMLoadSLA:
                 expected="weights with SLA's proj_l",
                 remedy="Load weights without SLA with ComfyUI's own loader",
             )
+        import comfy.sd
+
         model = comfy.sd.load_diffusion_model_state_dict(tensors)
         if model is None:
             raise CheckpointError(path, expected="a Wan that this ComfyUI knows")

@@ -367,43 +367,20 @@ def test_sla_for_another_number_of_blocks_is_refused() -> None:
         wan.patch_wan(ModelPatcher(Model()), attention.Settings(), proj_l=proj_l)
 
 
-def modules(monkeypatch: pytest.MonkeyPatch, **functions: dict[str, Any]) -> None:
-    """Stand-ins for modules of ComfyUI, by name with _ for a dot."""
-    for name, members in functions.items():
-        module = ModuleType(name.replace("__", "."))
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        parent, _, last = module.__name__.rpartition(".")
-        if parent:
-            monkeypatch.setattr(sys.modules[parent], last, module, raising=False)
+@pytest.fixture
+def folder_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in for ComfyUI's module of that name."""
+    module: Any = ModuleType("folder_paths")
+    module.get_filename_list = lambda kind: ["model.pth"]
+    module.get_full_path_or_raise = lambda kind, name: str(tmp_path / name)
+    monkeypatch.setitem(sys.modules, "folder_paths", module)
 
 
-def test_the_loader_node(
-    checkpoint: tuple[Path, Options], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = checkpoint
-    loaded: list[dict[str, torch.Tensor]] = []
-
-    def load(tensors: dict[str, torch.Tensor]) -> ModelPatcher:
-        loaded.append(tensors)
-        return ModelPatcher(Model())
-
-    modules(
-        monkeypatch,
-        comfy={},
-        comfy__sd={"load_diffusion_model_state_dict": load},
-        folder_paths={
-            "get_filename_list": lambda kind: [path.name],
-            "get_full_path_or_raise": lambda kind, name: str(path.parent / name),
-        },
-    )
-    assert LoadSLA.INPUT_TYPES()["required"]["weights"] == ([path.name],)
-    (model,) = LoadSLA().load(path.name, 0.2, "auto")
-    assert len(loaded) == 1 and len(model.object_patches) == 2
-    plain = path.with_name("plain.pth")
-    torch.save(state_dict(Options(freq=256)), plain)
-    with pytest.raises(errors.CheckpointError, match="proj_l"):
-        LoadSLA().load(plain.name, 0.2, "auto")
+@pytest.mark.usefixtures("folder_paths")
+def test_weights_without_sla_are_refused(tmp_path: Path) -> None:
+    torch.save(state_dict(Options(freq=256)), tmp_path / "model.pth")
+    with pytest.raises(errors.CheckpointError, match="proj_l.*own loader"):
+        LoadSLA().load("model.pth", 0.2, "auto")
 
 
 # --- TurboRCM Sampler --------------------------------------------------------------------------
@@ -480,8 +457,8 @@ def test_a_split_of_another_nodes_sigmas_does_not_repeat_noise() -> None:
 # --- what is shipped ---------------------------------------------------------------------------
 
 
-def test_the_example_workflow_fits_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules(monkeypatch, folder_paths={"get_filename_list": lambda kind: []})
+@pytest.mark.usefixtures("folder_paths")
+def test_the_example_workflow_fits_the_nodes() -> None:
     path = NODES / "example_workflows" / "turbo_wan_t2v.json"
     workflow = json.loads(path.read_text(encoding="utf-8"))
     assert path.with_suffix(".jpg").is_file()

@@ -85,23 +85,15 @@ MODELS = {
 }
 
 
-def everything() -> dict[str, Any]:
-    """All that the registration could leave behind."""
+def everything() -> list[Any]:
+    """All that the registration could leave behind, but for the one function that tells a model
+    that still names the backend."""
     names: Any = AttentionBackendName
-    return {
-        "dict": dict(vars(names)),
-        "names": list(names._member_names_),
-        "map": list(names._member_map_.items()),
-        "values": list(names._value2member_map_.items()),
-        "hashable": list(getattr(names, "_hashable_values_", [])),
-        "listed": list(names),
-        # But for one function, which tells a model that still names the backend.
-        "registry": {
-            key: [one for one in value if one != NAME] if isinstance(value, dict | set) else value
-            for key, value in vars(Registry).items()
-        },
-        "module": dict(vars(attention_dispatch)),
-    }
+    tables = [value for value in vars(Registry).values() if isinstance(value, dict | set)]
+    kept = [dict(vars(names)), list(names), *map(list, (names._member_map_, *tables))]
+    kept += [list(names._value2member_map_), dict(vars(attention_dispatch))]
+    kept.append(Registry._active_backend)
+    return [[x for x in one if x != NAME] if isinstance(one, list) else one for one in kept]
 
 
 @pytest.fixture
