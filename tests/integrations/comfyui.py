@@ -192,7 +192,7 @@ class Wan(nn.Module):
 
 
 class Model(nn.Module):
-    """What a patcher holds: the network under `diffusion_model`."""
+    """The module of a patcher, with the network under `diffusion_model`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def test_the_same_sources_give_the_same_folder(folder: Path, tmp_path: Path) -> 
         assert contents(again) == contents(folder)
 
 
-def test_a_folder_of_somebody_elses_is_refused(tmp_path: Path) -> None:
+def test_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     done = subprocess.run(
         [sys.executable, COMMAND, "--out", tmp_path], capture_output=True, text=True, timeout=120
