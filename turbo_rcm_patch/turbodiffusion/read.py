@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.turbodiffusion.archive import check_archive, check_sums
 from turbo_rcm_patch.turbodiffusion.distributed import (
     StoredTensor,
@@ -242,6 +243,7 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     return wanted
 
 
+@kept_apart()
 def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) -> object:
     if not path.is_file():
         folder = " is a folder" if path.is_dir() else ""
