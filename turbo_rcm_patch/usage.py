@@ -125,8 +125,8 @@ def field_texts(cls: type) -> dict[str, str]:
 
 def _help(text: str, field: Field[Any]) -> str:
     default = field.default
-    shown = isinstance(default, str | int | float | Path) and default not in ("", True, False)
-    return (text + f" (default: {default})" * shown).replace("%", "%%")
+    shown = isinstance(default, str | int | float | Path) and type(default) is not bool
+    return (text + f" (default: {default})" * (shown and default != "")).replace("%", "%%")
 
 
 def _argument(hint: Any, field: Field[Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _read(kinds: Sequence[Any], text: str) -> object:
             if kind is Path:
                 return read_path(text)
             if get_origin(kind) is tuple:
-                return tuple(_read(get_args(kind)[:1], part) for part in text.split(","))
+                return tuple(get_args(kind)[0](part) for part in text.split(","))
             if get_origin(kind) is Literal and text in get_args(kind):
                 return text
             if kind in (int, float, str):

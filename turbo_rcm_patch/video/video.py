@@ -297,9 +297,8 @@ def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[
         out, said = process.communicate(b"" if given is None else given.tobytes())
     except BaseException as error:
         if process is not None:
-            with held_back():
+            with held_back(), process:  # which closes its pipes and waits
                 process.kill()
-                process.wait()
         elif isinstance(error, OSError):  # IMAGEIO_FFMPEG_EXE may name anything.
             raise MissingPackageError(
                 "no ffmpeg to read and write videos with",
