@@ -47,9 +47,7 @@ def test_a_real_ctrl_c_while_tensors_are_read_is_a_keyboard_interrupt(tmp_path: 
     load_file(path)
     seconds, hit = time.perf_counter() - start, 0
     for i in range(30):
-        press = threading.Timer(
-            seconds * (0.3 + i / 60), os.kill, (os.getpid(), signal.SIGINT)
-        )
+        press = threading.Timer(seconds * (0.3 + i / 60), os.kill, (os.getpid(), signal.SIGINT))
         try:
             with kept_apart():
                 press.start()
