@@ -184,7 +184,8 @@ def test_a_ctrl_c_while_ffmpeg_runs_keeps_the_old_video(
 def test_a_stream_that_is_closed_is_no_obstacle(tmp_path: Path) -> None:
     """`>&-` and `2>&-`: a file that is opened later does not become stdout."""
     code = (
-        "import sys; from pathlib import Path; from turbo_rcm_patch.exit_codes import run_command\n"
+        "import sys; from pathlib import Path\n"
+        "from turbo_rcm_patch.exit_codes import run_command\n"
         "def run():\n"
         "    print('said')\n"
         "    with Path(sys.argv[1]).open('w') as file: file.write('written')\n"

@@ -69,7 +69,7 @@ class Store:
         if fresh:
             self._remove_all()
         wanted = json.loads(json.dumps(to_json({**_MADE_BY, **identity})))
-        found = self.read_json(_SETTINGS)
+        found = None if fresh else self.read_json(_SETTINGS)
         if found is not None:
             there, new = found.get("inputs", {}), wanted.get("inputs", {})
             if all(there.get(key, digest) == digest for key, digest in new.items()):
@@ -83,7 +83,7 @@ class Store:
         self.write_json(_SETTINGS, wanted)
 
     def _remove_all(self) -> None:
-        for pattern in (*_PATTERNS, _SETTINGS):
+        for pattern in _PATTERNS:  # The mark stays, and is replaced then.
             for path in self.out.glob(pattern):
                 path.unlink(missing_ok=True)
         for folder in (*self.out.glob("prompts/*"), *(self.out / name for name in _FOLDERS)):
