@@ -110,7 +110,8 @@ def add_fields(
 def given_fields(arguments: argparse.Namespace, cls: type, names: Names = _SAME) -> dict[str, Any]:
     """Return the fields of a dataclass for which the parser has found an option."""
     found = {field.name: names.get(field.name, field.name) for field in fields(cls)}
-    return {name: getattr(arguments, one) for name, one in found.items() if one in arguments}
+    values = {name: vars(arguments)[one] for name, one in found.items() if one in arguments}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -140,15 +141,8 @@ def _argument(hint: Any, field: Field[Any]) -> dict[str, Any]:
     )
     if field.metadata.get("repeated"):
         one = get_args(kinds[0])[:1]
-        return {"type": partial(_read, one), "metavar": word, "action": _Extend}
+        return {"type": partial(_read, one), "metavar": word, "action": "append"}
     return {"type": partial(_read, kinds), "metavar": word}
-
-
-class _Extend(argparse.Action):
-    """Add a value to a tuple."""
-
-    def __call__(self, parser: Any, namespace: Any, value: Any, flag: Any = None) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
 
 
 def _word(kind: Any) -> str:

@@ -320,12 +320,12 @@ def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
     picks = np.linspace(0, count - 1, min(count, COLUMNS)).round().astype(int)
     scale = min(1.0, 220 / width)
     size = (round(width * scale), round(height * scale))
+    gap = [(0, 0), (0, GAP), (0, 0)]
     lines = []
     for label, video in rows.items():
         tiles = [Image.fromarray(video[i]).resize(size, Image.Resampling.LANCZOS) for i in picks]
-        gap = [(0, 0), (0, GAP), (0, 0)]
-        row = np.concatenate([np.pad(tile, gap, constant_values=255) for tile in tiles], 1)
-        lines.append(_labelled(label, row[None])[0])
+        padded = [np.pad(np.asarray(tile), gap, constant_values=255) for tile in tiles]
+        lines.append(_labelled(label, np.concatenate(padded, 1)[None])[0])
     sheet = np.pad(np.concatenate(lines), [(0, GAP), (GAP, 0), (0, 0)], constant_values=255)
     with atomic(path) as temporary:
         Image.fromarray(sheet).save(temporary, format="PNG")
