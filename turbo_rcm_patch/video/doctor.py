@@ -20,6 +20,7 @@ from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
 from turbo_rcm_patch.ops.dispatch import measured_here, tiles_here
 from turbo_rcm_patch.video.environment import numbers, version_of
+from turbo_rcm_patch.video.links import joined, least_seconds
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 _WIDTH: Final = 14  # of a topic; those of the table of attentions are longer
@@ -87,7 +88,7 @@ def examine(tell: Callable[[str], object] = lambda _: None) -> Examination:
         tell: Called with each line of the report as soon as it is known.
     """
     found = []
-    for look in (_packages, _machine, _compiler, _choices, _model):
+    for look in (_packages, _machine, _links, _compiler, _choices, _model):
         for one in look():
             tell(str(one))
             found.append(one)
@@ -176,6 +177,32 @@ def _machine() -> Iterator[Finding]:
         else:
             remedy = "the kernels need compute capability 8.0 or newer; use impl='reference'"
             yield Finding(f"gpu {index}", "note", text, remedy)
+
+
+def _links() -> Iterator[Finding]:
+    """How several GPUs are joined, and what that means for a video that is split."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return
+    link, peers = joined(count)
+    reach = {True: "", False: ", and no access to each other's memory", None: ""}[peers]
+    if link == "NVLink":
+        text = f"{count} GPUs, NVLink between all: a video may be split over them{reach}"
+        yield Finding("links", "ok", text)
+        return
+    how = "PCIe between some" if link else "nvidia-smi does not say how they are joined"
+    small, large = (
+        " to ".join(f"{least_seconds(*network, 32_760, rate):.2f}" for rate in (50e9, 25e9))
+        for network in ((30, 1536), (40, 5120))
+    )
+    yield Finding(
+        "links",
+        "note",
+        f"{count} GPUs, {how}{reach}. Over PCIe of 50 to 25 GB/s, Ulysses on two of them is "
+        f"slower than one if a forward over 32,760 tokens takes one less than {small} s "
+        f"(Wan2.1-1.3B) or {large} s (14B)",
+        "deal the prompts out instead: torchrun ... generate --prompts (docs/many_videos.md)",
+    )
 
 
 def _compiler() -> Iterator[Finding]:
