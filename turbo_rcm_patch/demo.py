@@ -45,12 +45,9 @@ def demo(given: Demo) -> int:
     check_interpreter()
     folder = resolve_model(given.model)
     if not isinstance(folder, Path):
-        raise ModelFolderError(
-            f"demo --model {folder}",
-            expected="a shipped model, or a folder",
-            got="a name on the hub",
-            remedy=f"Download it first, with `hf download {folder} --local-dir FOLDER`",
-        )
+        expected, got = "a shipped model, or a folder", "a name on the hub"
+        remedy = f"Download it first, with `hf download {folder} --local-dir FOLDER`"
+        raise ModelFolderError(f"demo --model {folder}", expected=expected, got=got, remedy=remedy)
     family_named(check_folder(folder)).check_probe(folder)
     pipe = load_pipeline(folder)
     settings = settings_for(pipe)

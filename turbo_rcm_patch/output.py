@@ -162,12 +162,9 @@ def _real_file(target: Path) -> Path:
     if target.is_symlink():
         target = Path(os.path.realpath(target))
     if target.exists() and not target.is_file():
-        raise OutputError(
-            f"{target} cannot be written",
-            expected="a file, or a path that does not exist",
-            got="a folder" if target.is_dir() else "a device or a pipe",
-            remedy=_ELSEWHERE,
-        )
+        what, got = f"{target} cannot be written", "a folder, a device or a pipe"
+        expected = "a file, or a path that does not exist"
+        raise OutputError(what, expected=expected, got=got, remedy=_ELSEWHERE)
     return target
 
 

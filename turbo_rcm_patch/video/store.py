@@ -132,12 +132,8 @@ class Store:
             note = file.metadata()
             tensors: dict[str, torch.Tensor] = {k: file.get_tensor(k) for k in sorted(file.keys())}
             latents, peak = tensors.pop("latents"), note["peak_bytes"]
-            return Sample(
-                latents,
-                tuple(tensors.values()),
-                float(note["seconds"]),
-                int(peak) if peak else None,
-            )
+            steps, seconds = tuple(tensors.values()), float(note["seconds"])
+            return Sample(latents, steps, seconds, int(peak) if peak else None)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the folder; None if it was not written yet."""
@@ -205,11 +201,9 @@ def in_use(out: str | Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) as state:
         if state == "taken":
-            raise OutputExistsError(
-                f"{folder} is in use by another comparison",
-                expected="a folder into which no other process writes",
-                remedy="Wait until it is done, or choose another folder",
-            )
+            what, expected = f"{folder} is in use by another comparison", "a folder of its own"
+            remedy = "Wait until it is done, or choose another folder"
+            raise OutputExistsError(what, expected=expected, remedy=remedy)
         try:
             yield
         finally:
@@ -226,11 +220,8 @@ def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
         with kept_apart():
             yield
     except damage as error:
-        raise SamplingError(
-            f"{path} was changed since it was written",
-            got=f"{type(error).__name__}: {error}",
-            remedy=_AGAIN,
-        ) from error
+        what, got = f"{path} was changed since it was written", f"{type(error).__name__}: {error}"
+        raise SamplingError(what, got=got, remedy=_AGAIN) from error
 
 
 def check_note(video: Path) -> None:
@@ -241,11 +232,9 @@ def check_note(video: Path) -> None:
     """
     note = video.with_suffix(".json")
     if note.exists() and not _made_by_us(note):
-        raise OutputExistsError(
-            f"{note}, which would say how {video.name} was made, is another file",
-            expected="no file, or one that `generate` wrote",
-            remedy="Choose another --out, or rename the file",
-        )
+        what = f"{note}, which would say how {video.name} was made, is another file"
+        expected, remedy = "no file, or one of `generate`", "Choose another --out, or rename it"
+        raise OutputExistsError(what, expected=expected, remedy=remedy)
 
 
 def note_made(video: Path, identity: Mapping[str, object]) -> None:

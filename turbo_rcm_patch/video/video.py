@@ -159,11 +159,9 @@ def find_ffmpeg() -> str:
 
         return str(imageio_ffmpeg.get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
-        raise MissingPackageError(
-            "no ffmpeg to write mp4 with",
-            got=str(error),
-            remedy="Run `pip install --force-reinstall imageio-ffmpeg`, which brings one",
-        ) from error
+        what, got = "no ffmpeg to write mp4 with", str(error)
+        remedy = "Run `pip install --force-reinstall imageio-ffmpeg`, which brings one"
+        raise MissingPackageError(what, got=got, remedy=remedy) from error
 
 
 def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | None = None) -> None:
@@ -300,11 +298,9 @@ def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[
             with held_back(), process:  # which closes its pipes and waits
                 process.kill()
         elif isinstance(error, OSError):  # IMAGEIO_FFMPEG_EXE may name anything.
-            raise MissingPackageError(
-                "no ffmpeg to read and write videos with",
-                got=f"{program} ({error.strerror})",
-                remedy="Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg",
-            ) from error
+            what, got = "no ffmpeg to read and write videos with", f"{program} ({error.strerror})"
+            remedy = "Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg"
+            raise MissingPackageError(what, got=got, remedy=remedy) from error
         raise
     return process.returncode, out, said.decode(errors="replace").strip()
 
