@@ -1,4 +1,4 @@
-"""What the extras of the package bring, and the error that names the one to install.
+"""The packages of each extra, and the error that names the extra to install.
 
 The base install is enough for the operations, for `sageattn` and for TurboDiffusion's networks.
 diffusers' models, pipelines, videos and reports need more.
@@ -18,20 +18,13 @@ from turbo_rcm_patch.errors import MissingPackageError
 EXTRAS: Final = {
     "diffusers": ("diffusers", "huggingface_hub"),
     "video": (
-        "transformers",
-        "tokenizers",
-        "accelerate",
-        "ftfy",
-        "imageio",
-        "imageio_ffmpeg",
-        "numpy",
-        "PIL",
-        "rich",
+        *("transformers", "tokenizers", "accelerate", "ftfy"),
+        *("imageio", "imageio_ffmpeg", "numpy", "PIL", "rich"),
     ),
     "report": ("jinja2", "matplotlib"),
     "sage": ("sageattention",),
 }
-#: Extra -> those that it includes.
+#: Extra -> the extras that it includes.
 _INCLUDED: Final = {"video": ("diffusers",), "report": ("diffusers", "video")}
 #: The releases of diffusers that are tested: from the first, before the second.
 DIFFUSERS: Final = ("0.42", "0.43")
@@ -42,8 +35,8 @@ def require(extra: str, purpose: str, *packages: str) -> None:
 
     Args:
         extra: A key of `EXTRAS`, with what it includes.
-        purpose: What needs them, for the message.
-        packages: Those that are needed; all of the extra by default.
+        purpose: The feature that needs them, for the message.
+        packages: The modules that are needed; all of the extra by default.
 
     Raises:
         MissingPackageError: Some are missing; the message names them and the extra to install.
@@ -51,12 +44,9 @@ def require(extra: str, purpose: str, *packages: str) -> None:
     names = [name for one in (*_INCLUDED.get(extra, ()), extra) for name in EXTRAS[one]]
     missing = [name for name in packages or names if find_spec(name) is None]
     if missing:
-        raise MissingPackageError(
-            purpose,
-            expected=f"the packages of turbo_rcm_patch[{extra}]",
-            got=f"no {', '.join(missing)}",
-            remedy=f"pip install 'turbo_rcm_patch[{extra}]'",
-        )
+        wanted, got = f"turbo_rcm_patch[{extra}]", f"no {', '.join(missing)}"
+        expected, remedy = f"the packages of {wanted}", f"pip install '{wanted}'"
+        raise MissingPackageError(purpose, expected=expected, got=got, remedy=remedy)
 
 
 def check_diffusers(purpose: str) -> None:
@@ -65,7 +55,7 @@ def check_diffusers(purpose: str) -> None:
     A newer one than was tested is taken: its forwards are compared with the ones that are known.
 
     Args:
-        purpose: What needs it, for the message.
+        purpose: The feature that needs it, for the message.
 
     Raises:
         MissingPackageError: It is not installed, or older.

@@ -612,9 +612,7 @@ class _Run:
             command=command,
             out=self.store.out,
         )
-        self.store.claim_report()
         write_report(comparison)
-        self.store.finish()
         return comparison
 
     def _finished(self, key: str) -> PromptResult | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra
@@ -331,7 +332,7 @@ def loading(
         remedy: As in `TurboRCMError`.
     """
     try:
-        with quiet_loading():
+        with kept_apart(), quiet_loading():
             yield
     except LOAD_ERRORS as why:
         said = f"{type(why).__name__}: {first_line(why)}"

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Final, Literal, get_args
 
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings
 
 Sampler = Literal["rcm", "scheduler"]
 
@@ -151,5 +150,7 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
 
     Keys that are not settings (notes for other readers) are left out.
     """
+    from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings  # imports torch
+
     known = {field.name for field in fields(Settings)}
     return {name: value for name, value in stored_settings(folder).items() if name in known}
