@@ -1,4 +1,4 @@
-"""One class for each pipeline of diffusers that `generate` and `compare` run, for what differs
+"""One class for each pipeline of diffusers that `generate` and `compare` run, with the differences
 between them; one module a family.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from turbo_rcm_patch.config import Form
     from turbo_rcm_patch.video.generation import Conditioning
-    from turbo_rcm_patch.video.settings import Sampler, Settings
+    from turbo_rcm_patch.video.settings import Settings
     from turbo_rcm_patch.video.source import Source
 
 __all__ = [
@@ -48,13 +48,13 @@ __all__ = [
     "family_of",
 ]
 
-#: What `generate` and `compare` run, for annotations.
+#: The pipelines that `generate` and `compare` run, for annotations.
 VideoPipeline: TypeAlias = (
     "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
     "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
     "SkyReelsV2Pipeline | ChronoEditPipeline | WanAnimatePipeline | ConsisIDPipeline"
 )
-#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
+#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of its family.
 FAMILIES: Final = {
     "WanPipeline": "wan.Wan",
     "WanImageToVideoPipeline": "wan.WanImage",
@@ -79,8 +79,9 @@ class BlockProbe:
         block: Its only block.
         inputs: Keyword arguments of a call.
         tokens: Video tokens of that call.
-        branch: What the block adds to its input, of its (arguments, keyword arguments, output).
-        forms: The ways in which this family's pairs can be closed.
+        branch: Computes what the block adds to its input, from its (arguments, keyword arguments,
+            output).
+        forms: The forms in which this family's pairs can run.
     """
 
     network: torch.nn.Module
@@ -97,9 +98,9 @@ class Job:
 
     Attributes:
         pipe: The pipeline.
-        seed: Of its noise.
-        conditioning: What it is made from.
-        settings: How.
+        seed: Seed of its noise.
+        conditioning: The encoded source.
+        settings: How it is sampled.
     """
 
     pipe: Any
@@ -113,19 +114,20 @@ States = list[tuple[torch.Tensor, float]]
 
 
 class PipelineFamily(ABC):
-    """What differs between pipelines.
+    """The differences between pipelines.
 
     Attributes:
-        SAMPLERS: What `Settings.sampler` may be.
+        FEW_STEPS: True if its networks predict a rectified flow's velocity, as few-step samplers
+            need.
         DEFAULTS: Settings where neither the caller nor the model's folder says.
-        OWN: What the pipeline's own scheduler is usually run with.
-        NEEDS: What a `Source` must have beside its prompt.
-        MAY: What it may have.
+        OWN: Steps and guidance that the pipeline's own scheduler is usually run with.
+        NEEDS: Fields that a `Source` must have beside its prompt.
+        MAY: Fields that it may have.
         TRANSFORMER: The class of diffusers that `block_probe` takes.
     """
 
-    SAMPLERS: ClassVar[tuple[Sampler, ...]]
-    DEFAULTS: ClassVar[Mapping[str, object]]
+    FEW_STEPS: ClassVar[bool] = True
+    DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]]
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
@@ -135,22 +137,23 @@ class PipelineFamily(ABC):
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
-        """Shape of one video's latents in the denoising loop, with the pipeline's order of axes.
-        Some pipelines add a frame for each reference of `conditioning`."""
+        """Return the shape of one video's latents in the denoising loop, with the pipeline's order
+        of axes. Some pipelines add a frame for each reference of `conditioning`."""
 
     def frames_made(self, pipe: Any, asked: int) -> int:
-        """How many frames the VAE makes where so many are asked for."""
+        """Return how many frames the VAE makes where so many are asked for."""
         span = int(pipe.vae_scale_factor_temporal)
         return (asked - 1) // span * span + 1
 
     @abstractmethod
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """What the pipeline's `__call__` takes beside what all take: `latents`, made of the
-        standard normal noise of the seed, and what the video is made from."""
+        """Return the arguments that this pipeline's `__call__` takes beside those that all take:
+        `latents`, made of the standard normal noise of the seed, and the video's source."""
 
-    @abstractmethod
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """Of denoised latents, those of the video."""
+        """Cut denoised latents to those of the video."""
+        del job
+        return latents
 
     @abstractmethod
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -158,7 +161,7 @@ class PipelineFamily(ABC):
 
     @abstractmethod
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
-        """Latents at the three times of the network number."""
+        """Return latents at the three times of the network number."""
 
     def check_probe(self, folder: Path) -> None:
         """Raise if `block_probe` does not take the transformer of a pipeline folder.
@@ -176,7 +179,7 @@ class PipelineFamily(ABC):
             )
 
     def block_probe(self, folder: Path) -> BlockProbe:
-        """The first block of a pipeline folder's transformer, with an input of odd size.
+        """Return the first block of a pipeline folder's transformer, with an input of odd size.
 
         Raises:
             SamplingError: The transformer is of another class.
@@ -191,11 +194,11 @@ class PipelineFamily(ABC):
 
     @abstractmethod
     def _probe(self, network: Any) -> BlockProbe:
-        """Of a transformer, which is cut down."""
+        """Make the probe of a transformer, which is cut down."""
 
     @staticmethod
     def from_video(job: Job) -> dict[str, object]:
-        """`call_inputs` of a pipeline that draws the noise and adds it to a video."""
+        """Return `call_inputs` of a pipeline that draws the noise and adds it to a video."""
         return {
             "video": job.conditioning.frames("video", job.settings),
             "strength": 1.0 if job.settings.strength is None else job.settings.strength,
@@ -207,7 +210,7 @@ class PipelineFamily(ABC):
 
         Args:
             pipeline: The class of the pipeline, for messages.
-            sources: What videos are to be made from.
+            sources: The sources of the videos.
 
         Raises:
             SamplingError: One lacks what the pipeline needs, or has what it does not take.
@@ -235,12 +238,12 @@ class PipelineFamily(ABC):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What a `Source` can have beside its prompt."""
+        """The fields that a `Source` can have beside its prompt."""
         return (*self.NEEDS, *self.MAY)
 
 
 def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
+    """Draw standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
