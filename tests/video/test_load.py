@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.patching.wan_family import FAMILIES
 
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError

@@ -15,15 +15,18 @@ from PIL import ExifTags, Image
 
 from tests.video.micro import (
     SMALL,
+    animate,
+    chronoedit,
     micro_image_pipe,
     micro_pipe,
     micro_token_time_pipe,
     micro_video_pipe,
     save,
+    skyreels,
+    vace,
 )
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_cli import QUICK
-from tests.video.test_family_pipelines import animate, chronoedit, skyreels, unipc, vace
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
@@ -64,20 +67,6 @@ def film(frames: int = 9) -> list[Image.Image]:
     return [picture(3 * i) for i in range(frames)]
 
 
-def control() -> Any:
-    """VACE with a scheduler that takes noise as it is."""
-    pipe = vace()
-    pipe.scheduler = unipc()
-    return pipe
-
-
-def animated() -> Any:
-    """Animate with a scheduler that takes noise as it is."""
-    pipe = animate()
-    pipe.scheduler = unipc()
-    return pipe
-
-
 IMAGE = {"image": picture()}
 FACES = {"pose": film(), "face": [picture(5 * i, 16) for i in range(9)]}
 VIDEO = {"video": film()}
@@ -96,14 +85,14 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "wan-two-experts": (lambda: micro_image_pipe(experts=True), IMAGE),
     "wan-token-times": (lambda: micro_token_time_pipe(image=True), IMAGE),
     "wan-video": (micro_video_pipe, VIDEO),
-    "vace": (control, {}),
+    "vace": (vace, {}),
     "vace-video": (
-        control,
+        vace,
         VIDEO | {"mask": [picture(4 * i) for i in range(9)], "reference": [picture(8)] * 2},
     ),
-    "animate-video": (animated, IMAGE | FACES),
+    "animate-video": (animate, IMAGE | FACES),
     "animate-video-replace": (
-        animated,
+        animate,
         IMAGE
         | FACES
         | {"background": film()[::-1], "mask": [picture(4 * i, 32) for i in range(9)]},

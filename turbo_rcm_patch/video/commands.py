@@ -335,7 +335,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
 
 
 def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:
-    given = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(Settings)}
     return settings_for(pipe, **given)
 
 
