@@ -159,8 +159,11 @@ def test_a_folder_with_bad_settings(content: str, text: str, tmp_path: Path) -> 
 def test_times_need_torch_alone() -> None:
     code = (
         "import sys\n"
-        "from turbo_rcm_patch.video.rcm_times import SCHEDULES, rcm_times, shifted\n"
-        "assert rcm_times(4)[-1] == 0 and shifted(SCHEDULES['lightning'].times, 5)[1] == 937.5\n"
+        "from turbo_rcm_patch.video.settings import Settings\n"
+        "assert Settings.for_model(None, sampler='lightning').few_steps['times'][1] == 937.5\n"
+        "assert 'torch' not in sys.modules\n"
+        "from turbo_rcm_patch.video.rcm_times import rcm_times\n"
+        "assert rcm_times(4)[-1] == 0\n"
         "assert not {'diffusers', 'transformers', 'huggingface_hub', 'triton'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

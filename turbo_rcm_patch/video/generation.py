@@ -35,6 +35,9 @@ TRAJECTORY: Final = 12
 #: A model takes at least so many steps, unless it was distilled.
 _MANY: Final = 10
 
+#: Attributes of a pipeline that shows no progress bar.
+_QUIET: Final = {"_progress_bar_config": {"disable": True}}
+
 #: Called after every denoising step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
 
@@ -342,8 +345,7 @@ def sample_latents(
         return {}
 
     with (
-        _quiet(pipe),
-        _sampler(pipe, settings, seed),
+        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
         _private_rng(device, seed),
         _encoded_once(pipe, conditioning),
         Meter(device) as meter,
@@ -421,8 +423,7 @@ def recorded_calls(
 
     networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
     with (
-        _quiet(pipe),
-        _replaced(pipe, scheduler=replay),
+        _replaced(pipe, **_QUIET, scheduler=replay),
         _private_rng(pipe._execution_device, 0),
         _encoded_once(pipe, conditioning),
         ExitStack() as stack,
@@ -528,21 +529,17 @@ def _say_frames(asked: int, made: int) -> None:
     _log.warning("num_frames %d: this VAE makes %d frames of that", asked, made)
 
 
-@contextmanager
-def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
-    """Give the pipeline the sampler of `settings`, and its own scheduler back afterwards."""
+def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
+    """Return the scheduler that `settings` ask for, the pipeline's own or a few-step one."""
     if settings.few_steps is None:
-        yield
-        return
+        return pipe.scheduler
     own = pipe.scheduler.config
-    few = RCMScheduler(
+    return RCMScheduler(
         num_train_timesteps=own.get("num_train_timesteps", 1000),
         noise_seed=seed,
         timestep_dtype=own.get("timestep_dtype", "float32"),
         **settings.few_steps,
     )
-    with _replaced(pipe, scheduler=few):
-        yield
 
 
 @contextmanager
@@ -595,20 +592,6 @@ def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[N
 
             stack.enter_context(_replaced(pipe, encode_image=by_encoder))
         yield
-
-
-@contextmanager
-def _quiet(pipe: VideoPipeline) -> Iterator[None]:
-    """Hide the pipeline's progress bar, and restore its settings afterwards."""
-    before = getattr(pipe, "_progress_bar_config", None)
-    pipe.set_progress_bar_config(disable=True)
-    try:
-        yield
-    finally:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = before
 
 
 @contextmanager

@@ -4,7 +4,7 @@ The network predicts a velocity v at time t, and the clean sample is x0 = x - t 
 the whole network, (c_skip, c_out) = (1, -t). A step closes that skip and adds noise up to the next
 time, which is one linear combination of x, v and noise and runs as one pass over them. rCM's times
 are TrigFlow's, atan(sigma_max), 1.5, 1.4, 1.0 and 0, mapped by t = sin/(cos + sin). Other students
-(Lightning, FastWan, Self-Forcing) take the same step at times of their own; `rcm_times.SCHEDULES`
+(Lightning, FastWan, Self-Forcing) take the same step at times of their own; `schedules.SCHEDULES`
 says where each is published.
 """
 
@@ -19,14 +19,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.video.rcm_times import (
-    SCHEDULES,
-    Form,
-    noise_stream,
-    rcm_times,
-    shifted,
-    step_coefficients,
-)
+from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
+from turbo_rcm_patch.video.schedules import SCHEDULES, Form, shifted
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
@@ -80,7 +74,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
         times: Network times of the steps, of 1000, from the noisiest down and without the 0 at the
-            end; None for rCM's. They are final: `rcm_times.shifted` applies a shift.
+            end; None for rCM's. They are final: `schedules.shifted` applies a shift.
 
     Raises:
         ConfigError: An argument has another value.
@@ -141,7 +135,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         """Make the scheduler of a published schedule.
 
         Args:
-            name: A key of `rcm_times.SCHEDULES`: "lightning", "fastwan", "self-forcing".
+            name: A key of `schedules.SCHEDULES`: "lightning", "fastwan", "self-forcing".
             shift: In place of the shift that it was trained with.
             sampler: "sde" or "ode", in place of what its authors run.
             noise_seed: As for the class.

@@ -11,8 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings
-from turbo_rcm_patch.video.rcm_times import SCHEDULES, Form, Schedule, rcm_times, shifted
+from turbo_rcm_patch.video.schedules import SCHEDULES, Form, Schedule, shifted
 
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
 
@@ -29,7 +28,7 @@ class Settings:
     Attributes:
         sampler: "scheduler" is the pipeline's own. The others are for distilled models: "rcm" (1
             to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
-            (`rcm_times.SCHEDULES`), or "times".
+            (`schedules.SCHEDULES`), or "times".
         steps: Number of network calls (two per step under guidance).
         times: With sampler="times" the network times of the steps, of 1000, from the noisiest
             down.
@@ -125,6 +124,8 @@ class Settings:
                 remedy=f"It shifts the times of {', '.join(SCHEDULES)} and of times=[...]",
             )
         if self.sampler == "rcm":
+            from turbo_rcm_patch.video.rcm_times import rcm_times  # imports torch
+
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:
                 raise ConfigError(
@@ -207,6 +208,8 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     Keys that are not settings (notes for other readers) are left out. A folder with a `sigma_max`
     or with `times` means a few-step sampler, although it may not name one.
     """
+    from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings  # imports torch
+
     known = {field.name for field in fields(Settings)} - {"lora"}
     found = {name: value for name, value in stored_settings(folder).items() if name in known}
     if "sampler" not in found and {"times", "sigma_max"} & found.keys():

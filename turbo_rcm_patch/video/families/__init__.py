@@ -4,12 +4,10 @@ between them; one module a family.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -31,14 +29,12 @@ if TYPE_CHECKING:
         WanVideoToVideoPipeline,
     )
 
-    from turbo_rcm_patch.config import Form
     from turbo_rcm_patch.video.generation import Conditioning
     from turbo_rcm_patch.video.settings import Settings
     from turbo_rcm_patch.video.source import Source
 
 __all__ = [
     "FAMILIES",
-    "BlockProbe",
     "Job",
     "PipelineFamily",
     "States",
@@ -68,28 +64,6 @@ FAMILIES: Final = {
     "CogVideoXVideoToVideoPipeline": "cogvideox.CogVideoXVideo",
     "ConsisIDPipeline": "cogvideox.ConsisID",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BlockProbe:
-    """A transformer cut down to its first block, and one call of it.
-
-    Attributes:
-        network: The transformer, in fp32.
-        block: Its only block.
-        inputs: Keyword arguments of a call.
-        tokens: Video tokens of that call.
-        branch: Computes what the block adds to its input, from its (arguments, keyword arguments,
-            output).
-        forms: The forms in which this family's pairs can run.
-    """
-
-    network: torch.nn.Module
-    block: torch.nn.Module
-    inputs: Mapping[str, object]
-    tokens: int
-    branch: Callable[[Any, Any, Any], torch.Tensor]
-    forms: tuple[Form, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +97,6 @@ class PipelineFamily(ABC):
         OWN: Steps and guidance that the pipeline's own scheduler is usually run with.
         NEEDS: Fields that a `Source` must have beside its prompt.
         MAY: Fields that it may have.
-        TRANSFORMER: The class of diffusers that `block_probe` takes.
     """
 
     FEW_STEPS: ClassVar[bool] = True
@@ -131,7 +104,6 @@ class PipelineFamily(ABC):
     OWN: ClassVar[Mapping[str, object]]
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
-    TRANSFORMER: ClassVar[str]
 
     @abstractmethod
     def latent_shape(
@@ -162,39 +134,6 @@ class PipelineFamily(ABC):
     @abstractmethod
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """Return latents at the three times of the network number."""
-
-    def check_probe(self, folder: Path) -> None:
-        """Raise if `block_probe` does not take the transformer of a pipeline folder.
-
-        Raises:
-            SamplingError: It is of another class.
-        """
-        config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
-        if config.get("_class_name") != self.TRANSFORMER:
-            raise SamplingError(
-                "the check of one block",
-                expected=f"a {self.TRANSFORMER}",
-                got=f"a {config.get('_class_name')} in {folder}",
-                remedy="Use compare, which takes this model too",
-            )
-
-    def block_probe(self, folder: Path) -> BlockProbe:
-        """Return the first block of a pipeline folder's transformer, with an input of odd size.
-
-        Raises:
-            SamplingError: The transformer is of another class.
-        """
-        import diffusers
-
-        self.check_probe(folder)
-        network = getattr(diffusers, self.TRANSFORMER).from_pretrained(
-            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-        )
-        return self._probe(network)
-
-    @abstractmethod
-    def _probe(self, network: Any) -> BlockProbe:
-        """Make the probe of a transformer, which is cut down."""
 
     @staticmethod
     def from_video(job: Job) -> dict[str, object]:

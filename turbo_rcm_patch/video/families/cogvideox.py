@@ -9,21 +9,17 @@ pipeline has them, and are kept in the network's dtype from step to step, as the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.families import BlockProbe, Job, PipelineFamily, States, draw
+from turbo_rcm_patch.video.families import Job, PipelineFamily, States, draw
 from turbo_rcm_patch.video.measures import TIMES
 from turbo_rcm_patch.video.settings import Settings
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import Conditioning
-
-#: Tokens along frames, height and width: with 13 of text 277 in all, no multiple of any block.
-GRID: Final = (3, 8, 11)
-TEXT: Final = 13
 
 
 class CogVideoX(PipelineFamily):
@@ -35,7 +31,6 @@ class CogVideoX(PipelineFamily):
         "height": 480, "width": 720, "num_frames": 49, "fps": 8, "max_sequence_length": 226
     }  # fmt: skip
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
-    TRANSFORMER: ClassVar[str] = "CogVideoXTransformer3DModel"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -102,43 +97,6 @@ class CogVideoX(PipelineFamily):
             found.append((noisy.to(pipe.transformer.dtype), step))
         return found
 
-    def _probe(self, network: Any) -> BlockProbe:
-        """Return the first block, with 264 video tokens and 13 of text."""
-        from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-        network.transformer_blocks = network.transformer_blocks[:1]
-        config = network.config
-        frames, rows, columns = GRID
-        patch = config.patch_size
-        span = frames * (config.patch_size_t or 1)
-        generator = torch.Generator("cpu").manual_seed(0)
-        shape = (1, span, config.in_channels, rows * patch, columns * patch)
-        inputs: dict[str, object] = {
-            "hidden_states": torch.randn(shape, generator=generator),
-            "encoder_hidden_states": torch.randn(
-                1, TEXT, config.text_embed_dim, generator=generator
-            ),
-            "timestep": torch.tensor([749]),
-        }
-        if config.ofs_embed_dim is not None:
-            inputs["ofs"] = torch.tensor([2.0])
-        if config.use_rotary_positional_embeddings:
-            inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(
-                embed_dim=config.attention_head_dim,
-                crops_coords=((0, 0), (rows, columns)),
-                grid_size=(rows, columns),
-                temporal_size=frames,
-            )
-        return BlockProbe(
-            network=network,
-            block=network.transformer_blocks[0],
-            inputs=inputs,
-            tokens=frames * rows * columns,
-            branch=_both_streams,
-            # A pair with two residual streams is never closed in one launch.
-            forms=("two-launch",),
-        )
-
 
 class CogVideoXImage(CogVideoX):
     """`CogVideoXImageToVideoPipeline`: the image's latents are channels beside the noise."""
@@ -194,15 +152,3 @@ class CogVideoXVideo(CogVideoX):
 
 def _latent_frames(pipe: Any, settings: Settings) -> int:
     return (settings.num_frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
-
-
-def _both_streams(
-    given: tuple[object, ...],
-    named: dict[str, torch.Tensor],
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    del given
-    video, text = out
-    return torch.cat(
-        [text - named["encoder_hidden_states"], video - named["hidden_states"]], dim=1
-    )

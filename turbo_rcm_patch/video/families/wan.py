@@ -5,13 +5,13 @@ from a video. And those of its relatives, VACE, Animate, SkyReels-V2 and ChronoE
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from PIL import Image
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.families import BlockProbe, Job, PipelineFamily, States, draw
+from turbo_rcm_patch.video.families import Job, PipelineFamily, States, draw
 from turbo_rcm_patch.video.measures import TIMES
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import WAN_OWN, Settings
@@ -19,15 +19,11 @@ from turbo_rcm_patch.video.settings import WAN_OWN, Settings
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import Conditioning
 
-#: Tokens along frames, height and width: 264 in all, no multiple of any block.
-GRID: Final = (3, 8, 11)
-
 
 class Wan(PipelineFamily):
     """`WanPipeline`: from text alone."""
 
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
-    TRANSFORMER: ClassVar[str] = "WanTransformer3DModel"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -79,30 +75,6 @@ class Wan(PipelineFamily):
         """Return (1 - t) clean + t noise."""
         del pipe
         return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in TIMES]
-
-    def _probe(self, network: Any) -> BlockProbe:
-        """Return the first block, with 264 tokens."""
-        network.blocks = network.blocks[:1]
-        config = network.config
-        generator = torch.Generator("cpu").manual_seed(0)
-        shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
-        inputs: dict[str, object] = {
-            "hidden_states": torch.randn(1, config.in_channels, *shape, generator=generator),
-            "encoder_hidden_states": torch.randn(1, 13, config.text_dim, generator=generator),
-            "timestep": torch.tensor([933.78]),
-        }
-        if config.image_dim is not None:
-            inputs["encoder_hidden_states_image"] = torch.randn(
-                1, 17, config.image_dim, generator=generator
-            )
-        return BlockProbe(
-            network=network,
-            block=network.blocks[0],
-            inputs=inputs,
-            tokens=GRID[0] * GRID[1] * GRID[2],
-            branch=lambda given, _, out: out - given[0],
-            forms=("one-launch", "two-launch"),
-        )
 
 
 class WanImage(Wan):
