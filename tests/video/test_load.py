@@ -186,11 +186,10 @@ def test_devices_and_offloading(micro_folder: Path) -> None:
 def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: None) -> None:
     pipe = load_skeleton(micro_folder)
     assert len(pipe.transformer.blocks) == 2
-    parameters = list(pipe.transformer.parameters())
-    assert sum(p.untyped_storage().nbytes() for p in parameters) <= 4 * len(parameters)
-    loaded = dict(load_pipeline(micro_folder, device="cpu").transformer.named_parameters())
-    for name, parameter in pipe.transformer.named_parameters():
-        assert (parameter.shape, parameter.dtype) == (loaded[name].shape, loaded[name].dtype), name
+    assert all(parameter.is_meta for parameter in pipe.transformer.parameters())
+    loaded = load_pipeline(micro_folder, device="cpu").transformer.state_dict()
+    found = pipe.transformer.state_dict()
+    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in loaded.items()}
     with pytest.raises(ModelFolderError, match=r"transformer/config\.json"):
         load_skeleton(micro_folder / "vae")
 

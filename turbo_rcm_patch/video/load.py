@@ -26,7 +26,7 @@ from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import folder_defaults
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin, WanPipeline
+    from diffusers import ModelMixin, WanPipeline
 
 __all__ = [
     "PIPELINES",
@@ -352,21 +352,21 @@ def check_offload(offload: Offload, device: torch.device) -> None:
         )
 
 
-def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> None:
-    """Move a pipeline to a device; with offloading, only the parts in use.
-
-    "group" moves blocks of the transformers, which still run in int8 because no Linear of theirs
-    is hooked, and layers of everything else.
-    """
+def move(pipe: Any, device: torch.device, offload: Offload) -> None:
+    """Move a pipeline to a device; with offloading, only the parts in use."""
     if offload == "model":
         pipe.enable_model_cpu_offload(device=device)
-        return
-    if offload == "sequential":
+    elif offload == "sequential":
         pipe.enable_sequential_cpu_offload(device=device)
-        return
-    if offload == "none":
+    elif offload == "none":
         pipe.to(device)
-        return
+    else:
+        _offload_by_groups(pipe, device)
+
+
+def _offload_by_groups(pipe: Any, device: torch.device) -> None:
+    """Offload blocks of the transformers, which still run in int8 because no Linear of theirs is
+    hooked, and layers of everything else."""
     from diffusers.hooks import apply_group_offloading
 
     for name, part in pipe.components.items():
@@ -385,7 +385,7 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
 
 
 def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline:
-    """Build transformers from their config.json only, in no time and memory whatever their size.
+    """Build transformers without weights from their config.json, in no time whatever their size.
 
     Args:
         model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.
@@ -441,20 +441,12 @@ def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
         if asked not in known:  # Another class would be built wrong from this configuration.
             raise ValueError(f"_class_name {asked!r}")
         network = getattr(diffusers, asked).from_config(config)
-    # Weights of the right shape and dtype on the CPU, one number each.
-    kept = {*(network._keep_in_fp32_modules or ())}
-    for module_name, module in network.named_modules():
-        for key, weight in module.named_parameters(recurse=False):
-            wide = not kept.isdisjoint(f"{module_name}.{key}".split("."))
-            one = torch.zeros(1, dtype=torch.float32 if wide else torch.bfloat16)
-            stand_in = nn.Parameter(one.expand(weight.shape), requires_grad=False)
-            setattr(module, key, stand_in)
-    # Zeros for each proj_l that `load_pipeline` would attach; by the mark where only config.json
-    # is at hand.
+    # What `load_pipeline` would attach; by the mark where only config.json is at hand.
     attentions = {key: one for key, one in network.named_modules() if key.endswith(".attn1")}
     marked = list(attentions) if mark_of(network.config) else []
     for key in folder_proj_l(Path(folder) / name) if local else marked:
         if key in attentions:
             dim = attentions[key].inner_dim // attentions[key].heads
-            attach_proj_l(attentions[key], torch.zeros(dim, dim), torch.zeros(dim))
+            empty = torch.empty(dim, dim, device="meta"), torch.empty(dim, device="meta")
+            attach_proj_l(attentions[key], *empty)
     return network

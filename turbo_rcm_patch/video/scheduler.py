@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, get_args
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -24,6 +24,7 @@ from turbo_rcm_patch.video.schedules import SCHEDULES, Form, shifted
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
+_DTYPES: Final = ("float32", "bfloat16")
 
 
 def fingerprint(sample: torch.Tensor) -> int:
@@ -96,22 +97,14 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         timestep_dtype: Literal["float32", "bfloat16"] = "float32",
         times: Sequence[float] | None = None,
     ) -> None:
-        if sampler not in ("sde", "ode"):
-            raise ConfigError("RCMScheduler.sampler", expected="'sde' or 'ode'", got=repr(sampler))
-        if timestep_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(
-                "RCMScheduler.timestep_dtype",
-                expected="'float32' or 'bfloat16'",
-                got=repr(timestep_dtype),
-            )
-        if not 0.0 < sigma_max < float("inf"):
-            raise ConfigError(
-                "RCMScheduler.sigma_max", expected="a positive number", got=repr(sigma_max)
-            )
-        if noise_seed is not None and not isinstance(noise_seed, int):
-            raise ConfigError(
-                "RCMScheduler.noise_seed", expected="an integer or None", got=repr(noise_seed)
-            )
+        for name, value, right, expected in (
+            ("sampler", sampler, sampler in get_args(Form), "'sde' or 'ode'"),
+            ("timestep_dtype", timestep_dtype, timestep_dtype in _DTYPES, f"one of {_DTYPES}"),
+            ("sigma_max", sigma_max, 0.0 < sigma_max < float("inf"), "a positive number"),
+            ("noise_seed", noise_seed, isinstance(noise_seed, int | None), "an integer or None"),
+        ):
+            if not right:
+                raise ConfigError(f"RCMScheduler.{name}", expected=expected, got=repr(value))
         first = None if times is None else shifted(times)[0] / 1000
         self.init_noise_sigma = sigma_max / (1.0 + sigma_max) if first is None else first
         self.num_inference_steps: int | None = None
@@ -256,20 +249,15 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         Returns:
             The next x in fp64.
         """
-        if self.num_inference_steps is None:
+        if self._step_index is None and self.num_inference_steps is not None:
+            given = self._begin_index
+            self._step_index = self._find_index(timestep) if given is None else given
+        if self._step_index is None or self._step_index >= len(self._coefficients):
             raise SamplingError(
-                "RCMScheduler.step came before set_timesteps",
-                remedy="Call set_timesteps(steps) first",
-            )
-        if self._step_index is None:
-            self._step_index = (
-                self._find_index(timestep) if self._begin_index is None else self._begin_index
-            )
-        if self._step_index >= self.num_inference_steps:
-            raise SamplingError(
-                "RCMScheduler.step was called more often than there are steps",
-                expected=f"{self.num_inference_steps} calls",
-                remedy="Call set_timesteps(steps) again before the next generation",
+                "RCMScheduler.step",
+                expected=f"set_timesteps before it, and {len(self._coefficients)} calls after",
+                got="none" if self._step_index is None else "one more call",
+                remedy="Call set_timesteps(steps) before each generation",
             )
         adds_noise = self.config.sampler == "sde" and float(self.sigmas[self._step_index + 1]) > 0
         noise = self._noise_like(sample, generator) if adds_noise else None
@@ -310,13 +298,12 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return eps.to(sample.device, non_blocking=True)
 
     def _find_index(self, timestep: float | torch.Tensor) -> int:
-        wanted = float(timestep)
-        distance = (self.timesteps.to("cpu", torch.float64) - wanted).abs()
-        index = int(distance.argmin())
-        if float(distance[index]) > 1e-3 * max(1.0, wanted):
+        wanted, known = float(timestep), self.timesteps.tolist()
+        index = min(range(len(known)), key=lambda i: abs(known[i] - wanted))
+        if abs(known[index] - wanted) > 1e-3 * max(1.0, wanted):
             raise SamplingError(
                 "timestep",
-                expected=f"one of {[round(t, 3) for t in self.timesteps.tolist()]}",
+                expected=f"one of {[round(t, 3) for t in known]}",
                 got=f"{wanted:g}",
                 remedy="Iterate over scheduler.timesteps",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "t
 
 #: What Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
+_STRENGTH: Final = "more than 0 and at most 1, and at least one step when times steps"
 #: Settings that belong to a sampler: a folder's go when another sampler is chosen.
 _OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
 
@@ -70,37 +71,28 @@ class Settings:
     lora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in (("sampler", get_args(Sampler)), ("form", (*get_args(Form), None))):
-            if getattr(self, name) not in choices:
-                got = repr(getattr(self, name))
-                raise ConfigError(name, expected=f"one of {choices}", got=got)
-        for name in ("steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, expected="a positive whole number", got=repr(value))
-        for name in ("sigma_max", "guidance_scale", "guidance_scale_2"):
-            value = getattr(self, name)
-            absent = name == "guidance_scale_2" and value is None
-            if not absent and not (is_number(value) and math.isfinite(value)):
-                raise ConfigError(name, expected="a finite number", got=repr(value))
-        strength = self.strength
-        if strength is not None and not (
-            is_number(strength) and 0 < strength <= 1 and self.steps_run
-        ):
-            raise ConfigError(
-                "strength",
-                expected="more than 0 and at most 1, and at least one step when times steps",
-                got=f"{strength!r} with {self.steps} steps",
-                remedy="Raise strength or steps",
-            )
-        if not isinstance(self.negative_prompt, str):
-            raise ConfigError("negative_prompt", expected="a text", got=repr(self.negative_prompt))
+        counts = ("steps", "height", "width", "num_frames", "fps", "max_sequence_length")
+        numbers = ("sigma_max", "guidance_scale", "guidance_scale_2")
+        rules: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+            (("sampler",), lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
+            (("form",), lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
+            (counts, lambda x: type(x) is int and x > 0, "a positive whole number"),
+            (numbers[2:], lambda x: x is None or _is_finite(x), "a finite number or None"),
+            (numbers[:2], _is_finite, "a finite number"),
+            (("strength",), lambda x: x is None or (_is_finite(x) and 0 < x <= 1), _STRENGTH),
+            (("negative_prompt",), lambda x: isinstance(x, str), "a text"),
+        )
+        for names, right, expected in rules:
+            for name in names:
+                if not right(value := getattr(self, name)):
+                    raise ConfigError(name, expected=expected, got=repr(value))
         for name in ("height", "width"):
             if (value := getattr(self, name)) % 16:
-                near = max(16, round(value / 16) * 16)
-                raise ConfigError(
-                    name, expected="a multiple of 16", got=str(value), remedy=f"Try {near}"
-                )
+                near = f"Try {max(16, round(value / 16) * 16)}"
+                raise ConfigError(name, expected="a multiple of 16", got=str(value), remedy=near)
+        if not self.steps_run:
+            got = f"{self.strength!r} with {self.steps} steps"
+            raise ConfigError("strength", expected=_STRENGTH, got=got, remedy="Raise one of them")
         for name in ("times", "lora"):  # JSON has lists.
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -200,6 +192,10 @@ class Settings:
     def as_dict(self) -> dict[str, object]:
         """Fields by name, for JSON."""
         return asdict(self)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
 
 
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:

@@ -15,19 +15,7 @@ import torch
 from turbo_rcm_patch.errors import NotAModelError, SamplingError
 
 if TYPE_CHECKING:
-    from diffusers import (
-        ChronoEditPipeline,
-        CogVideoXImageToVideoPipeline,
-        CogVideoXPipeline,
-        CogVideoXVideoToVideoPipeline,
-        ConsisIDPipeline,
-        SkyReelsV2Pipeline,
-        WanAnimatePipeline,
-        WanImageToVideoPipeline,
-        WanPipeline,
-        WanVACEPipeline,
-        WanVideoToVideoPipeline,
-    )
+    from diffusers import DiffusionPipeline
 
     from turbo_rcm_patch.video.generation import Conditioning
     from turbo_rcm_patch.video.settings import Settings
@@ -44,12 +32,8 @@ __all__ = [
     "family_of",
 ]
 
-#: The pipelines that `generate` and `compare` run, for annotations.
-VideoPipeline: TypeAlias = (
-    "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
-    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
-    "SkyReelsV2Pipeline | ChronoEditPipeline | WanAnimatePipeline | ConsisIDPipeline"
-)
+#: A pipeline of one of the classes in `FAMILIES`, for annotations.
+VideoPipeline: TypeAlias = "DiffusionPipeline"
 #: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of its family.
 FAMILIES: Final = {
     "WanPipeline": "wan.Wan",
