@@ -18,7 +18,7 @@ from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video import Settings, generate
 from turbo_rcm_patch.video.generation import settings_for
-from turbo_rcm_patch.video.load import load_pipeline
+from turbo_rcm_patch.video.load import load_pipeline, pipeline_class
 
 #: Settings, the network times that the model sees, and the form of the step.
 RUNS: dict[str, tuple[dict[str, Any], list[float], str]] = {
@@ -58,6 +58,21 @@ def test_python_users_set_the_scheduler() -> None:
     pipe.scheduler = RCMScheduler(sigma_max=200.0)
     settings = settings_for(pipe, **SMALL)
     assert (settings.sampler, settings.steps, settings.sigma_max) == ("rcm", 4, 200.0)
+
+
+def test_a_folder_of_fastvideo_is_loaded_and_run_at_its_times(
+    micro_folder: Path, tmp_path: Path
+) -> None:
+    """Its model_index.json names a pipeline that diffusers does not have."""
+    folder = Path(shutil.copytree(micro_folder, tmp_path / "fastwan"))
+    index = json.loads((folder / "model_index.json").read_text())
+    index["_class_name"] = "WanDMDPipeline"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    pipe = load_pipeline(folder, device="cpu")
+    assert pipeline_class(folder) == type(pipe).__name__ == "WanPipeline"
+    made = generate(pipe, "a red circle", **SMALL)
+    assert (made.settings.sampler, made.settings.steps) == ("fastwan", 3)
+    assert settings_for(pipe, sampler="scheduler").steps == 50
 
 
 #: What a folder says, what is asked for, and what is run.

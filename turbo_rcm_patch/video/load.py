@@ -23,7 +23,7 @@ from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading, quiet_loading
 from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras
 from turbo_rcm_patch.video.scheduler import RCMScheduler
-from turbo_rcm_patch.video.settings import folder_defaults
+from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin, WanPipeline
@@ -54,6 +54,8 @@ TINY: Final = "tiny"
 SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
 PIPELINES: Final = tuple(FAMILIES)
+#: Pipelines that diffusers does not have -> the one of diffusers with their parts.
+_ALIASES: Final = {FASTWAN: "WanPipeline"}
 _HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
@@ -192,18 +194,20 @@ def check_folder(folder: Path) -> str:
                 f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
             )
         index = read_json(index_path, ModelFolderError)
-        if index.get("_class_name") not in PIPELINES:
+        asked = str(index.get("_class_name"))
+        asked = _ALIASES.get(asked, asked)
+        if asked not in PIPELINES:
             raise ModelFolderError(
                 f"{index_path}: _class_name",
                 expected=f"one of {PIPELINES}",
-                got=repr(index.get("_class_name")),
+                got=repr(asked),
                 remedy="The transformer of another pipeline may be patched (find_pairs says so), "
                 "but generate and compare run these",
             )
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
                 check_part(folder, name, weights=name in _WITH_WEIGHTS)
-        return str(index["_class_name"])
+        return str(asked)
     except ModelFolderError:
         raise
     except OSError as error:
@@ -231,7 +235,7 @@ def _from_pretrained(
         remedy = "Check the spelling and the connection, or download the folder first"
     with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
         index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-        asked = index["_class_name"]
+        asked = _ALIASES.get(index["_class_name"], index["_class_name"])
         if asked not in PIPELINES:
             raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
         alone = {}

@@ -17,6 +17,8 @@ Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "t
 
 #: What Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
+#: The pipeline that FastVideo's distilled models name. It is Wan's with another sampler.
+FASTWAN: Final = "WanDMDPipeline"
 _STRENGTH: Final = "more than 0 and at most 1, and at least one step when times steps"
 #: Settings that belong to a sampler: a folder's go when another sampler is chosen.
 _OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
@@ -201,13 +203,19 @@ def _is_finite(value: object) -> bool:
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     """Read the settings that a model folder brings along, empty if it brings none.
 
-    Keys that are not settings (notes for other readers) are left out. A folder with a `sigma_max`
-    or with `times` means a few-step sampler, although it may not name one.
+    Keys that are not settings (notes for other readers) are left out. A folder that names no
+    sampler means a few-step one if it has a `sigma_max` or `times`, or if its model_index.json
+    names FastVideo's pipeline for distilled models.
     """
-    from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings  # imports torch
+    from turbo_rcm_patch.turbodiffusion.pipeline import read_json, stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
     found = {name: value for name, value in stored_settings(folder).items() if name in known}
-    if "sampler" not in found and {"times", "sigma_max"} & found.keys():
+    if "sampler" in found or folder is None:
+        return found
+    index = Path(folder) / "model_index.json"
+    if "times" in found or "sigma_max" in found:
         found["sampler"] = "times" if "times" in found else "rcm"
+    elif index.is_file() and read_json(index).get("_class_name") == FASTWAN:
+        found["sampler"] = "fastwan"
     return found
