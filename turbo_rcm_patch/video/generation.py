@@ -1,4 +1,4 @@
-"""Encode what a video is made from, sample latents, decode them.
+"""Encode the source of a video, sample latents, decode them.
 
 The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
 scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
@@ -49,9 +49,9 @@ class Conditioning:
     Attributes:
         embeds: Embeddings [1, L, C] of the prompt.
         negative_embeds: Under guidance those of the negative prompt.
-        media: What the source has beside its prompt, by the names of `Source`.
-        encoded: What VAE (on the CPU) and image encoder made of `media`, by what they were given.
-            Every generation takes it from here.
+        media: The other fields of the source, by name.
+        encoded: Results of VAE (on the CPU) and image encoder on `media`, by their input. Every
+            generation takes them from here.
     """
 
     embeds: torch.Tensor
@@ -267,7 +267,7 @@ def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Condition
 
     Args:
         pipe: The pipeline.
-        source: What the video is made from.
+        source: The source of the video.
         settings: Read for guidance, negative prompt, length and size.
 
     Returns:
@@ -324,7 +324,7 @@ def sample_latents(
         conditioning: From `encode`.
         seed: Seed of initial noise and re-noising.
         settings: How to sample.
-        keep_trajectory: Whether to keep the latents after the `trajectory_steps`.
+        keep_trajectory: Keep the latents after the `trajectory_steps`.
         on_step: Called after every step with (done, total).
 
     Returns:
@@ -367,7 +367,7 @@ def _denoise(
     settings: Settings,
     **more: object,
 ) -> torch.Tensor:
-    """Call the pipeline: its latents, after all steps."""
+    """Call the pipeline and return its latents after all steps."""
     call: dict[str, object] = {
         "prompt_embeds": conditioning.embeds,
         "negative_prompt_embeds": conditioning.negative_embeds,
@@ -384,7 +384,7 @@ def _denoise(
 
 
 def _job(pipe: VideoPipeline, seed: int, conditioning: Conditioning, settings: Settings) -> Job:
-    """With as many frames as are made, where that is fewer than were asked for."""
+    """Return the job with as many frames as the VAE makes, if these are fewer than asked for."""
     made = family_of(pipe).frames_made(pipe, settings.num_frames)
     fitting = replace(settings, num_frames=min(made, settings.num_frames))
     return Job(pipe, seed, conditioning, fitting)
@@ -404,7 +404,7 @@ def recorded_calls(
 
     Args:
         pipe: The pipeline; as before afterwards.
-        conditioning: What the video is made from; it keeps what VAE and image encoder make of it.
+        conditioning: The encoded source; it keeps the results of VAE and image encoder.
         settings: Shape of the video.
         states: Latents as the loop holds them, each with its network time.
 
@@ -453,7 +453,7 @@ class _Replay:
         self.timesteps = self._times.to(device)
 
     def set_begin_index(self, _: int = 0) -> None:
-        """Nothing to look up."""
+        """Do nothing: there is no time to look up."""
 
     def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
         return sample

@@ -17,11 +17,11 @@ from turbo_rcm_patch.errors import TurboRCMError
 
 #: The form of a name on the model hub.
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: What loading libraries raise for files that are not what they should be.
+#: Errors that loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
     *(AttributeError, ImportError, SafetensorError),
-    # What transformers raises for a configuration, where the installed hub library has it.
+    # transformers raises it for a configuration, where the installed hub library has it.
     *(error for error in [getattr(hub_errors, "StrictDataclassError", None)] if error),
 )
 
@@ -34,7 +34,7 @@ def loading(
 
     Args:
         error: Its class.
-        failed: What it begins with; the library's words come after it.
+        failed: The beginning of its message; the library's words come after it.
         expected: As in `TurboRCMError`.
         remedy: As in `TurboRCMError`.
     """

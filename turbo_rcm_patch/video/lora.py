@@ -31,7 +31,7 @@ class LoRA:
     Attributes:
         source: A file, a folder, or a hub id.
         file: The file inside a hub's repository, else "".
-        scale: What it is multiplied by.
+        scale: The factor of its update.
         parts: The transformers that get it: "transformer" (the high-noise expert of Wan 2.2),
             "transformer_2" (the low-noise expert).
     """

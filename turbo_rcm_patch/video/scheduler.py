@@ -244,7 +244,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             timestep: One of `timesteps`; read only on the first step after `set_timesteps`.
             sample: x, same shape, any float dtype.
             generator: Source of this step's noise; it takes precedence over all others.
-            return_dict: Whether to return an output object or a tuple.
+            return_dict: Return an output object; False returns a tuple.
 
         Returns:
             The next x in fp64.
@@ -262,7 +262,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         adds_noise = self.config.sampler == "sde" and float(self.sigmas[self._step_index + 1]) > 0
         noise = self._noise_like(sample, generator) if adds_noise else None
         if self._coefficients.device != sample.device:
-            # All steps at once, so that a later one waits for nothing.
+            # All steps at once, so that a later one does not wait.
             self._coefficients = self._coefficients.to(sample.device)
         c_skip, c_out, c_noise = self._coefficients[self._step_index].unbind()
         x = c_skip * sample.double() + c_out * model_output.double()

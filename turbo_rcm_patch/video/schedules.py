@@ -51,7 +51,7 @@ def shifted(times: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
     """Check network times and shift them, t <- shift t / (1 + (shift - 1) t) for t of 0 to 1.
 
     Args:
-        times: Of 1000, from the noisiest down, without the 0 at the end.
+        times: Network times of 1000, from the noisiest down, without the 0 at the end.
         shift: 1 keeps them; more moves them towards noise.
 
     Returns:

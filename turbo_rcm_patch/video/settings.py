@@ -15,7 +15,7 @@ from turbo_rcm_patch.video.schedules import SCHEDULES, Form, Schedule, shifted
 
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
 
-#: What Wan's own scheduler is usually run with.
+#: Steps and guidance that Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 #: The pipeline that FastVideo's distilled models name. It is Wan's with another sampler.
 FASTWAN: Final = "WanDMDPipeline"
@@ -167,7 +167,7 @@ class Settings:
         Args:
             folder: The model's folder, or None or a hub id for a model without one.
             family: Defaults of the model's family, or of the pipeline; a folder's come before.
-            own: What the pipeline's own scheduler is run with; by default what Wan's is.
+            own: Steps and guidance for the pipeline's own scheduler; by default Wan's.
             **given: Fields of this class; None means "not given".
 
         Raises:

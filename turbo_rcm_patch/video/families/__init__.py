@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.settings import Settings
     from turbo_rcm_patch.video.source import Source
 
-__all__ = [
-    "FAMILIES",
-    "Job",
-    "PipelineFamily",
-    "States",
-    "VideoPipeline",
-    "draw",
-    "family_named",
-    "family_of",
-]
-
 #: A pipeline of one of the classes in `FAMILIES`, for annotations.
 VideoPipeline: TypeAlias = "DiffusionPipeline"
 #: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of its family.
