@@ -74,7 +74,6 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path:
     metrics = json.loads(found.metrics.read_text())
     assert metrics["baseline"] == found.baseline
     assert said in found.report.read_text()
-    assert metrics["identity"]["sla"] and metrics["identity"]["config"]["sla_topk"] == 0.1
     # Against dense attention as truth the unpatched network's error would be `far`.
     assert found.network is not None and found.network.unpatched < 0.02
     assert found.network.ratio < 3
