@@ -33,11 +33,11 @@ class Settings:
             to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
             (`schedules.SCHEDULES`), or "times".
         steps: Number of network calls (two per step under guidance).
-        times: With sampler="times" the network times of the steps, of 1000, from the noisiest
-            down.
-        shift: Shift of these times, or in place of a schedule's own; None keeps them.
-        form: "sde" or "ode" of a few-step sampler; None takes the schedule's own ("sde" for "rcm"
-            and "times").
+        times: Network times of the steps, of 1000, from the noisiest down. Giving them chooses
+            sampler="times".
+        shift: Shift of `times`, or of a named schedule in place of its own.
+        form: "sde" adds noise after each step of a few-step sampler, "ode" adds none. By default
+            the schedule's own, "sde" for "rcm" and "times".
         sigma_max: First noise level of the rCM sampler.
         strength: How much of a given video is made anew: the last `strength * steps` steps run.
             None where no video is given, or for all of them.
