@@ -21,7 +21,7 @@ from turbo_rcm_patch.turbodiffusion.pipeline import DEFAULTS_FILE, LAYOUT, check
 from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline
 from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading, quiet_loading
-from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras
+from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras, check_loras
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
@@ -107,6 +107,7 @@ def load_pipeline(
         )
     target = choose_device(device)
     check_offload(offload, target)
+    check_loras(lora)
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)

@@ -93,6 +93,24 @@ def _scale(text: str, given: str) -> float:
     return scale
 
 
+def check_loras(loras: Sequence[str]) -> list[LoRA]:
+    """Read what `add_loras` is given, before a model is loaded.
+
+    Raises:
+        ConfigError: An entry has another form.
+        ModelFolderError: There is no such file.
+        MissingPackageError: peft is not installed.
+    """
+    if isinstance(loras, str):
+        raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
+    wanted = [parse_lora(one) for one in loras]
+    if wanted and find_spec("peft") is None:
+        raise MissingPackageError(
+            "lora", expected="the package peft", got="none", remedy="pip install peft"
+        )
+    return wanted
+
+
 def add_loras(pipe: Any, loras: Sequence[str]) -> None:
     """Load LoRAs into the transformers of a pipeline, beside their weights and not fused.
 
@@ -110,15 +128,7 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
             LoRAs is loaded then.
         MissingPackageError: peft is not installed.
     """
-    if isinstance(loras, str):
-        raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
-    wanted = [parse_lora(one) for one in loras]
-    if not wanted:
-        return
-    if find_spec("peft") is None:
-        raise MissingPackageError(
-            "lora", expected="the package peft", got="none", remedy="pip install peft"
-        )
+    wanted = check_loras(loras)
     networks = _networks(pipe)
     work = []
     for text, lora in zip(loras, wanted, strict=True):
