@@ -19,8 +19,8 @@ from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.turbodiffusion.folder import write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.turbodiffusion.folder import write_checkpoint
 from turbo_rcm_patch.video import comparison, generation, store
 from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.load import first_line, load_pipeline, load_skeleton, pipeline_class
