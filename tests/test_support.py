@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from turbo_rcm_patch.patching.registry import FAMILIES, STRUCTURES
+from turbo_rcm_patch.video.support import PUBLISHED, count_pairs, short_name
 
 from tests.patching.turbodiffusion import tiny, with_sparse
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.video import support
-from turbo_rcm_patch.video.support import PUBLISHED, count_pairs, short_name
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support.md"

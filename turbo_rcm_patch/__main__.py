@@ -201,13 +201,6 @@ def _commands() -> dict[str, tuple[str, str, str, Callable[[argparse.ArgumentPar
             "",
             lambda _: None,
         ),
-        "support": (
-            "list the supported models and features",
-            "Print the supported classes, the skip pairs of their published models, and "
-            "the features that tests prove for each class.",
-            "",
-            _add_support,
-        ),
         "demo": (
             "compare a shipped model with its patched self; no GPU is needed",
             "Generate 10 prompts with a shipped model: unpatched, patched, and unpatched with "
@@ -285,16 +278,6 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "--force": "replace an existing OUT",
     }
     add_options(command, options)
-
-
-def _add_support(command: argparse.ArgumentParser) -> None:
-    add_options(
-        command,
-        {
-            "--write FILE": "replace the generated part of FILE, an existing "
-            "page with the marks around it, with the list"
-        },
-    )
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:

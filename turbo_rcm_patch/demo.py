@@ -14,10 +14,9 @@ from turbo_rcm_patch.errors import ModelFolderError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, Terminated, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.comparison import Observer, compare
-from turbo_rcm_patch.video.families import family_named
+from turbo_rcm_patch.video.doctor import check_kernels
 from turbo_rcm_patch.video.generation import settings_for
-from turbo_rcm_patch.video.kernel_check import check_interpreter, run_kernel_check
-from turbo_rcm_patch.video.load import TINY, check_folder, load_pipeline, resolve_model
+from turbo_rcm_patch.video.load import TINY, load_pipeline, resolve_model
 from turbo_rcm_patch.video.progress import bars
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.store import check_out, marker_of
@@ -59,7 +58,6 @@ def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()
-    check_interpreter()
     folder = resolve_model(model)
     if not isinstance(folder, Path):
         raise ModelFolderError(
@@ -68,7 +66,6 @@ def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
             got="a name on the hub",
             remedy=f"Download it first, with `hf download {folder} --local-dir FOLDER`",
         )
-    family_named(check_folder(folder)).check_probe(folder)
     pipe = load_pipeline(folder)
     settings = settings_for(pipe)
     print(
@@ -92,18 +89,15 @@ def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
         return of_verdict(comparison.verdict)
-    print("One block of the model through the Triton kernels ...")
+    print("One attention through the Triton kernels ...")
     try:
-        check = run_kernel_check(folder)
+        check = check_kernels()
     except SamplingError as error:
         print(error.block(), file=sys.stderr)
         return CHANGED
     write_report(comparison, check)
     word = "ok" if check.passed else "FAILED"
-    print(
-        f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, "
-        f"accepted: at most {check.limit:.0e}"
-    )
+    print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     return of_verdict(comparison.verdict) if check.passed else CHANGED
 

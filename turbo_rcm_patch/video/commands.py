@@ -45,7 +45,6 @@ from turbo_rcm_patch.video.progress import Progress, bars
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import Source
 from turbo_rcm_patch.video.store import Store, check_out, marker_of
-from turbo_rcm_patch.video.support import replace_in, text
 from turbo_rcm_patch.video.video import ENDINGS, VIDEO_ENDINGS, as_bytes, find_ffmpeg, write_mp4
 
 
@@ -316,15 +315,6 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         return (convert_transformer(source, out, **given),)
     more = {name: getattr(arguments, name) for name in ("base", "low_noise", "copy")}
     return convert_pipeline(source, out, **more, **given)
-
-
-def support(arguments: argparse.Namespace) -> int:
-    """Print what is supported, or write it into a file."""
-    if arguments.write is None:
-        print(text(), end="")
-    else:
-        replace_in(arguments.write)
-    return OK
 
 
 def _config(arguments: argparse.Namespace) -> PatchConfig:
