@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import (
     SamplingError,
 )
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import Source, comparison, environment
+from turbo_rcm_patch.video import Source, comparison, environment, generate
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import encode
 from turbo_rcm_patch.video.load import load_pipeline
@@ -289,6 +289,16 @@ def test_a_backend_is_refused_where_it_would_change_nothing(pipe, tmp_path: Path
     with pytest.raises(ConfigError, match="asks for no backend"):
         tiny = load_pipeline("tiny-cogvideox", device="cpu")
         compare(tiny, RED, out=tmp_path, attention_backend="native")
+
+
+@pytest.mark.supports("CogVideoXTransformer3DModel", "its pipeline")
+def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
+    pipe = load_pipeline("tiny-cogvideox", device="cpu")
+    given: dict[str, Any] = {"steps": 1, "sampler": "scheduler", "num_frames": 9}
+    before = generate(pipe, DEMO_PROMPTS[0], **given).latents
+    with patched(pipe):
+        assert 0 < relative_l2(generate(pipe, DEMO_PROMPTS[0], **given).latents, before) < 0.05
+    assert torch.equal(generate(pipe, DEMO_PROMPTS[0], **given).latents, before)
 
 
 # --- what the numbers are of ---------------------------------------------------------------------
