@@ -116,11 +116,11 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
 
 #: "yes": proven by a test on a CPU, where the reference or Triton's interpreter runs in place of
 #: the kernels. "gpu": proven by a test that needs a GPU. "exact", "left" (to the author's code)
-#: and "refused" happen instead, proven on a CPU. "untested": nothing is claimed. "-": the class
+#: and "refused" happen instead, proven on a CPU. "no": nothing is claimed. "-": the class
 #: has no such thing.
-Mark = Literal["yes", "gpu", "exact", "left", "refused", "untested", "-"]
+Mark = Literal["yes", "gpu", "exact", "left", "refused", "no", "-"]
 
-_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "untested": "not tested", "-": "–"}
+_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "no": "not tested", "-": "–"}
 
 #: Class, without its module -> head of its column.
 CLASSES: Final = {
@@ -138,34 +138,34 @@ CLASSES: Final = {
 #: Group -> capability -> a mark for each of `CLASSES`, in their order.
 GROUPS: Final = {
     "fused": {
-        "self-attention":       "yes yes      yes      yes      yes      yes     yes      yes      yes",
-        "cross-attention":      "yes yes      yes      yes      yes      -       -        yes      -",
-        "image branch":         "yes yes      yes      yes      yes      -       -        yes      -",
-        "feed-forward":         "yes yes      yes      yes      yes      yes     yes      yes      -",
-        "faces":                "-   -        left     -        -        -       left     -        -",
-        "int8 Linears":         "yes yes      yes      yes      yes      yes     yes      yes      untested",
-        "SLA":                  "yes yes      yes      yes      yes      -       -        yes      -",
-        "attention mask":       "-   -        -        -        untested -       -        -        -",
-        "gate per token":       "yes -        -        untested untested -       -        -        -",
-        "fused QKV":            "yes untested untested untested untested yes     untested -        -",
+        "self-attention":       "yes yes yes  yes yes yes     yes  yes yes",
+        "cross-attention":      "yes yes yes  yes yes -       -    yes -",
+        "image branch":         "yes yes yes  yes yes -       -    yes -",
+        "feed-forward":         "yes yes yes  yes yes yes     yes  yes -",
+        "faces":                "-   -   left -   -   -       left -   -",
+        "int8 Linears":         "yes yes yes  yes yes yes     yes  yes no",
+        "SLA":                  "yes yes yes  yes yes -       -    yes -",
+        "attention mask":       "-   -   -    -   no  -       -    -   -",
+        "gate per token":       "yes -   -    no  no  -       -    -   -",
+        "fused QKV":            "yes no  no   no  no  yes     no   -   -",
     },
     "with": {
-        "LoRA":                 "yes untested untested untested untested yes     untested untested untested",
-        "training":             "yes untested untested untested untested yes     untested untested untested",
-        "torch.compile":        "yes untested untested untested untested yes     untested untested untested",
-        "FirstBlockCache":      "yes untested -        -        -        yes     -        -        -",
-        "PAB, FasterCache":     "yes untested untested untested untested yes     -        -        -",
-        "offloading, casting":  "yes untested untested untested untested yes     untested -        -",
-        "context parallel":     "yes untested untested yes      untested untested untested untested -",
+        "LoRA":                 "yes no  no   no  no  yes     no   no  no",
+        "training":             "yes no  no   no  no  yes     no   no  no",
+        "torch.compile":        "yes no  no   no  no  yes     no   no  no",
+        "FirstBlockCache":      "yes no  -    -   -   yes     -    -   -",
+        "PAB, FasterCache":     "yes no  no   no  no  yes     -    -   -",
+        "offloading, casting":  "yes no  no   no  no  yes     no   -   -",
+        "context parallel":     "yes no  no   yes no  no      no   no  -",
     },
     "proof": {
-        "the guard":            "yes yes      yes      yes      yes      yes     yes      yes      yes",
-        "unpatched, bit-equal": "yes yes      yes      yes      yes      yes     yes      yes      yes",
-        "its pipeline":         "yes yes      yes      yes      yes      yes     yes      -        -",
-        "rCM sampler":          "yes yes      yes      untested untested refused -        -        -",
-        "generate, compare":    "yes yes      yes      yes      yes      yes     yes      -        -",
-        "Triton kernels":       "gpu gpu      gpu      gpu      gpu      gpu     gpu      untested gpu",
-        "full size":            "gpu gpu      gpu      gpu      gpu      gpu     gpu      gpu      -",
+        "the guard":            "yes yes yes  yes yes yes     yes  yes yes",
+        "unpatched, bit-equal": "yes yes yes  yes yes yes     yes  yes yes",
+        "its pipeline":         "yes yes yes  yes yes yes     yes  -   -",
+        "rCM sampler":          "yes yes yes  no  no  refused -    -   -",
+        "generate, compare":    "yes yes yes  yes yes yes     yes  -   -",
+        "Triton kernels":       "gpu gpu gpu  gpu gpu gpu     gpu  no  gpu",
+        "full size":            "gpu gpu gpu  gpu gpu gpu     gpu  gpu -",
     },
 }  # fmt: skip
 
