@@ -14,7 +14,7 @@ from typing import Any
 import imageio_ffmpeg
 import pytest
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from peft import LoraConfig
 
 from tests.measures import relative_l2
@@ -79,7 +79,7 @@ def state(pipe) -> object:
         [getattr(m.processor, "_attention_backend", None)
          for m in network.modules() if hasattr(m, "processor")],
         _AttentionBackendRegistry.get_active_backend(),
-        len(_AttentionBackendRegistry.list_backends()),
+        list(AttentionBackendName.__members__),
         cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
         torch.nn.functional.scaled_dot_product_attention, torch.get_default_dtype(),

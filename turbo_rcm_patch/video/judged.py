@@ -94,7 +94,7 @@ def _on_backend(model: object, name: str) -> Iterator[None]:
     if not before:
         raise _unusable(name, f"a {type(networks[0]).__name__}, which asks for no backend")
     active = registry._active_backend
-    adds = name == BACKEND and name not in {one.value for one in registry.list_backends()}
+    adds = name == BACKEND and name not in _names()
     if adds:
         register_backend()
     try:
@@ -112,15 +112,19 @@ def _on_backend(model: object, name: str) -> Iterator[None]:
             unregister_backend()
 
 
-def _unusable(name: str, why: str) -> ConfigError:
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+def _names() -> set[str]:
+    from diffusers.models.attention_dispatch import AttentionBackendName
 
+    return {one.value for one in AttentionBackendName.__members__.values()}
+
+
+def _unusable(name: str, why: str) -> ConfigError:
     from turbo_rcm_patch.patching.backend import BACKEND
 
-    names = sorted({BACKEND, *(one.value for one in registry.list_backends())})
     return ConfigError(
         f"attention_backend {name!r}",
-        expected=f"one that this model and this machine can use, of {', '.join(names)}",
+        expected="one that this model and this machine can use, of "
+        + ", ".join(sorted({BACKEND, *_names()})),
         got=" ".join(why.split())[:200],
         remedy="Install the package that it needs, or name another one",
     )

@@ -243,7 +243,9 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     settings, identity = comparison.settings, comparison.identity
     patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
     backend = comparison.attention_backend
-    sampler = ", ".join(f"{name}={value}" for name, value in identity["settings"].items())
+    given = {k: v for k, v in identity["settings"].items() if v not in (None, "", ())}
+    shown = given.keys() - {"height", "width", "num_frames"}
+    sampler = ", ".join(f"{name}={given[name]}" for name in given if name in shown)
     facts = [
         ("command", shown_command(comparison.command) or "called from Python"),
         ("model", _name_of_model(identity["model"])),
