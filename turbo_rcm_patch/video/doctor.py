@@ -127,7 +127,7 @@ def check_version(name: str, version: str | None) -> Finding:
     remedy = f"pip install '{name}>={least}" + (f",<{untested}'" if untested else "'")
     if version is None:
         needed = name == "safetensors" or (name == "triton" and sys.platform == "linux")
-        return Finding(name, "missing" if needed else "note", "not installed", remedy * needed)
+        return Finding(name, "missing" if needed else "note", "not installed", remedy)
     if numbers(version) < numbers(least):
         return Finding(name, "missing", f"{version}, but {least} is the least that works", remedy)
     if untested and numbers(version) >= numbers(untested):
