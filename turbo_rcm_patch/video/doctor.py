@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip, sage
 from turbo_rcm_patch.video.environment import numbers, python_command, version_of
-from turbo_rcm_patch.video.measures import highest_precision, relative_l2
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
@@ -126,8 +125,9 @@ def check_version(name: str, version: str | None) -> Finding:
     least, untested = RANGES[name]
     remedy = f"pip install '{name}>={least}" + (f",<{untested}'" if untested else "'")
     if version is None:
-        needed = name == "safetensors" or (name == "triton" and sys.platform == "linux")
-        return Finding(name, "missing" if needed else "note", "not installed", remedy)
+        if name == "safetensors" or (name == "triton" and sys.platform == "linux"):
+            return Finding(name, "missing", "not installed", remedy)
+        return Finding(name, "note", "not installed", "pip install 'turbo_rcm_patch[video]'")
     if numbers(version) < numbers(least):
         return Finding(name, "missing", f"{version}, but {least} is the least that works", remedy)
     if untested and numbers(version) >= numbers(untested):
@@ -138,8 +138,10 @@ def check_version(name: str, version: str | None) -> Finding:
 def _packages() -> Iterator[Finding]:
     yield Finding("python", "ok", sys.version.split()[0])
     for name in RANGES:
-        yield check_version(name, torch.__version__ if name == "torch" else version_of(name))
-    version, broken = version_of("sageattention") or "", getattr(sage, "broken_sage", str)()
+        there = find_spec(name.replace("-", "_")) is not None
+        version = torch.__version__ if name == "torch" else version_of(name)
+        yield check_version(name, version if there else None)
+    version, broken = version_of("sageattention"), getattr(sage, "broken_sage", str)()
     if version and broken:
         yield Finding("sageattention", "missing", f"{version}: {broken}", 'use attention="int8"')
     else:
@@ -204,9 +206,8 @@ def run_attention() -> KernelCheck:
     spec = AttentionSpec(heads=heads, impl="triton", pv="fp16" if interpreted else "auto")
     ours = attention_skip(q, k, v, spec)
     split = (x.unflatten(-1, (heads, 64)).transpose(1, 2) for x in (q, k, v))
-    with highest_precision():
-        exact = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
-    return KernelCheck(relative_l2(ours, exact), tokens, interpreted)
+    exact = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    return KernelCheck(float((ours - exact).norm() / exact.norm()), tokens, interpreted)
 
 
 if __name__ == "__main__":
