@@ -208,7 +208,7 @@ class Comparison:
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
         network, fusion = self.network, self.fusion
-        fused = None if fusion is None else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT}
+        kept = ("attention_backend", "control_backend", "times", "patch", "identity", "command")
         return {
             "schema": 1,
             "verdict": self.verdict,
@@ -216,18 +216,15 @@ class Comparison:
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
                 for check in self.judgement.checks
             ],
-            "attention_backend": self.attention_backend,
-            "control_backend": self.control_backend,
-            "times": self.times,
+            **{name: getattr(self, name) for name in kept},
             "prompts": [one.as_dict() for one in self.results],
-            "patch": self.patch,
             "patch_table": self.patch_report,
-            "identity": self.identity,
-            "command": self.command,
             "baseline": self.baseline,
             "missing": self.judgement.missing,
             "network": asdict(network) | {"ratio": network.ratio} if network else None,
-            "fusion": fused,
+            "fusion": None
+            if fusion is None
+            else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT},
         }
 
     def __str__(self) -> str:
@@ -332,35 +329,31 @@ def compare(
         )
 
 
+@dataclass(eq=False)
 class _Run:
     """The work of one comparison, piece by piece; finished pieces of an earlier run are kept."""
 
-    def __init__(
-        self,
-        pipe: VideoPipeline,
-        sources: Sequence[Source],
-        inputs: dict[str, str],
-        seed: int,
-        settings: Settings,
-        config: PatchConfig,
-        attention_backend: str | None,
-        store: Store,
-        identity: dict[str, Any],
-        progress: Progress,
-        processes: Processes,
-    ) -> None:
-        self.pipe, self.settings, self.config = pipe, settings, config
-        self.sources, self.seed, self.attention_backend = sources, seed, attention_backend
-        self.keys, self.digests = list(inputs), list(inputs.values())
-        self.store, self.identity = store, identity
-        self.progress, self.processes = progress, processes
+    pipe: VideoPipeline
+    sources: Sequence[Source]
+    inputs: dict[str, str]
+    seed: int
+    settings: Settings
+    config: PatchConfig
+    attention_backend: str | None
+    store: Store
+    identity: dict[str, Any]
+    progress: Progress
+    processes: Processes
+
+    def __post_init__(self) -> None:
+        self.keys = list(self.inputs)
         #: Return source i, encoded once for all passes.
-        self.encode = cache(lambda i: encode(pipe, sources[i], settings).kept())
+        self.encode = cache(lambda i: encode(self.pipe, self.sources[i], self.settings).kept())
 
     def encoded(self, i: int) -> Conditioning:
         """Return source i, encoded, with its pixels."""
         media = self.sources[i].media
-        if digest_of(media) != self.digests[i]:
+        if digest_of(media) != self.inputs[self.keys[i]]:
             raise SamplingError(
                 f"the files for the video of prompt {i + 1} changed during the comparison",
                 expected="the same pixels for all three videos",
