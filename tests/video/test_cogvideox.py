@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler, CogVideoXPipeline
 from turbo_rcm_patch.patching.parallel import groups_of
-from turbo_rcm_patch.video.kernel_check import run_kernel_check
 
 from tests.ranks import on_ranks
 from tests.video.micro import SMALL, save
@@ -30,6 +29,7 @@ from turbo_rcm_patch.video.generation import (
     sample_latents,
     settings_for,
 )
+from turbo_rcm_patch.video.kernel_check import run_kernel_check
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.many import Processes, Ranks
 from turbo_rcm_patch.video.measures import NetworkInput, measure_network, relative_l2

@@ -16,12 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from turbo_rcm_patch.video.kernel_check import (
-    LIMIT,
-    KernelCheck,
-    check_interpreter,
-    run_kernel_check,
-)
 
 import turbo_rcm_patch
 import turbo_rcm_patch.video as commands
@@ -35,6 +29,12 @@ from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video import environment, kernel_check
 from turbo_rcm_patch.video import video as video_module
 from turbo_rcm_patch.video.environment import python_command
+from turbo_rcm_patch.video.kernel_check import (
+    LIMIT,
+    KernelCheck,
+    check_interpreter,
+    run_kernel_check,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
