@@ -15,10 +15,9 @@ from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.options import Demo
 from turbo_rcm_patch.video.comparison import Observer, compare
-from turbo_rcm_patch.video.families import family_named
+from turbo_rcm_patch.video.doctor import check_kernels
 from turbo_rcm_patch.video.generation import settings_for
-from turbo_rcm_patch.video.kernel_check import check_interpreter, run_kernel_check
-from turbo_rcm_patch.video.load import check_folder, load_pipeline, resolve_model
+from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.progress import bars
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.store import check_out
@@ -42,13 +41,11 @@ def demo(given: Demo) -> int:
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()
-    check_interpreter()
     folder = resolve_model(given.model)
     if not isinstance(folder, Path):
         expected, got = "a shipped model, or a folder", "a name on the hub"
         remedy = f"Download it first, with `hf download {folder} --local-dir FOLDER`"
         raise ModelFolderError(f"demo --model {folder}", expected=expected, got=got, remedy=remedy)
-    family_named(check_folder(folder)).check_probe(folder)
     pipe = load_pipeline(folder)
     settings = settings_for(pipe)
     print(
@@ -72,18 +69,15 @@ def demo(given: Demo) -> int:
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
         return of_verdict(comparison.verdict)
-    print("One block of the model through the Triton kernels ...")
+    print("One attention through the Triton kernels ...")
     try:
-        check = run_kernel_check(folder)
+        check = check_kernels()
     except SamplingError as error:
         print(error.block(), file=sys.stderr)
         return CHANGED
     write_report(comparison, check)
     word = "ok" if check.passed else "FAILED"
-    print(
-        f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, "
-        f"accepted: at most {check.limit:.0e}"
-    )
+    print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     return of_verdict(comparison.verdict) if check.passed else CHANGED
 
