@@ -36,13 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
     )
     parser.addoption(
-        "--comfyui",
-        default=None,
-        metavar="PATH",
-        help="run the test that needs a checkout of ComfyUI, from this folder, as --comfyui=PATH, "
-        "because pytest would look for tests in a PATH that stands alone",
-    )
-    parser.addoption(
         "--every-target",
         action="store_true",
         help="compile every variant of the kernels for every GPU target, and with every release "

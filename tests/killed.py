@@ -26,7 +26,7 @@ def killed_at(step: int, folder: Path, action: Callable[[], Any]) -> bool:
     (from 1) in `folder`.
 
     Returns:
-        Whether it was killed; False if it was done before.
+        True if it was killed, False if it was done before.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads

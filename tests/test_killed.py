@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from turbo_rcm_patch.tune import write_table
 
 from tests.killed import killed_at
-from tests.turbodiffusion.test_convert_command import TINY
-from tests.turbodiffusion.wan_model import save
-from turbo_rcm_patch import ops
+from tests.turbodiffusion.wan_model import Options, save
 from turbo_rcm_patch.turbodiffusion import write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE, write_extra
@@ -26,6 +23,7 @@ from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import write_mp4
 
+TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
 FRAMES = np.zeros((5, 32, 32, 3), dtype=np.uint8)
 
 
@@ -54,29 +52,6 @@ def old_or_new(path: Path, *texts: bytes) -> Callable[[], None]:
         assert path.read_bytes() in texts
 
     return check
-
-
-def test_a_table_of_tiles(tmp_path: Path) -> None:
-    path, table = tmp_path / "tiles.json", {"cpu": {"skip": {"any": [1, 2, 3, 4]}}}
-    write_table(path, {})
-    old = path.read_bytes()
-    write_table(path, table)
-    new = path.read_bytes()
-    path.write_bytes(old)
-    every_step(tmp_path, lambda: write_table(path, table), old_or_new(path, old, new), least=2)
-
-
-def test_the_table_of_attentions(tmp_path: Path) -> None:
-    path = tmp_path / "dispatch.json"
-    rows: Any = {"cpu": [{"attention": "int8"}]}
-    path.write_text(json.dumps({"other": [{"attention": "exact"}]}))
-
-    def whole() -> None:
-        assert "other" in json.loads(path.read_text())
-
-    every_step(tmp_path, lambda: ops.keep_dispatch(rows, path), whole, least=2)
-    assert set(json.loads(path.read_text())) == {"other", "cpu"}
-    ops.keep_dispatch({}, tmp_path.with_name("elsewhere.json"))
 
 
 def test_a_video(tmp_path: Path) -> None:
@@ -166,21 +141,13 @@ def test_the_folder_of_a_comparison(tmp_path: Path) -> None:
             assert torch.equal(store.load_sample(key, "baseline").latents, sample.latents)
         assert store.read_json("runs/baseline.json") in (None, {"a": 1})
 
-    every_step(tmp_path, run, whole, least=8)
-    old = contents(out / "latents")
-
-    def again() -> None:
-        Store(out, {"model": "n"}, fresh=True).finish()
-
-    for step in itertools.count(1):  # And while it is made again and the rest is removed.
-        if not killed_at(step, tmp_path, again):
+    every_step(tmp_path, run, whole, least=5)
+    Store(out, {"model": "m"}, fresh=False)
+    assert not list(out.rglob(".*")), "what a killed process left is removed"
+    for step in itertools.count(1):  # And while it is removed to start again.
+        if not killed_at(step, tmp_path, lambda: Store(out, {"model": "n"}, fresh=True)):
             break
-        left = contents(out / "latents") if (out / "latents").is_dir() else {}
-        assert left.items() <= old.items()
-        if json.loads((out / "settings.json").read_text()) == {"model": "m"}:
-            assert left == old, "nothing is removed before the new run is known"
-        again()
-        shutil.rmtree(out)
-        run()
-        old = contents(out / "latents")
-    assert step > 5 and (out / "settings.json").is_file() and not (out / "latents").exists()
+        if json.loads((out / "settings.json").read_text())["model"] == "n":
+            assert not (out / "latents").exists(), "it is called new when the old is gone"
+        Store(out, {"model": "m"}, fresh=True).save_sample(key, "baseline", sample)
+    assert step > 3 and not (out / "latents").exists()

@@ -13,7 +13,17 @@ from turbo_rcm_patch.patching.find import FAMILIES, STRUCTURES
 PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "exit_codes", "output"}
+WORDS = {
+    "errors",
+    "extras",
+    "config",
+    "lazy",
+    "skip",
+    "boundary",
+    "exit_codes",
+    "output",
+    "interrupts",
+}
 BELOW_VIDEO = WORDS | {"ops", "models", "patching", "turbodiffusion"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
@@ -23,8 +33,10 @@ MAY_IMPORT = {
     "skip": {"errors", "config"},
     "boundary": {"errors", "config", "skip"},
     "extras": {"errors"},
-    "exit_codes": {"errors"},
+    "interrupts": set(),
+    "exit_codes": {"errors", "interrupts"},
     "output": {"errors"},
+    "options": {"errors", "config"},
     "usage": set(),
     "kernels": {"errors"},
     "ops": WORDS | {"kernels"},
@@ -32,7 +44,7 @@ MAY_IMPORT = {
     "patching": WORDS | {"kernels", "ops", "models"},  # of kernels: Rows
     "turbodiffusion": WORDS | {"ops", "patching"},
     "tiny": {"errors"},  # where the shipped weights lie, and their world
-    "video": BELOW_VIDEO | {"tiny"},
+    "video": BELOW_VIDEO | {"tiny", "options"},
 }
 #: Packages that only some parts may import.
 ONLY_IN = {

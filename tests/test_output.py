@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import turbo_rcm_patch
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, merged
 
@@ -133,37 +131,6 @@ def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -
         write()
         assert everything(target) == {"card.md": "mine", "vae/w": "new", "index": "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-#: Where files are removed or written without `atomic`, and why that loses nothing.
-ALONE = {
-    "output.py": "it is what the others use",
-    "video/store.py": "removes what is on its own list",
-    "video/many.py": "a note of its own beside a video that is replaced",
-    "video/generation.py": "a switch of the kernel's in /proc",
-    "turbodiffusion/staging.py": "folders of its own, whole or not at all",
-    "turbodiffusion/folder.py": "into a folder or file of staging",
-    "turbodiffusion/pipeline.py": "into a folder of staging",
-    "turbodiffusion/extra.py": "a file of other weights, when these are saved over them",
-    "patching/stored.py": "beside the old file, then swapped",
-    "training/build.py": "into a folder of `merged`",
-    "training/run.py": "beside the old state, then swapped",
-}
-
-
-def test_every_place_that_writes_or_removes_is_known() -> None:
-    package = Path(turbo_rcm_patch.__file__).parent
-    around = [package.parent / name for name in ("benchmarks", "training")]
-    removes = re.compile(r"\.(unlink|rmdir|rmtree|rename)\(|os\.(remove|replace)")
-    writes = re.compile(r"\.(write_text|write_bytes|savefig|save_file)\(|\.save\((?!\))|open\(.w")
-    for path in (path for folder in (package, *around) for path in folder.rglob("*.py")):
-        inside = path.is_relative_to(package)
-        name = path.relative_to(package if inside else package.parent).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if name in ALONE:
-            continue
-        assert not removes.search(text), f"{name} removes or moves something"
-        assert not writes.search(text) or "atomic(" in text or "merged(" in text, name
 
 
 def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:

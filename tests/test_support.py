@@ -1,37 +1,33 @@
-"""The support matrix: docs/support.md shows what the code prints, and every mark has its test.
+"""The support matrix: docs/support.md shows what the script writes, and every mark has its test.
 
 A test says what it proves with `pytest.mark.supports(classes, *capabilities)`: a class or a tuple
-of classes, and capabilities of `turbo_rcm_patch.video.support`.
+of classes, and capabilities of `tools.support`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
-from turbo_rcm_patch.patching.registry import FAMILIES, STRUCTURES
 
 from tests.patching.turbodiffusion import tiny, with_sparse
+from tools import support
+from tools.support import PUBLISHED, count_pairs, short_name
 from turbo_rcm_patch import find_pairs
-from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.video import support
-from turbo_rcm_patch.video.support import PUBLISHED, count_pairs, short_name
+from turbo_rcm_patch.patching.find import FAMILIES, STRUCTURES
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support.md"
-COMMAND = "python -m turbo_rcm_patch support --write docs/support.md"
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A test that carries the marker."""
+class Proof(NamedTuple):
+    """A test that carries the marker, and one of the cells of the matrix that it proves."""
 
     test: str
     cell: tuple[str, str]
@@ -44,7 +40,7 @@ def proofs() -> tuple[Proof, ...]:
     return tuple(
         proof
         for path in sorted(TESTS.rglob("test_*.py"))
-        if path != Path(__file__) and "supports(" in path.read_text(encoding="utf-8")
+        if "pytest.mark.supports(" in path.read_text(encoding="utf-8")
         for proof in in_module(path)
     )
 
@@ -61,21 +57,15 @@ def in_module(path: Path) -> Iterator[Proof]:
         for mark in marks:
             if mark.name == "supports":
                 assert "skip" not in names, f"{name} is skipped and proves nothing"
-                yield from cells(f"{path.name}::{name}", mark, "gpu" in names)
-
-
-def cells(test: str, mark: Any, gpu: bool) -> Iterator[Proof]:
-    classes, *capabilities = mark.args
-    classes = (classes,) if isinstance(classes, str) else classes
-    assert classes and capabilities, f"{test}: supports(classes, *capabilities)"
-    for cls in classes:
-        for capability in capabilities:
-            yield Proof(test, (cls, capability), gpu)
+                classes, *capabilities = mark.args
+                classes = (classes,) if isinstance(classes, str) else classes
+                assert classes and capabilities, f"{name}: supports(classes, *capabilities)"
+                for cell in ((cls, one) for cls in classes for one in capabilities):
+                    yield Proof(f"{path.name}::{name}", cell, "gpu" in names)
 
 
 def test_every_registered_class_has_its_column() -> None:
-    registered = {*FAMILIES, *STRUCTURES}
-    assert set(PUBLISHED) == registered
+    assert set(PUBLISHED) == {*FAMILIES, *STRUCTURES}
     assert list(support.CLASSES) == [short_name(name) for name in PUBLISHED]
 
 
@@ -83,7 +73,7 @@ def test_every_mark_has_its_tests() -> None:
     for cell, mark in support.marks().items():
         found = [proof for proof in proofs() if proof.cell == cell]
         on_cpu = [proof.test for proof in found if not proof.gpu]
-        if mark in ("-", "untested"):
+        if mark in ("-", "no"):
             assert not found, f"{cell} is {mark!r}, but {found[0].test} says it proves it"
         elif mark == "gpu":
             assert found, f"no test proves {cell}"
@@ -96,45 +86,17 @@ def test_every_test_proves_what_there_is() -> None:
     marks = support.marks()
     unknown = {f"{proof.test}: {proof.cell}" for proof in proofs() if proof.cell not in marks}
     assert not unknown
-    assert len({proof.test for proof in proofs()}) > 50
 
 
-def test_the_page_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["support"]) == 0
-    printed = capsys.readouterr().out
-    _, _, rest = PAGE.read_text(encoding="utf-8").partition(support.BEGIN)
-    shown, end, _ = rest.partition(support.END)
-    assert end and shown.strip() == printed.strip(), f"{PAGE.name} is out of date, run: {COMMAND}"
-
-
-def test_writing_leaves_the_rest_of_a_file(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(f"before\n\n{support.BEGIN}\nold\n{support.END}\nafter\n", encoding="utf-8")
-    for _ in range(2):
-        assert main(["support", "--write", str(path)]) == 0
-        text = path.read_text(encoding="utf-8")
-        assert text.startswith("before\n\n") and text.endswith("\nafter\n") and "old" not in text
-        assert support.matrix() in text
-    path.write_text("nothing", encoding="utf-8")
-    assert main(["support", "--write", str(path)]) == 2
-    assert main(["support", "--write", str(tmp_path / "none")]) == 2
-    assert path.read_text(encoding="utf-8") == "nothing"
-    said = capsys.readouterr().err
-    assert "expected: a file with" in said and "expected: an existing page with" in said
-    path.write_bytes(b"\xff\xfe")
-    assert main(["support", "--write", str(path)]) == 2
-    assert "UTF-8" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: Any) -> None:
-    path = tmp_path / "page.md"
-    path.write_text(f"{support.BEGIN}{support.END}", encoding="utf-8")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert main(["support", "--write", str(path)]) == 2
+def test_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert support.replaced(page) == page, "run: python -m tools.support docs/support.md"
+    before, _, _ = page.partition(support.BEGIN)
+    assert support.replaced(f"{before}{support.BEGIN}\nold\n{support.END}\nafter").endswith(
+        "after"
+    )
+    with pytest.raises(ValueError, match="the marks"):
+        support.replaced("a page without marks")
 
 
 #: Kind of a pair -> the capability that it is.
@@ -146,17 +108,22 @@ KINDS = {
 }
 
 
+@pytest.mark.supports(("WanAnimateTransformer3DModel", "ConsisIDTransformer3DModel"), "faces")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "diffusers" in name])
 def test_marks_are_the_pairs_of_the_published_models(name: str) -> None:
-    """What `find_pairs` lists in them is marked; beside it only VACE's image branch, which its
-    class has and no published model."""
-    marks, fused = support.marks(), set()
+    """The fused kinds of `find_pairs` are marked, beside them only VACE's image branch, which its
+    class has and no published model; and the pairs that are left, which are attentions to a face.
+    """
+    marks, pairs = support.marks(), []
     for model in PUBLISHED[name]:
         with torch.device("meta"):
-            fused |= {pair.kind for pair in find_pairs(model.build(name)) if pair.fused}
+            pairs += find_pairs(model.build(name))
+    fused = {pair.kind for pair in pairs if pair.fused}
     marked = {kind for kind in KINDS if marks[short_name(name), KINDS[kind]] == "yes"}
     assert marked - fused == ({"image"} if "VACE" in name else set())
     assert fused <= marked
+    left = marks[short_name(name), "faces"] == "left"
+    assert left == any(not pair.fused for pair in pairs)
 
 
 def test_a_block_of_a_checkout_has_the_listed_pairs() -> None:

@@ -1,4 +1,4 @@
-"""What `make demo` runs: compare a shipped model with its patched self, and check the kernels."""
+"""Compare a shipped model with its patched self, and check the kernels: `make demo`."""
 
 from __future__ import annotations
 
@@ -11,64 +11,41 @@ from pathlib import Path
 import torch
 
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, Terminated, of_verdict
+from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.options import Demo
 from turbo_rcm_patch.video.comparison import Observer, compare
-from turbo_rcm_patch.video.families import family_named
+from turbo_rcm_patch.video.doctor import check_kernels
 from turbo_rcm_patch.video.generation import settings_for
-from turbo_rcm_patch.video.kernel_check import check_interpreter, run_kernel_check
-from turbo_rcm_patch.video.load import TINY, check_folder, load_pipeline, resolve_model
+from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.progress import bars
 from turbo_rcm_patch.video.report import write_report
-from turbo_rcm_patch.video.store import check_out, marker_of
+from turbo_rcm_patch.video.store import check_out
 from turbo_rcm_patch.video.video import find_ffmpeg
 
-MODEL = TINY
 
-
-def demo(
-    out: str | Path, *, model: str | Path | None = None, fresh: bool = True, command: str = ""
-) -> int:
+def demo(given: Demo) -> int:
     """Compare a shipped model with its patched self over the demo prompts, and check the kernels.
 
     Args:
-        out: Folder for the report and everything it shows.
-        model: A shipped model, or a folder with a model that knows the same prompts; by default
-            the tiny Wan.
-        fresh: True replaces what an earlier demo wrote there; False continues an interrupted demo.
-        command: The command line, for the report.
+        given: The options of the command.
 
     Returns:
-        0 if nothing visible changed and the kernels agree with their reference, else the code of
-        the verdict, or 1 if the kernels do not agree. Where there is no Triton for the system, the
-        kernels cannot run and the verdict alone decides.
+        The exit code of the verdict, or 1 if the kernels do not agree with their reference. Where
+        there is no Triton for the system, the kernels cannot run and the verdict alone decides.
     """
-    before = marker_of(out)
-    try:
-        return _demo(Path(out), model or MODEL, fresh=fresh, command=command)
-    except (KeyboardInterrupt, Terminated) as stop:
-        if before is not None and fresh and marker_of(out) == before:
-            stop.add_note(f"Interrupted. Nothing in {out} was replaced yet.")
-        raise
-
-
-def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
+    out, fresh = given.out, not given.resume
     require("report", "demo")
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()
-    check_interpreter()
-    folder = resolve_model(model)
+    folder = resolve_model(given.model)
     if not isinstance(folder, Path):
-        raise ModelFolderError(
-            f"demo --model {folder}",
-            expected="a shipped model, or a folder",
-            got="a name on the hub",
-            remedy=f"Download it first, with `hf download {folder} --local-dir FOLDER`",
-        )
-    family_named(check_folder(folder)).check_probe(folder)
+        expected, got = "a shipped model, or a folder", "a name on the hub"
+        remedy = f"Download it first, with `hf download {folder} --local-dir FOLDER`"
+        raise ModelFolderError(f"demo --model {folder}", expected=expected, got=got, remedy=remedy)
     pipe = load_pipeline(folder)
     settings = settings_for(pipe)
     print(
@@ -86,30 +63,27 @@ def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
             fresh=fresh,
             observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
-            command=command,
+            command=given.command_line,
         )
     print(comparison)
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
         return of_verdict(comparison.verdict)
-    print("One block of the model through the Triton kernels ...")
+    print("One attention through the Triton kernels ...")
     try:
-        check = run_kernel_check(folder)
+        check = check_kernels()
     except SamplingError as error:
         print(error.block(), file=sys.stderr)
         return CHANGED
     write_report(comparison, check)
     word = "ok" if check.passed else "FAILED"
-    print(
-        f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, "
-        f"accepted: at most {check.limit:.0e}"
-    )
+    print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     return of_verdict(comparison.verdict) if check.passed else CHANGED
 
 
 def shape_observer(prompts: Sequence[str]) -> Observer | None:
-    """The detector for prompts of the shipped models; None if it cannot read one of `prompts`."""
+    """Return the detector for prompts of the shipped models; None if one is unknown."""
     from turbo_rcm_patch.errors import ConfigError
     from turbo_rcm_patch.tiny.detector import Detection, detect
     from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse

@@ -2,148 +2,102 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.interrupts import TERMINATED, kept_apart
 
 OK: Final = 0
 CHANGED: Final = 1
 USAGE: Final = 2
-UNEXPECTED: Final = 3
-#: Not 0, so that nothing passes as unchanged by mistake; not 1, so that a script can accept it.
-SIMILAR: Final = 4
 INTERRUPTED: Final = 130
-#: 128 plus the number of SIGTERM.
-TERMINATED: Final = 143
-#: The reader of our output has gone, as in `pairs | head`: 128 plus the number of SIGPIPE.
-PIPE: Final = 141
+#: 128 plus the number of SIGPIPE, as a shell reports it.
+_PIPE: Final = 141
 
 #: For `--help`.
 TABLE: Final = f"""\
 exit codes:
-  {OK:<4} success; for compare and demo: nothing visible changed
-  {CHANGED:<4} for compare and demo: changed or undecided; for demo also: the kernels disagree; for
-       doctor: something needed is missing; for bench: an output is wrong; for tune:
-       something was not measured, or is wrong
-  {USAGE:<4} a mistake in the arguments, the model or the files, too little memory, or some of
-       several prompts failed
-  {UNEXPECTED:<4} an unexpected error, with its traceback
-  {SIMILAR:<4} for compare and demo: similar
-  {INTERRUPTED:<4} interrupted
-  {PIPE:<4} the reader of the output has gone, as in `pairs | head`
-  {TERMINATED:<4} ended by the system (SIGTERM)
+  {OK:<4} fine; for compare and demo: the verdict is "unchanged"
+  {CHANGED:<4} for compare and demo: the verdict is another one, or the kernels disagree;
+       for doctor: something that is needed is missing
+  {USAGE:<4} a mistake in the arguments, the model or the files, or another failure
+  {INTERRUPTED:<4} interrupted with Ctrl-C
+The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has gone.
 """
 
 
-class Terminated(SystemExit):
-    """The system ends this process, which cleans up first."""
-
-
 def of_verdict(word: str) -> int:
-    """The exit code of `compare` for its verdict."""
-    return {"unchanged": OK, "similar": SIMILAR}.get(word, CHANGED)
-
-
-class _OnStderr(logging.Handler):
-    """On what is stderr now: progress bars put something of theirs in its place."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _compiling_shown() -> Iterator[None]:
-    log, handler = logging.getLogger("turbo_rcm_patch.kernels.ahead"), _OnStderr()
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-        log.removeHandler(handler)
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Clean up on SIGTERM, by which torchrun and batch systems end a process."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody else's
-        yield
-        return
-
-    def stop(_: int, __: object) -> None:
-        raise Terminated(TERMINATED)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Return the exit code of `compare` for its verdict."""
+    return OK if word == "unchanged" else CHANGED
 
 
 def run_command(
     run: Callable[[], int],
     tell: Callable[[TurboRCMError], str] = TurboRCMError.block,
     *,
-    interrupted: str,
+    interrupted: str | Callable[[], str],
 ) -> int:
-    """Run a command and return its exit code, whatever happens. Meanwhile stderr shows how far the
-    compilation of kernels is.
+    """Run a command and return its exit code, whatever happens.
 
     Python exits with 1 for an uncaught error, but here 1 means "changed".
 
     Args:
         run: The command.
         tell: Formats an error of this library.
-        interrupted: What to print on Ctrl-C and on SIGTERM, unless the command added a note to
-            that exception.
+        interrupted: The text to print on Ctrl-C and on SIGTERM.
 
     Returns:
         The command's own code, or another code of this module.
-
-    Raises:
-        Terminated: On SIGTERM.
     """
+    _open_missing_streams()
     try:
-        with _compiling_shown(), _terminated_like_interrupted():
+        with kept_apart():
             code = run()
-        sys.stdout.flush()  # A full disk shows here, and must not exit with 1 either.
-        return code
+            sys.stdout.flush()  # A full disk shows here.
+            return code
     except TurboRCMError as error:
-        print(tell(error), file=sys.stderr)
-        return USAGE
-    except (KeyboardInterrupt, Terminated) as stop:
-        said = getattr(stop, "__notes__", [interrupted])
-        print(f"\n{said[-1]}", file=sys.stderr)
-        if isinstance(stop, Terminated):
-            raise
-        return INTERRUPTED
+        return _failed(tell(error))
+    except (KeyboardInterrupt, SystemExit) as stop:
+        _failed(f"\n{interrupted if isinstance(interrupted, str) else interrupted()}")
+        return INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
     except BrokenPipeError:
-        # Python flushes once more at its end, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE
+        _discard_stdout()
+        return _PIPE
+    except OSError as error:
+        _discard_stdout()
+        return _failed(f"The system refused: {error}")
+    except ModuleNotFoundError as error:
+        return _failed(f"{error.name} is not installed for {sys.executable}: `pip install .`")
     except Exception as error:
-        # The second is torch's, which may not be imported here; the third of its CPU allocator.
-        if (
-            isinstance(error, MemoryError)
-            or type(error).__name__ == "OutOfMemoryError"
-            or "can't allocate memory" in str(error)
-        ):
-            print(f"{error}\nTry --offload model, or a smaller video.", file=sys.stderr)
-            return USAGE
-        traceback.print_exc()
-        print(
-            f"\n{type(error).__name__}: an unexpected error (exit code {UNEXPECTED}). It says "
-            "nothing about the video.",
-            file=sys.stderr,
+        # The first is torch's, which may not be imported here; the second of its CPU allocator.
+        kinds = ("OutOfMemoryError", "MemoryError")
+        if type(error).__name__ in kinds or "can't allocate memory" in str(error):
+            return _failed(f"Too little memory. Try --offload model, or a smaller video. {error}")
+        name = type(error).__name__
+        return _failed(
+            f"{traceback.format_exc()}\n{name} is a fault of this program, not of the video."
         )
-        return UNEXPECTED
+
+
+def _failed(text: str) -> int:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    return USAGE
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null for each stream that the shell has closed, as with `>&-`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+
+
+def _discard_stdout() -> None:
+    """Send the rest to /dev/null: Python flushes once more at its end, which would fail again."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The extras of this package, and the error that names the extra to install.
+"""The packages of each extra, and the error that names the extra to install.
 
 The base install is enough for the operations, for `sageattn` and for TurboDiffusion's networks.
 diffusers' models, pipelines, videos and reports need more.
@@ -18,15 +18,8 @@ from turbo_rcm_patch.errors import MissingPackageError
 EXTRAS: Final = {
     "diffusers": ("diffusers", "huggingface_hub"),
     "video": (
-        "transformers",
-        "tokenizers",
-        "accelerate",
-        "ftfy",
-        "imageio",
-        "imageio_ffmpeg",
-        "numpy",
-        "PIL",
-        "rich",
+        *("transformers", "tokenizers", "accelerate", "ftfy"),
+        *("imageio", "imageio_ffmpeg", "numpy", "PIL", "rich"),
     ),
     "report": ("jinja2", "matplotlib"),
     "sage": ("sageattention",),
@@ -42,8 +35,8 @@ def require(extra: str, purpose: str, *packages: str) -> None:
 
     Args:
         extra: A key of `EXTRAS`; the extras that it includes are checked too.
-        purpose: What needs the packages, for the message.
-        packages: The packages to check; all of the extra by default.
+        purpose: The feature that needs them, for the message.
+        packages: The modules that are needed; all of the extra by default.
 
     Raises:
         MissingPackageError: Some are missing; the message names them and the extra to install.
@@ -51,12 +44,9 @@ def require(extra: str, purpose: str, *packages: str) -> None:
     names = [name for one in (*_INCLUDED.get(extra, ()), extra) for name in EXTRAS[one]]
     missing = [name for name in packages or names if find_spec(name) is None]
     if missing:
-        raise MissingPackageError(
-            purpose,
-            expected=f"the packages of turbo_rcm_patch[{extra}]",
-            got=f"no {', '.join(missing)}",
-            remedy=f"pip install 'turbo_rcm_patch[{extra}]'",
-        )
+        wanted, got = f"turbo_rcm_patch[{extra}]", f"no {', '.join(missing)}"
+        expected, remedy = f"the packages of {wanted}", f"pip install '{wanted}'"
+        raise MissingPackageError(purpose, expected=expected, got=got, remedy=remedy)
 
 
 def check_diffusers(purpose: str) -> None:
@@ -66,7 +56,7 @@ def check_diffusers(purpose: str) -> None:
     classes with the signatures that it knows.
 
     Args:
-        purpose: What needs diffusers, for the message.
+        purpose: The feature that needs diffusers, for the message.
 
     Raises:
         MissingPackageError: diffusers is not installed, or is older.

@@ -1,5 +1,4 @@
-"""Ctrl-C and SIGTERM: held back where they would leave something behind, and never taken for
-another error."""
+"""Ctrl-C and SIGTERM: held back while a child starts, and never taken for another error."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ _Handler = Callable[[int, FrameType | None], object]
 def held_back() -> Iterator[None]:
     """Deliver signals that arrive inside the block when it ends.
 
-    A child that is being started has no handle yet: an exception there would leave a process that
-    nobody can end.
+    A child that is being started has no handle yet: an exception there would leave a process
+    without an owner.
     """
     arrived: list[int] = []
     try:

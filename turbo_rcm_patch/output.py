@@ -10,11 +10,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from turbo_rcm_patch.errors import OutputError, TurboRCMError
 
-#: What the names of unfinished files begin with. They are hidden, and gone in the end.
+#: How the names of unfinished files begin. They are hidden.
 _PARTIAL: Final = ".turbo_rcm_patch-partial-"
 #: A trial write is as large as a block of most file systems.
 _TRIAL: Final = bytes(4096)
@@ -43,7 +48,7 @@ def atomic(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(target)
     try:
-        with _telling(target):
+        with _telling(target), locked(partial, os.O_WRONLY | os.O_CREAT):
             yield partial
             _flush(partial)  # A full disk may be noticed only now.
             if target.exists():
@@ -108,36 +113,43 @@ def check_writable(target: Path) -> None:
     """
     with _telling(target):
         target = _real_file(target)
-        for left in reversed(range(10)):
-            try:
-                return _try_to_write(target)
-            except FileNotFoundError:  # Another process made this folder for its own trial.
-                if not left:
-                    raise
-
-
-def _try_to_write(target: Path) -> None:
-    made: list[Path] = []
-    try:
-        for folder in reversed([one for one in target.parents if not one.exists()]):
-            with suppress(FileExistsError):
-                folder.mkdir()
-                made.append(folder)
-        partial = _beside(target)
+        trial = _beside(next(one for one in target.parents if one.exists()) / target.name)
         try:
-            partial.write_bytes(_TRIAL)
-            _flush(partial)
+            trial.write_bytes(_TRIAL)
+            _flush(trial)
         finally:
-            partial.unlink(missing_ok=True)
+            trial.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove from a folder the unfinished files of processes that were killed.
+
+    A process that writes a file holds a lock on it, so a file without one has no writer any more.
+    Where the system has no locks, the files stay.
+    """
+    for path in folder.glob(f"{_PARTIAL}*"):
+        with suppress(OSError), locked(path) as state:
+            if state == "held":
+                path.unlink()
+
+
+@contextmanager
+def locked(path: Path, flags: int = os.O_RDONLY) -> Iterator[Literal["held", "taken", "none"]]:
+    """Hold a lock on a file or folder: "held", "taken" if another process has it, or "none" where
+    the system has no such locks."""
+    if fcntl is None:  # Windows, where a lock would keep ffmpeg from writing.
+        yield "none"
+        return
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state: Literal["held", "taken", "none"] = "held"
+        except OSError as error:
+            state = "taken" if isinstance(error, BlockingIOError) else "none"
+        yield state
     finally:
-        for folder in reversed(made):
-            with suppress(OSError):
-                folder.rmdir()
-
-
-def is_partial(path: Path) -> bool:
-    """Whether a file is a temporary file of `atomic`, in use or left by a killed process."""
-    return path.name.startswith(_PARTIAL)
+        os.close(descriptor)
 
 
 def _beside(target: Path) -> Path:
@@ -150,12 +162,9 @@ def _real_file(target: Path) -> Path:
     if target.is_symlink():
         target = Path(os.path.realpath(target))
     if target.exists() and not target.is_file():
-        raise OutputError(
-            f"{target} cannot be written",
-            expected="a file, or a path that does not exist",
-            got="a folder" if target.is_dir() else "a device or a pipe",
-            remedy=_ELSEWHERE,
-        )
+        what, got = f"{target} cannot be written", "a folder, a device or a pipe"
+        expected = "a file, or a path that does not exist"
+        raise OutputError(what, expected=expected, got=got, remedy=_ELSEWHERE)
     return target
 
 
@@ -171,17 +180,15 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _telling(target: Path) -> Iterator[None]:
-    """Turn errors of the system into ours, which name the file."""
+    """Turn errors of the system into an `OutputError` that names the file."""
     try:
         yield
     except TurboRCMError:
         raise
     except OSError as error:
         full = error.errno in _FULL
-        told = OutputError(
-            f"{target} cannot be written",
-            got=error.strerror or str(error),
-            remedy="Free some space, or choose another disk" if full else _ELSEWHERE,
-        )
+        remedy = "Free some space, or choose another disk" if full else _ELSEWHERE
+        got = error.strerror or str(error)
+        told = OutputError(f"{target} cannot be written", got=got, remedy=remedy)
         told.errno = error.errno
         raise told from error

@@ -1,19 +1,38 @@
-"""Options of a command line, declared as a line of usage writes them."""
+"""Options of a command line: from the fields of a dataclass, or declared as lines of usage."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+Names = Mapping[str, str]
+_SAME: Final[Names] = MappingProxyType({})
+
+#: The word for a value in `--help`, by its type.
+_WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "none"}
+
+
+def read_path(text: str) -> Path:
+    """Read a path; an empty one, mostly of a variable that is not set, is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
+    return Path(text)
+
 
 Types = Mapping[str, Callable[[str], object]]
-#: What the value of an option is, by the word that its usage has for it.
+#: What reads a value, by the word that a line of usage has for it.
 _TYPES: Final[Types] = (
     dict.fromkeys(("N",), int)
     | dict.fromkeys(("S", "E", "R", "SHARE", "SECONDS", "MINUTES"), float)
-    | dict.fromkeys(("FILE", "FOLDER", "PTH", "SOURCE", "OUT"), Path)
+    | dict.fromkeys(("FILE", "FOLDER", "PTH", "SOURCE", "OUT"), read_path)
     | dict.fromkeys(("TEXT", "NAME", "DEVICE", "SIZE", "PLACE", "PATH", "DIR"), str)
     | dict.fromkeys(("PATH_OR_ID", "FOLDER_OR_HUB_ID"), str)
 )
@@ -25,7 +44,7 @@ def add_options(
     types: Types = MappingProxyType({}),
     **defaults: object,
 ) -> None:
-    """Add options.
+    """Add options that are declared as lines of usage.
 
     Args:
         to: A command, or a group of its options.
@@ -45,12 +64,108 @@ def add_options(
         if value.startswith("{"):
             more["choices"] = tuple(value[1:-1].split(","))
         elif value:
-            read = readers.get(value)
-            if read is None and value.isidentifier():
+            if value.isidentifier() and value not in readers:
                 raise KeyError(value)
-            more |= {"metavar": value, "type": read or str}
+            more |= {"metavar": value, "type": readers.get(value, str)}
         else:
             more["action"] = "store_true"
         if "..." in repeated:
             more["action"] = "append"
         to.add_argument(flag, help=text, **more)
+
+
+def add_fields(
+    to: argparse._ActionsContainer, cls: type, names: Names = _SAME, *, own: bool = False
+) -> None:
+    """Add an option for each field of a dataclass.
+
+    Type, choices and default are the field's; the help is its entry under `Attributes:` in the
+    docstring. A field without a default is a positional argument. A switch that is on by default
+    has `--name` and `--no-name`, and a tuple takes a list with commas. An option that is not given
+    is absent from the result of the parser.
+
+    Metadata of a field: "metavar", the word for its value; "repeated", the option is given once
+    for each entry of a tuple; "hidden", it has no option.
+
+    Args:
+        to: A command, or a group of its options.
+        cls: The dataclass.
+        names: Field -> name of its option where they differ, "" for none.
+        own: Leave out the fields of its bases.
+    """
+    hints, texts = get_type_hints(cls), field_texts(cls)
+    for field in fields(cls):
+        name = names.get(field.name, field.name)
+        inherited = own and field.name not in inspect.get_annotations(cls)
+        if not name or inherited or field.metadata.get("hidden"):
+            continue
+        more = _argument(hints[field.name], field) | {"help": _help(texts[field.name], field)}
+        if field.default is MISSING and field.default_factory is MISSING:
+            to.add_argument(name, **more)
+        else:
+            flag = f"--{name.replace('_', '-')}"
+            to.add_argument(flag, dest=name, default=argparse.SUPPRESS, **more)
+
+
+def given_fields(arguments: argparse.Namespace, cls: type, names: Names = _SAME) -> dict[str, Any]:
+    """Return the fields of a dataclass for which the parser has found an option."""
+    found = {field.name: names.get(field.name, field.name) for field in fields(cls)}
+    values = {name: vars(arguments)[one] for name, one in found.items() if one in arguments}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the entries under `Attributes:` of a dataclass and its bases, each as one line."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+            texts[name] = " ".join(text.split())
+    return texts
+
+
+def _help(text: str, field: Field[Any]) -> str:
+    default = field.default
+    shown = isinstance(default, str | int | float | Path) and type(default) is not bool
+    return (text + f" (default: {default})" * (shown and default != "")).replace("%", "%%")
+
+
+def _argument(hint: Any, field: Field[Any]) -> dict[str, Any]:
+    """Return the part of an argument that the type decides."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if bool in kinds:
+        switch = field.default is False
+        return {"action": "store_true" if switch else argparse.BooleanOptionalAction}
+    word = field.metadata.get("metavar") or "|".join(
+        _word(kind) for kind in kinds if kind is not NoneType or field.default is not None
+    )
+    if field.metadata.get("repeated"):
+        one = get_args(kinds[0])[:1]
+        return {"type": partial(_read, one), "metavar": word, "action": "append"}
+    return {"type": partial(_read, kinds), "metavar": word}
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    if get_origin(kind) is tuple:
+        return f"{_word(get_args(kind)[0])},..."
+    return _WORDS[kind]
+
+
+def _read(kinds: Sequence[Any], text: str) -> object:
+    """Read a value as the first of these types that takes it, as a text if no other does."""
+    for kind in sorted(kinds, key=lambda kind: kind is str):
+        with suppress(ValueError):
+            if kind is NoneType and text == "none":
+                return None
+            if kind is Path:
+                return read_path(text)
+            if get_origin(kind) is tuple:
+                return tuple(get_args(kind)[0](part) for part in text.split(","))
+            if get_origin(kind) is Literal and text in get_args(kind):
+                return text
+            if kind in (int, float, str):
+                return kind(text)
+    words = "|".join(map(_word, kinds))
+    raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")

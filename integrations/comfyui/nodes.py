@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops import INT8_MIN_KEYS
 from turbo_rcm_patch.video.rcm_times import MAX_STEPS, rcm_times
 
-from .attention import OVERRIDE, SETTINGS, Override, Settings
+from .attention import OVERRIDE, Override, Settings, add_settings
 from .sampler import sample_rcm
 from .wan import patch_wan
 from .weights import read_wan
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 
-_log = logging.getLogger(__name__)
 _CATEGORY = "TurboRCM"
 _PV = ["auto", "fp8", "bf16", "fp16"]
 
 
-def _number(kind: str, default: float, least: float, most: float, **more: Any) -> tuple[str, Any]:
-    """An input that is a number."""
-    return kind, {"default": default, "min": least, "max": most, **more}
-
-
 class TurboRCMPatch:
-    """MODEL -> MODEL whose attention runs in int8."""
+    """Run the attention of a model in int8."""
 
     CATEGORY = _CATEGORY
     FUNCTION = "patch"
@@ -35,7 +28,7 @@ class TurboRCMPatch:
     DESCRIPTION = (
         "Runs attention in int8. In Wan models the norms and the rotary embedding of "
         "self-attention run in the same kernels. The model that comes in is not changed: bypass "
-        "the node to go back."
+        "the node to go back. After each run the log says how many attentions ran in int8."
     )
 
     @classmethod
@@ -43,51 +36,40 @@ class TurboRCMPatch:
         return {
             "required": {
                 "model": ("MODEL",),
-                "attention": (
-                    ["int8", "exact"],
-                    {"tooltip": "exact: only norms and rotary embedding of Wan are fused."},
-                ),
+                "attention": (["int8", "exact"], {"tooltip": "exact: fuse Wan's norms alone."}),
                 "pv": (_PV, {"tooltip": "Element type of probabilities and values."}),
-                "min_keys": _number(
-                    "INT",
-                    INT8_MIN_KEYS,
-                    0,
-                    1 << 20,
-                    tooltip="Attentions over fewer keys stay exact.",
+                "min_keys": (
+                    "INT", {"default": INT8_MIN_KEYS, "min": 0, "max": 1 << 20,
+                            "tooltip": "Attentions over fewer keys stay exact."},
                 ),
-                "fuse_wan": (
-                    "BOOLEAN",
-                    {"default": True, "tooltip": "Norms and rotary embedding in the kernels."},
-                ),
+                "fuse_wan": ("BOOLEAN", {"default": True, "tooltip": "Fuse norms and rotation."}),
             }
-        }
+        }  # fmt: skip
 
     def patch(
         self, model: Any, attention: str, pv: str, min_keys: int, fuse_wan: bool = True
     ) -> tuple[Any]:
         patched = model.clone()
-        settings = Settings(attention, pv, min_keys)
-        options = patched.model_options["transformer_options"] = dict(
-            patched.model_options.get("transformer_options", {})
-        )
+        settings = Settings(attention, pv, min_keys, fuse_wan)
+        options = add_settings(patched, settings)
         before = options.get(OVERRIDE)
-        if isinstance(before, Override):  # Of another node of this kind.
+        if isinstance(before, Override):  # of another node of this kind
             before = before.before
-        options[OVERRIDE], options[SETTINGS] = Override(settings, before), settings
-        blocks = patch_wan(patched, settings) if fuse_wan else 0
-        _log.info("TurboRCM: %s attention; %d Wan blocks with a fused prologue", attention, blocks)
+        options[OVERRIDE] = Override(settings, before)
+        if fuse_wan:  # Else the functions of an earlier node read it in the settings.
+            patch_wan(patched, settings)
         return (patched,)
 
 
 class TurboRCMLoadSLA:
-    """A TurboWan checkpoint with SLA or SageSLA -> MODEL."""
+    """Load a TurboWan checkpoint with SLA or SageSLA."""
 
     CATEGORY = _CATEGORY
     FUNCTION = "load"
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = (
-        "Loads a TurboDiffusion .pth (also -quant) or a folder that turbo_rcm_patch converted, "
-        "with its sparse-linear attention. SpargeAttn is not needed."
+        "Loads a TurboDiffusion .pth (also -quant) with its sparse-linear attention. SpargeAttn "
+        "is not needed."
     )
 
     @classmethod
@@ -97,20 +79,15 @@ class TurboRCMLoadSLA:
         return {
             "required": {
                 "weights": (folder_paths.get_filename_list("diffusion_models"),),
-                "topk": _number(
-                    "FLOAT",
-                    0.1,
-                    0.01,
-                    1.0,
-                    step=0.01,
-                    tooltip="Share of the blocks of keys that the softmax sees.",
+                "topk": (
+                    "FLOAT", {"default": 0.1, "min": 0.01, "max": 1.0, "step": 0.01,
+                              "tooltip": "Share of the blocks of keys that the softmax sees."},
                 ),
                 "pv": (_PV, {}),
             }
-        }
+        }  # fmt: skip
 
     def load(self, weights: str, topk: float, pv: str) -> tuple[Any]:
-        import comfy.sd
         import folder_paths
 
         path = folder_paths.get_full_path_or_raise("diffusion_models", weights)
@@ -121,10 +98,14 @@ class TurboRCMLoadSLA:
                 expected="weights with SLA's proj_l",
                 remedy="Load weights without SLA with ComfyUI's own loader",
             )
+        import comfy.sd
+
         model = comfy.sd.load_diffusion_model_state_dict(tensors)
         if model is None:
             raise CheckpointError(path, expected="a Wan that this ComfyUI knows")
-        patch_wan(model, Settings(pv=pv), proj_l=proj_l, topk=topk)
+        settings = Settings(pv=pv)
+        add_settings(model, settings)
+        patch_wan(model, settings, proj_l=proj_l, topk=topk)
         return (model,)
 
 
@@ -140,23 +121,21 @@ class TurboRCMSampler:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
-                "steps": _number("INT", MAX_STEPS, 1, MAX_STEPS),
-                "sigma_max": _number(
-                    "FLOAT", 80.0, 15.0, 1000.0, tooltip="80; 200 for Wan 2.2 I2V."
+                "steps": ("INT", {"default": MAX_STEPS, "min": 1, "max": MAX_STEPS}),
+                "sigma_max": (
+                    "FLOAT", {"default": 80.0, "min": 15.0, "max": 1000.0,
+                              "tooltip": "80; 200 for Wan 2.2 I2V."},
                 ),
                 "sampler": (["sde", "ode"], {}),
             }
-        }
+        }  # fmt: skip
 
     def make(self, steps: int, sigma_max: float, sampler: str) -> tuple[Any, Any]:
         import comfy.samplers
 
-        return (
-            comfy.samplers.KSAMPLER(
-                sample_rcm, {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
-            ),
-            rcm_times(steps, sigma_max).float(),
-        )
+        options = {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
+        made = comfy.samplers.KSAMPLER(sample_rcm, options)
+        return made, rcm_times(steps, sigma_max).float()
 
 
 NODE_CLASS_MAPPINGS = {

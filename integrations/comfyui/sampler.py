@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import trange
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.video.rcm_times import MAX_STEPS, noise_stream, rcm_times, step_coefficients
-
-__all__ = ["sample_rcm"]
 
 #: Times in fp32 and in fp64 differ by less.
 _SAME_TIME = 1e-6
@@ -30,7 +27,7 @@ def sample_rcm(
     steps: int = MAX_STEPS,
     sigma_max: float = 80.0,
 ) -> Tensor:
-    """The loop of `RCMScheduler`: its coefficients, its fp64 state, its kind of noise.
+    """Run the loop of `RCMScheduler`: its coefficients, its fp64 state, its kind of noise.
 
     Noise comes from a CPU generator of the seed, so it is the same on every device, and it is
     another stream than the initial noise of the same seed. A sampler that begins at a later time
@@ -46,7 +43,7 @@ def sample_rcm(
         disable: Of the progress bar.
         sampler: "sde" or "ode".
         steps: Of the whole video, of which `sigmas` may be a part.
-        sigma_max: Likewise.
+        sigma_max: Noise level at which the whole video begins.
     """
     extra_args = {} if extra_args is None else extra_args
     times = sigmas.to("cpu", torch.float64)
@@ -63,17 +60,18 @@ def sample_rcm(
                  "denoised": denoised}
             )  # fmt: skip
         velocity = (given.double() - denoised.double()) / times[i]
-        noise = None
-        if coefficients[i, 2] > 0:
-            noise = torch.randn(x.shape, generator=stream, dtype=torch.float32).to(x.device)
-        state = ops.denoise_step(state, velocity, noise, coefficients[i].to(x.device))
+        c_skip, c_out, c_noise = coefficients[i].tolist()
+        state = c_skip * state + c_out * velocity
+        if c_noise:
+            noise = torch.randn(x.shape, generator=stream, dtype=torch.float32)
+            state += c_noise * noise.to(x.device, torch.float64)
     return state.to(x.dtype)
 
 
 def _noise_after(start: Tensor, schedule: Tensor, x: Tensor, seed: int) -> torch.Generator:
-    """The noise of a sampler that begins at `start`, without what samplers before it have drawn.
+    """Return the noise of a sampler that begins at `start`, after the draws of samplers before it.
 
-    Where `start` is no time of the schedule, nobody knows how much was drawn, so that such a
+    Where `start` is no time of the schedule, the number of draws is unknown, so such a
     sampler gets a stream of its own.
     """
     done = int((schedule > start + _SAME_TIME).sum())

@@ -3,7 +3,6 @@ sparse (SLA)."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +16,10 @@ from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_
 
 from .attention import FLOATS, OVERRIDE, SETTINGS, Override, Settings
 
-__all__ = ["SparseLinear", "WanSelfAttention", "patch_wan"]
-
-_log = logging.getLogger(__name__)
-_MEMBERS = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads", "head_dim")
-
 
 @dataclass(frozen=True)
 class SparseLinear:
-    """What makes a self-attention SLA's.
+    """The projection and the sparsity of a self-attention with SLA.
 
     Attributes:
         weight: [D, D] of proj_l.
@@ -36,13 +30,11 @@ class SparseLinear:
     weight: Tensor
     bias: Tensor | None
     topk: float
-    _copies: dict[torch.device, tuple[Tensor, Tensor | None]] = field(
-        default_factory=dict, repr=False
-    )
+    _copies: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias on a device. They stay there, because a copy in each forward would wait
-        for all that is queued; a block's are 64 KiB."""
+        """Return weight and bias on a device. They stay there, 64 KiB a block, because a copy in
+        each forward would wait for all that is queued."""
         if device not in self._copies:
             bias = None if self.bias is None else self.bias.to(device)
             self._copies[device] = self.weight.to(device), bias
@@ -50,21 +42,26 @@ class SparseLinear:
 
 
 class _RotaryTables:
-    """(cos, sin) of the last table that a model came with, which is one for all of its blocks."""
+    """(cos, sin) of the rotary table that all blocks of a forward get. They live as long as it."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def get(self, freqs: Tensor, tokens: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """[N, D] each, fp32, as `attention_skip` takes them; None for a table of another form."""
+        """Return [N, D] each, fp32, as `attention_skip` takes them; None for a table of another
+        form."""
         if freqs.shape != (1, tokens, 1, head_dim // 2, 2, 2):
             return None
         if self._of is None or self._of() is not freqs:
             cos, sin = freqs[0, :, 0, :, 0, 0].float(), freqs[0, :, 0, :, 1, 0].float()
             self._tables = (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1))
-            self._of = weakref.ref(freqs)
+            self._of = weakref.ref(freqs, self._forget)
         return self._tables
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if gone is self._of:
+            self._of = self._tables = None
 
 
 @dataclass(eq=False)
@@ -87,20 +84,25 @@ class WanSelfAttention:
         transformer_options: dict[str, Any] | None = None,
         **more: Any,
     ) -> Tensor:
-        """As the author's forward: x [B, N, C], freqs [1, N, 1, D / 2, 2, 2]. Whatever a newer
-        ComfyUI passes besides goes to the author's forward."""
+        """Run as the author's forward: x [B, N, C], freqs [1, N, 1, D / 2, 2, 2]. A call with an
+        argument of a newer ComfyUI goes to that forward."""
         options = {} if transformer_options is None else transformer_options
         attn = self.module
+        settings: Settings = options.get(SETTINGS, self.settings)
         rotary = self.tables.get(freqs, x.shape[1], attn.head_dim)
-        if rotary is None or more or not self._may_run(x, options):
-            if self.sparse is not None:
-                raise OpError(
-                    "SLA in ComfyUI",
-                    expected="Wan's own rotary embedding, 16- or 32-bit activations, and no "
-                    "attn1_patch of another node",
-                    got=f"x {x.dtype}, a rotary table {list(freqs.shape)}, {sorted(more)}",
-                )
+        fits = rotary is not None and not more and x.dtype in FLOATS
+        fits = fits and "attn1_patch" not in options.get("patches", {})
+        if self.sparse is None and not (fits and settings.fuse_wan and self._alone(options)):
+            if not isinstance(options.get(OVERRIDE), Override):
+                settings.count("left to another override", "of a node after this one")
             return self.original(x, freqs, transformer_options=options, **more)
+        if not fits:
+            raise OpError(
+                "SLA in ComfyUI",
+                expected="Wan's own rotary embedding, 16- or 32-bit activations, and no "
+                "attn1_patch of another node",
+                got=f"x {x.dtype}, a rotary table {list(freqs.shape)}, {sorted(more)}",
+            )
         q, k, v = attn.q(x), attn.k(x), attn.v(x)
         weights = _norm_weights(attn, q)
         if weights is None:
@@ -109,36 +111,24 @@ class WanSelfAttention:
             eps = 1e-6 if weights[0] is None else attn.norm_q.eps
         norms = {"norm_q": weights[0], "norm_k": weights[1]}
         if self.sparse is None:
-            settings = options.get(SETTINGS, self.settings)
             spec = settings.spec(attn.num_heads, k.shape[1], eps=eps)
             return attn.o(attention_skip(q, k, v, spec, rotary=rotary, **norms))
+        settings.count("in SLA")
         spec = AttentionSpec(heads=attn.num_heads, pv=self.settings.pv, eps=eps)
-        out = sparse_linear_attention(
-            q,
-            k,
-            v,
-            *self.sparse.on(q.device),
-            spec,
-            Sparsity.sage(self.sparse.topk, q.device),
-            rotary=rotary,
-            **norms,
-        )
+        projection = self.sparse.on(q.device)
+        sparsity = Sparsity.sage(self.sparse.topk, q.device)
+        out = sparse_linear_attention(q, k, v, *projection, spec, sparsity, rotary=rotary, **norms)
         return attn.o(out)
 
-    def _may_run(self, x: Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether nobody else asked for something inside this attention."""
-        if x.dtype not in FLOATS or "attn1_patch" in options.get("patches", {}):
-            return False
+    def _alone(self, options: Mapping[str, Any]) -> bool:
+        """Return True if no other node's override would see this attention."""
         override = options.get(OVERRIDE)
-        if self.sparse is not None or override is None:
-            return True
-        # An override before ours counts too: it takes what ours does not.
-        return isinstance(override, Override) and override.before is None
+        return override is None or (isinstance(override, Override) and override.before is None)
 
 
 def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-    """The weights of both norms where they can be read as they are; None where the modules have to
-    be called."""
+    """Return the weights of both norms where they can be read as they are; None where the modules
+    have to be called."""
     if all(type(norm) is nn.Identity for norm in (attn.norm_q, attn.norm_k)):
         return None, None
     found = []
@@ -180,6 +170,9 @@ def patch_wan(
 
     Returns:
         Number of blocks.
+
+    Raises:
+        CheckpointError: Weights of SLA are there for some blocks alone.
     """
     blocks = getattr(model.get_model_object("diffusion_model"), "blocks", None)
     tables = _RotaryTables()
@@ -187,18 +180,13 @@ def patch_wan(
     for index, block in enumerate(blocks if isinstance(blocks, nn.ModuleList) else ()):
         attn = getattr(block, "self_attn", None)
         name = f"diffusion_model.blocks.{index}.self_attn.forward"
-        if type(attn).__name__ != "WanSelfAttention" or not all(
-            hasattr(attn, member) for member in _MEMBERS
-        ):
-            continue
         earlier = model.object_patches.get(name)
-        if isinstance(earlier, WanSelfAttention):  # Settings of an earlier node of ours.
+        if isinstance(earlier, WanSelfAttention):  # of an earlier node of this kind
             original, sparse = earlier.original, earlier.sparse
-        elif earlier is not None:
-            _log.info("%s was patched by another node and is left alone", name)
-            continue
-        else:
+        elif earlier is None and type(attn).__name__ == "WanSelfAttention":
             original, sparse = model.get_model_object(name), None
+        else:
+            continue
         if proj_l is not None:
             sparse = SparseLinear(*proj_l[index], topk) if index in proj_l else None
         patches[name] = WanSelfAttention(attn, original, settings, tables, sparse)

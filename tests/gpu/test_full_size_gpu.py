@@ -16,9 +16,9 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from tests.measures import relative_l2
 from tests.patching.turbodiffusion import tiny, tiny_inputs
+from tools.support import PUBLISHED, Published, count_pairs, short_name
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.models import RCMAttention
-from turbo_rcm_patch.video.support import PUBLISHED, Published, count_pairs, short_name
 
 pytestmark = pytest.mark.gpu
 

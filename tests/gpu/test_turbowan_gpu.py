@@ -31,9 +31,7 @@ pytestmark = pytest.mark.gpu
 GPU = ["--device", "cuda"]
 
 
-def test_text_to_video_draws_what_the_script_draws(
-    text_pth, text_base, tmp_path, decoded
-) -> None:
+def test_text_to_video_draws_what_the_script_draws(text_pth, text_base, tmp_path, decoded) -> None:
     """In fp32, with the numbers of the GPU's generator."""
     more = ["--num_samples", "2", "--seed", "7", "--no_patch", *EXACT, *GPU]
     text_to_video(text_pth, text_base, tmp_path / "video.mp4", *more)

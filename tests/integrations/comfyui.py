@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 from functools import reduce
@@ -39,13 +40,34 @@ class ModelPatcher:
         self.object_patches: dict[str, Any] = {}
         self.backup: dict[str, Any] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
+        self.wrappers: dict[str, Any] = {}
 
     def clone(self) -> ModelPatcher:
         made = ModelPatcher(self.model)
         made.object_patches = self.object_patches.copy()
         made.backup = self.backup
         made.model_options = copy.deepcopy(self.model_options)
+        made.wrappers = self.wrappers.copy()
         return made
+
+    def add_wrapper_with_key(self, kind: str, key: str, wrapper: Any) -> None:
+        assert kind == "outer_sample" and key not in self.wrappers
+        self.wrappers[key] = wrapper
+
+    def remove_wrappers_with_key(self, kind: str, key: str) -> None:
+        self.wrappers.pop(key, None)
+
+    def sample(self, *given: Any) -> Any:
+        """One forward as a run of ComfyUI: load, copy the options, wrap, unload."""
+        self.patch_model()
+        options = copy.deepcopy(self.model_options)["transformer_options"]
+        run = self.model.diffusion_model
+        for wrapper in self.wrappers.values():
+            run = functools.partial(wrapper, run)
+        try:
+            return run(*given, options)
+        finally:
+            self.unpatch_model()
 
     def add_object_patch(self, name: str, value: Any) -> None:
         self.object_patches[name] = value
@@ -85,10 +107,14 @@ def attention_pytorch(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What ComfyUI's `optimized_attention` computes."""
+    """The attention that ComfyUI's `optimized_attention` computes."""
     if not skip_reshape:
-        q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        dim = q.shape[-1] // heads
+        q, k, v = (x.reshape(len(x), x.shape[1], -1, dim).transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask[:, None] if mask.dim() == 3 else mask
+    more = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
@@ -166,7 +192,7 @@ class Wan(nn.Module):
 
 
 class Model(nn.Module):
-    """What a patcher holds: the network under `diffusion_model`."""
+    """The module of a patcher, with the network under `diffusion_model`."""
 
     def __init__(self) -> None:
         super().__init__()

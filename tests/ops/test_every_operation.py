@@ -191,7 +191,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE, "head_dim.*at most 128"),
     ],
     "sageattn": [
-        ({"pv_accum_dtype": "fp32"}, CONFIG, "pv_accum_dtype.*patch_model"),
+        ({"window": None}, CONFIG, "window.*patch_model"),
         ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
         ({"q": FOUR[0]}, SHAPE, "four dimensions"),
         ({"q": x(2, 3, 5, 8)}, SHAPE, "a multiple of the 2 heads"),
@@ -202,7 +202,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"attn_mask": x(5, 5).int()}, MASK, "boolean or float"),
         ({"attn_mask": x(4, 5).bool()}, MASK, "broadcasts"),
         ({"sm_scale": NAN}, CONFIG, "sm_scale"),
-        ({"is_causal": 1}, CONFIG, "is_causal"),
+        ({"is_causal": 2}, CONFIG, "is_causal"),
         ({"return_lse": "no"}, CONFIG, "return_lse"),
         ({"smooth_k": 1}, CONFIG, "smooth_k"),
         (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),

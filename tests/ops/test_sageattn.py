@@ -1,9 +1,14 @@
-"""`turbo_rcm_patch.sageattn` against torch's attention, and against the interface it replaces."""
+"""`sageattn` and its relatives against torch's attention, and in the calls of the programs that
+import them from `sageattention`."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.measures import relative_l2
-from turbo_rcm_patch import ops, sageattn
+from tests.patching.models import named
+from turbo_rcm_patch import errors, ops, patch_model, sageattn
+from turbo_rcm_patch.ops import sageattn as names
+from turbo_rcm_patch.ops.sage import broken_sage
 from turbo_rcm_patch.ops.sageattn import MASK_WARNING
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -61,14 +69,23 @@ def test_short_attention_is_exact_and_long_attention_int8(
 ) -> None:
     q, k, v = inputs(layout, n_q=n_kv if causal else 33, n_kv=n_kv, contiguous=contiguous)
     before = [x.clone() for x in (q, k, v)]
-    out = sageattn(q, k, v, layout, causal, 0.2)
-    assert out.shape == q.shape and out.dtype == q.dtype
-    error = relative_l2(out, exact(q, k, v, layout, is_causal=causal, scale=0.2))
+    out, lse = sageattn(q, k, v, layout, causal, 0.2, True)
+    truth = exact(q, k, v, layout, is_causal=causal, scale=0.2)
+    error = relative_l2(out, truth)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     if n_kv == LONG:
         assert 1e-4 < error < 0.2 * 64**0.5 * INT8_FLOOR
     else:
         assert error < 1e-6
     assert all(map(torch.equal, (q, k, v), before))
+    if not causal:  # natural, one for each query, of the unsmoothed logits
+        qh, kh = (heads_first(x, layout).double() for x in (q, k))
+        logits = torch.logsumexp(qh @ kh.transpose(-1, -2) * 0.2, -1)
+        assert lse.shape == (2, 2, 33) and lse.dtype == torch.float32
+        assert float((lse - logits).abs().max()) < (4e-2 if n_kv == LONG else 1e-5)
+        torch.testing.assert_close(
+            out, sageattn(q, k, v, layout, sm_scale=0.2), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -90,23 +107,6 @@ def test_grouped_queries(layout: str, n_kv: int) -> None:
 
 
 @each_layout
-@each_view
-@each_length
-def test_the_logsumexp_is_natural_and_one_for_each_query(
-    layout: str, contiguous: bool, n_kv: int
-) -> None:
-    """As sageattention 2.x: fp32 [B, H, Nq], of the unsmoothed logits."""
-    q, k, v = inputs(layout, n_kv=n_kv, contiguous=contiguous)
-    k += 3.0
-    out, lse = sageattn(q, k, v, layout, return_lse=True)
-    qh, kh = (heads_first(x, layout).double() for x in (q, k))
-    truth = torch.logsumexp(qh @ kh.transpose(-1, -2) * 64**-0.5, -1)
-    assert lse.shape == (2, 2, 33) and lse.dtype == torch.float32
-    assert float((lse - truth).abs().max()) < (2e-2 if n_kv == LONG else 1e-5)
-    torch.testing.assert_close(out, sageattn(q, k, v, layout), rtol=1e-4, atol=1e-5)
-
-
-@each_layout
 @pytest.mark.parametrize("kind", ["boolean", "added"])
 def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
     """Also a mask at an address that 16 bytes do not divide."""
@@ -117,6 +117,7 @@ def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
         warnings.simplefilter("default")
         made = [sageattn(q, k, v, layout, attn_mask=given) for _ in range(3)]
     assert [str(one.message) for one in said] == [MASK_WARNING]
+    assert said[0].filename == __file__
     truth = exact(q, k, v, layout, attn_mask=given if kind == "boolean" else given.double())
     assert all(relative_l2(out, truth) < 1e-6 for out in made)
 
@@ -127,22 +128,123 @@ def test_a_mask_compiles_without_a_break_and_without_a_warning() -> None:
     compiled = torch.compile(sageattn, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        made = compiled(q, k, v, "NHD", attn_mask=mask)
+        made = compiled(q, k, v, "NHD", attn_mask=mask, pv_accum_dtype="fp32")
     assert relative_l2(made, exact(q, k, v, "NHD", attn_mask=mask)) < 1e-6
 
 
-def test_the_signature_begins_with_that_of_sageattention() -> None:
-    """Names, order and defaults of `sageattention.sageattn` 2.2.0, whose **kwargs are ignored."""
-    theirs = dict.fromkeys("qkv", inspect.Parameter.empty) | {
-        "tensor_layout": "HND", "is_causal": False, "sm_scale": None, "return_lse": False,
-    }  # fmt: skip
-    own = inspect.signature(sageattn).parameters.values()
-    positional = [
-        (one.name, one.default)
-        for one in own
-        if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    assert positional == list(theirs.items())
+#: The parameters of sageattention 2.2.0 after q, k and v. Its `**kwargs` are ignored. 1.x has
+#: `smooth_k` in the place of `return_lse`.
+_CUDA = (
+    "tensor_layout='HND', is_causal=False, qk_quant_gran='per_thread', sm_scale=None, "
+    "pv_accum_dtype={!r}, smooth_k=True, {}return_lse=False"
+)
+SIGNATURES: dict[str, str] = {
+    "sageattn": "tensor_layout='HND', is_causal=False, sm_scale=None, return_lse=False",
+    "sageattn_qk_int8_pv_fp16_triton": "tensor_layout='HND', quantization_backend='triton', "
+    "is_causal=False, attn_mask=None, sm_scale=None, smooth_k=True, return_lse=False",
+    "sageattn_qk_int8_pv_fp16_cuda": _CUDA.format("fp32", "smooth_v=False, "),
+    "sageattn_qk_int8_pv_fp8_cuda": _CUDA.format("fp32+fp16", "smooth_v=False, "),
+    "sageattn_qk_int8_pv_fp8_cuda_sm90": _CUDA.format("fp32+fp32", ""),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_signatures_begin_with_those_of_sageattention(name: str) -> None:
+    own = inspect.signature(getattr(names, name)).parameters.values()
+    positional = [one for one in own if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [one.name for one in positional[:3]] == list("qkv")
+    assert ", ".join(f"{one.name}={one.default!r}" for one in positional[3:]) == SIGNATURES[name]
+
+
+def recipe(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """sageattention's own: `F.scaled_dot_product_attention = sageattn`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", sageattn)
+        return F.scaled_dot_product_attention(q, k, v, **given)
+
+
+#: How programs call, with the keywords and layouts of their sources.
+CALLERS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "diffusers CogVideoX": (
+        recipe, "HND", {"attn_mask": None, "dropout_p": 0.0, "is_causal": False},
+    ),
+    "torch": (recipe, "HND", {"scale": None, "enable_gqa": False, "is_causal": 0}),
+    "WanVideoWrapper": (sageattn, "HND", {"attn_mask": None, "dropout_p": 0, "is_causal": False}),
+    "ComfyUI": (
+        sageattn, "NHD", {"is_causal": False, "tensor_layout": "NHD", "sm_scale": None,
+                          "smooth_k": False},
+    ),
+    "KJNodes auto": (
+        sageattn, "NHD", {"is_causal": False, "attn_mask": None, "tensor_layout": "NHD"},
+    ),
+    "KJNodes fp16": (
+        names.sageattn_qk_int8_pv_fp16_cuda, "HND",
+        {"is_causal": False, "attn_mask": None, "pv_accum_dtype": "fp32", "tensor_layout": "HND"},
+    ),
+    "KJNodes triton": (
+        names.sageattn_qk_int8_pv_fp16_triton, "NHD",
+        {"is_causal": False, "attn_mask": None, "tensor_layout": "NHD"},
+    ),
+    "KJNodes fp8++": (
+        names.sageattn_qk_int8_pv_fp8_cuda, "NHD",
+        {"is_causal": False, "attn_mask": None, "pv_accum_dtype": "fp32+fp16",
+         "tensor_layout": "NHD"},
+    ),
+    "LightX2V": (names.sageattn_qk_int8_pv_fp16_triton, "NHD", {"tensor_layout": "NHD"}),
+    "diffusers sm90": (
+        names.sageattn_qk_int8_pv_fp8_cuda_sm90, "NHD",
+        {"tensor_layout": "NHD", "is_causal": False, "sm_scale": None, "return_lse": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@each_length
+def test_calls_of_other_programs(caller: str, n_kv: int) -> None:
+    function, layout, given = CALLERS[caller]
+    q, k, v = inputs(layout, n_kv=n_kv)
+    out = function(q, k, v, **given)
+    error = relative_l2(out, exact(q, k, v, layout))
+    assert error < (INT8_FLOOR if n_kv == LONG else 1e-6)
+    assert out.is_contiguous()
+
+
+def test_packed_sequences() -> None:
+    """`sageattn_varlen`, as diffusers calls it."""
+    lengths_q, lengths_k = [20, 0, 33], [LONG, 7, 65]
+    q = torch.randn(53, 4, 64)
+    k, v = (torch.randn(LONG + 72, 2, 64) for _ in range(2))
+    ends_q, ends_k = (
+        torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)
+    )
+    out = names.sageattn_varlen(
+        q=q, k=k, v=v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=33,
+        max_seqlen_k=LONG, is_causal=False, sm_scale=None,
+    )  # fmt: skip
+    parts = (q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
+    truths = [exact(*(x[None] for x in one), "NHD")[0] for one in zip(*parts, strict=True)]
+    assert 1e-5 < relative_l2(out[:20], truths[0]) < INT8_FLOOR
+    assert relative_l2(out[20:], truths[2]) < 1e-6
+    with pytest.raises(errors.ShapeError, match="cu_seqlens"):
+        names.sageattn_varlen(q, k, v, ends_q, ends_k[:-1], 33, LONG)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dropout_p": 0.1},
+        {"pv_accum_dtype": "int4"},
+        {"smooth_v": True},
+        {"is_causal": "no"},
+        {"sm_scale": False},
+        {"scale": 0.5, "sm_scale": 0.5},
+        {"window": None},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_would_change_the_result_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError, match=next(iter(given))):
+        sageattn(*inputs("HND"), **given)
 
 
 @each_layout
@@ -150,3 +252,67 @@ def test_an_empty_batch_gives_an_empty_logsumexp(layout: str) -> None:
     q = torch.randn(0, 2, 6, 8) if layout == "HND" else torch.randn(0, 6, 2, 8)
     out, lse = sageattn(q, q, q, layout, return_lse=True)
     assert out.shape == q.shape and lse.shape == (0, 2, 6)
+
+
+# --- attention="sage" ---------------------------------------------------------------------------
+
+#: `sageattention/sm90_compile.py` in three releases, shortened.
+_KERNEL = """
+from . import _qattn_sm90
+def {0}(q):
+    return _qattn_sm90.{0}(q)
+"""
+_FAKE = """
+def {0}{1}(q):
+    return torch.empty(0)
+"""
+BINDING = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+SM90: dict[str, str | None] = {
+    "2.2.0 of the index": "import torch" + _KERNEL.format(BINDING) + _FAKE.format(BINDING, ""),
+    "a fork": "import torch" + _KERNEL.format(BINDING) + _FAKE.format(BINDING, "_fake_impl"),
+    "repaired": f"{BINDING} = object()  # a torch.library.CustomOpDef",
+    "older": None,
+}
+
+
+@pytest.fixture
+def release(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A sageattention on a machine with a Hopper GPU."""
+    folder = tmp_path / "sageattention"
+    folder.mkdir()
+    for name in ("__init__", "_qattn_sm90"):
+        (folder / f"{name}.py").write_text("")
+    source = SM90[request.param]
+    if source is not None:
+        (folder / "sm90_compile.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "sageattention"]
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    broken_sage.cache_clear()
+    yield request.param
+    broken_sage.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sageattention"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("release", SM90, indirect=True)
+def test_a_release_that_returns_noise_on_hopper_is_refused(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = named("t2v").make()
+    if release != "2.2.0 of the index":
+        assert not broken_sage()
+        patch_model(model, attention="sage")
+        return
+    assert "Hopper" in broken_sage()
+    with pytest.raises(errors.DeviceError, match=r"noise.*repaired source"):
+        patch_model(model, attention="sage")
+    broken_sage.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert not broken_sage()

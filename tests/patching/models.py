@@ -252,7 +252,7 @@ COGVIDEOX: dict[str, Any] = {
     "sample_frames": 13,
     "max_text_seq_length": 7,
 }
-_FACE: dict[str, Any] = {
+FACE: dict[str, Any] = {
     "is_train_face": True,
     "LFE_id_dim": 16,
     "LFE_vit_dim": 8,
@@ -341,7 +341,7 @@ COGVIDEOXS = [
     _cogvideox_row("cogvideox-geglu", config={"activation_fn": "geglu"}, rotary=False),
     _cogvideox_row("consisid", ConsisIDTransformer3DModel),
     _cogvideox_row("consisid-fused-qkv", ConsisIDTransformer3DModel, after=_fused_by_hand),
-    _cogvideox_row("consisid-face", ConsisIDTransformer3DModel, _FACE, left=1),
+    _cogvideox_row("consisid-face", ConsisIDTransformer3DModel, FACE, left=1),
 ]
 
 # --- TurboDiffusion and this library's module ----------------------------------------------------

@@ -32,7 +32,7 @@ def pipe(micro_folder: Path):
 
 @pytest.fixture(scope="session")
 def settings() -> Settings:
-    return Settings(steps=2, **SMALL)
+    return Settings(sampler="rcm", steps=2, guidance_scale=1.0, **SMALL)
 
 
 @pytest.fixture(scope="session", autouse=True)

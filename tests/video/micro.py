@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    ChronoEditPipeline,
+    ChronoEditTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
+    SkyReelsV2Pipeline,
+    SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
+    WanAnimatePipeline,
+    WanAnimateTransformer3DModel,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
     WanVideoToVideoPipeline,
 )
 from tokenizers import Tokenizer
@@ -28,6 +36,8 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+
+from tests.patching.models import ANIMATE
 
 WORDS = [
     *("a", "red", "green", "blue", "circle", "square", "ring", "moves"),
@@ -95,9 +105,7 @@ def micro_video_pipe() -> WanVideoToVideoPipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return WanVideoToVideoPipeline(
-            **vae_and_text(), transformer=_transformer(), scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-            ),
+            **vae_and_text(), transformer=_transformer(), scheduler=unipc(flow_shift=3.0)
         )  # fmt: skip
 
 
@@ -111,6 +119,41 @@ def image_encoder() -> dict[str, Any]:
         "image_encoder": CLIPVisionModel(config).eval(),
         "image_processor": CLIPImageProcessor(size=32, crop_size=32),
     }
+
+
+def unipc(**config: Any) -> UniPCMultistepScheduler:
+    """Wan's own scheduler."""
+    return UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, **config
+    )
+
+
+def vace() -> WanVACEPipeline:
+    network = WanVACETransformer3DModel(
+        **TRANSFORMER | {"patch_size": (1, 2, 2)}, vace_layers=[0, 1], vace_in_channels=72
+    )
+    return WanVACEPipeline(**vae_and_text(), transformer=lively(network), scheduler=unipc())
+
+
+def animate() -> WanAnimatePipeline:
+    network = WanAnimateTransformer3DModel(
+        **TRANSFORMER | ANIMATE | {"image_dim": 16}, added_kv_proj_dim=128
+    )
+    parts = vae_and_text() | image_encoder()
+    return WanAnimatePipeline(**parts, transformer=lively(network), scheduler=unipc())
+
+
+def skyreels(cls: Any = SkyReelsV2Pipeline) -> Any:
+    network = SkyReelsV2Transformer3DModel(**TRANSFORMER)
+    return cls(**vae_and_text(), transformer=lively(network), scheduler=unipc())
+
+
+def chronoedit() -> ChronoEditPipeline:
+    network = ChronoEditTransformer3DModel(
+        **TRANSFORMER | {"in_channels": 12}, image_dim=16, added_kv_proj_dim=128
+    )
+    parts = vae_and_text() | image_encoder()
+    return ChronoEditPipeline(**parts, transformer=lively(network), scheduler=unipc())
 
 
 def _experts(transformers: list[WanTransformer3DModel]) -> dict[str, Any]:

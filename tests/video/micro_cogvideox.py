@@ -15,9 +15,9 @@ from diffusers import (
 from diffusers.pipelines.consisid.pipeline_consisid import (
     ConsisIDPipeline,
 )  # not from diffusers: needs no OpenCV
-from tests.patching.cogvideox import FACE
 from transformers import T5Config, T5EncoderModel
 
+from tests.patching.models import FACE
 from tests.video.micro import WORDS, tokenizer
 
 LEVELS = 3

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from peft import LoraConfig
 
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.errors import AlreadyPatchedError, OutputExistsError, SamplingError
-from turbo_rcm_patch.video import Source, comparison, generate
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    ConfigError,
+    OutputExistsError,
+    SamplingError,
+)
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video import Source, comparison, environment, generate
 from turbo_rcm_patch.video.comparison import compare
+from turbo_rcm_patch.video.generation import encode
 from turbo_rcm_patch.video.load import load_pipeline
-from turbo_rcm_patch.video.measures import highest_precision, measure_network
+from turbo_rcm_patch.video.measures import highest_precision, measure_network, upcast
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.store import Store
+from turbo_rcm_patch.video.store import Store, in_use
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
+RED = PROMPTS[0]
+ONE_STEP = Settings(sampler="rcm", steps=1, guidance_scale=1.0, **SMALL)
 
 
 @pytest.fixture(scope="module")
 def finished(pipe, settings, tmp_path_factory: pytest.TempPathFactory):
     """One comparison, looked at by many tests."""
-    out = tmp_path_factory.mktemp("compare")
-    return compare(pipe, PROMPTS, out=out, settings=settings, command="python -m x"), out
+    return compare(pipe, PROMPTS, out=tmp_path_factory.mktemp("compare"), settings=settings)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +57,10 @@ def hidden(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.is_file()]
 
 
+def written(out: Path, pattern: str) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.glob(pattern)}
+
+
 def video_shape(path: Path) -> tuple[int, int, int]:
     """Frames, height and width, by decoding the whole file."""
     program = imageio_ffmpeg.get_ffmpeg_exe()
@@ -53,19 +70,27 @@ def video_shape(path: Path) -> tuple[int, int, int]:
     return len(done.stdout) // (width * height * 3), height, width
 
 
-def fingerprint(pipe) -> dict[str, object]:
-    """What patching could change: attributes of every module, and weights."""
-    network = pipe.transformer
-    return {
-        **{name: sorted(module.__dict__) for name, module in network.named_modules()},
-        **{f"w:{n}": float(p.detach().double().sum()) for n, p in network.named_parameters()},
-    }
+def state(pipe) -> object:
+    """Everything that a comparison could change: the network, its backends, torch's flags."""
+    cuda, network = torch.backends.cuda, pipe.transformer
+    return (
+        {name: sorted(module.__dict__) for name, module in network.named_modules()},
+        {n: float(p.detach().double().sum()) for n, p in network.named_parameters()},
+        [getattr(m.processor, "_attention_backend", None)
+         for m in network.modules() if hasattr(m, "processor")],
+        _AttentionBackendRegistry.get_active_backend(),
+        list(AttentionBackendName.__members__),
+        cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
+        torch.nn.functional.scaled_dot_product_attention, torch.get_default_dtype(),
+        torch.random.get_rng_state().tolist(), torch.is_grad_enabled(),
+    )  # fmt: skip
 
 
 def test_everything_is_written(finished, settings: Settings) -> None:
-    comparison, out = finished
-    assert comparison.verdict in ("unchanged", "similar", "changed")
-    for one in comparison.results:
+    out = finished.out
+    assert finished.verdict in ("unchanged", "similar", "changed")
+    for one in finished.results:
         folder = out / "prompts" / one.key
         shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
         assert sorted(shapes) == [
@@ -78,20 +103,17 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     plots = sorted(path.name for path in (out / "plots").iterdir())
     assert plots == ["frames.png", "prompts.png", "steps.png"]
     assert hidden(out) == []
-    assert str(out / "report.html") in str(comparison)
-    assert f"verdict: {comparison.verdict}" in str(comparison)
+    assert str(out / "report.html") in str(finished)
+    assert f"verdict: {finished.verdict}" in str(finished)
 
 
 @pytest.mark.supports("WanTransformer3DModel", "generate, compare")
-def test_metrics_json_has_what_was_promised(finished, settings: Settings) -> None:
-    comparison, _ = finished
-    metrics = json.loads(comparison.metrics.read_text(), parse_constant=pytest.fail)
+def test_metrics_json_has_every_number(finished, settings: Settings) -> None:
+    metrics = json.loads(finished.metrics.read_text(), parse_constant=pytest.fail)
     assert metrics["schema"] == 1
-    assert metrics["verdict"] == comparison.verdict
-    assert [check["passed"] for check in metrics["checks"]].count(False) == len(
-        comparison.judgement.reasons
-    )
-    assert len(metrics["prompts"]) == 2
+    assert metrics["verdict"] == finished.verdict
+    passed = [check["passed"] for check in metrics["checks"]]
+    assert passed.count(False) == len(finished.judgement.reasons)
     for one, prompt in zip(metrics["prompts"], PROMPTS, strict=True):
         assert one["prompt"] == prompt
         for run in ("patched", "control"):
@@ -107,57 +129,37 @@ def test_metrics_json_has_what_was_promised(finished, settings: Settings) -> Non
     assert metrics["identity"]["settings"]["steps"] == settings.steps
     assert metrics["patch"]["impl"] == "reference"
     assert metrics["patch"]["guard"], "the guard has run"
-    assert metrics["network"]["ratio"] == pytest.approx(comparison.network.ratio)
+    assert metrics["network"]["ratio"] == pytest.approx(finished.network.ratio)
     assert metrics["fusion"]["fused_vs_unfused"] <= 3e-6
-    assert metrics["control_backend"] == "math"
+    assert metrics["control_backend"] == "math" and metrics["attention_backend"] is None
 
 
-def test_the_report_needs_nothing_but_itself(finished) -> None:
-    comparison, _ = finished
-    page = comparison.report.read_text()
-    assert not re.search(r"https?://", page)
-    sources = re.findall(r"""(?:src|href|poster)\s*=\s*["']([^"']{0,30})""", page)
-    assert len(sources) == 2 + 2 * 3, "a video a prompt, and each plot in light and in dark"
-    assert all(source.startswith("data:") for source in sources)
-    assert "url(" not in page
-    assert "@import" not in page
-    assert comparison.verdict.capitalize() in page
-    assert all(prompt in page for prompt in PROMPTS)
-    assert "python -m x" in page
+def test_finished_work_is_kept(pipe, settings, finished) -> None:
+    before = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
+    more = compare(pipe, [*PROMPTS, "a green ring"], out=finished.out, settings=settings)
+    after = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
+    assert before.items() < after.items() and len(after) == len(before) + 3 + 1
+    assert more.results[:2] == finished.results
+    assert more.patch_report and more.network == finished.network
 
 
-def test_prompts_are_escaped(pipe, settings, tmp_path: Path) -> None:
-    prompt = "a <b>red</b> circle & 'more'"
-    page = compare(pipe, prompt, out=tmp_path, settings=settings).report.read_text()
-    assert "<b>red</b>" not in page
-    assert "a &lt;b&gt;red&lt;/b&gt; circle" in page
-
-
-def test_finished_work_is_kept(pipe, settings, finished, monkeypatch) -> None:
-    comparison, out = finished
-    calls = count_generations(monkeypatch)
-    again = compare(pipe, PROMPTS, out=out, settings=settings)
-    assert calls == []
-    assert again.results == comparison.results
-    more = compare(pipe, [*PROMPTS, "a green ring"], out=out, settings=settings)
-    assert len(calls) == 2 + 2 + 1, "the new prompt three times, and two warm-ups"
-    assert more.results[:2] == comparison.results
-
-
-def test_a_new_start_on_request_only(pipe, settings, tmp_path: Path, monkeypatch) -> None:
-    compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"out": tmp_path, "network_number": False}
+    compare(pipe, RED, settings=ONE_STEP, **given)
+    before = written(tmp_path, "latents/*")
     own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "plots/thesis.png")]
     own.append(next(tmp_path.glob("prompts/*/sheet.png")).with_name("mine.mp4"))
     for path in own:
         path.write_text("mine")
-    other = Settings.for_model(None, **(settings.as_dict() | {"steps": 1}))
     with pytest.raises(SamplingError, match=r"same settings.*--fresh"):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=other)
-    with pytest.raises(SamplingError, match="same config"):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, config=PatchConfig(guard=False))
-    calls = count_generations(monkeypatch)
-    compare(pipe, PROMPTS[0], out=tmp_path, settings=other, fresh=True)
-    assert len(calls) == 5
+        compare(pipe, RED, settings=ONE_STEP, steps=2, **given)
+    for other in ({"config": PatchConfig(guard=False)}, {"attention_backend": "_native_math"}):
+        with pytest.raises(SamplingError, match="same (config|attention_backend)"):
+            compare(pipe, RED, settings=ONE_STEP, **other, **given)
+    assert written(tmp_path, "latents/*") == before
+    found = compare(pipe, RED, settings=ONE_STEP, steps=2, fresh=True, **given)
+    assert found.settings.steps == 2
+    assert not before.items() & written(tmp_path, "latents/*").items()
     assert [path.read_text() for path in own] == ["mine"] * 4
 
 
@@ -165,147 +167,246 @@ def test_a_new_start_on_request_only(pipe, settings, tmp_path: Path, monkeypatch
 def test_an_interruption_leaves_nothing_half_done(
     pipe, settings, finished, tmp_path: Path, stage: str
 ) -> None:
-    before = fingerprint(pipe)
+    before = state(pipe)
 
     def stop(what: str, done: int, total: int) -> None:
         if what == stage and done > 0:
             raise KeyboardInterrupt
 
+    given: dict[str, Any] = {"out": tmp_path, "settings": settings, "network_number": False}
     with pytest.raises(KeyboardInterrupt):
-        compare(pipe, PROMPTS, out=tmp_path, settings=settings, progress=stop)
-    assert fingerprint(pipe) == before
+        compare(pipe, PROMPTS, progress=stop, **given)
+    assert state(pipe) == before
     assert hidden(tmp_path) == []
     assert not (tmp_path / "report.html").exists()
-    resumed = compare(pipe, PROMPTS, out=tmp_path, settings=settings)
-    reference, _ = finished
-    for one, other in zip(resumed.results, reference.results, strict=True):
+    resumed = compare(pipe, PROMPTS, **given)
+    for one, other in zip(resumed.results, finished.results, strict=False):
         assert one.patched == other.patched, "a resumed comparison finds the same numbers"
         assert one.control == other.control
     assert resumed.patch_report
+    assert state(pipe) == before
 
 
-def test_global_state_is_untouched(pipe, settings, tmp_path: Path) -> None:
-    def state() -> tuple[object, ...]:
-        cuda = torch.backends.cuda
-        return (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-            torch.nn.functional.scaled_dot_product_attention,
-            torch.get_default_dtype(),
-            torch.random.get_rng_state().tolist(),
-            torch.is_grad_enabled(),
-        )
-
-    before, model = state(), fingerprint(pipe)
-    compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
-    assert state() == before
-    assert fingerprint(pipe) == model
-
-
-def test_a_bit_equal_control_is_an_error(pipe, settings, tmp_path: Path, monkeypatch) -> None:
-    # On a CPU the native backend is flash, so flash as the control changes nothing.
-    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash",))
-    with pytest.raises(SamplingError, match="flash is bit-equal to the baseline"):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+@pytest.mark.parametrize(
+    ("backends", "found"),
+    [
+        # On a CPU the native backend is flash, so flash as the control changes nothing.
+        pytest.param(("flash",), "flash is bit-equal to the baseline", id="equal"),
+        pytest.param(("cudnn",), "cudnn cannot run this model", id="unable"),
+        pytest.param(("flash", "cudnn", "math"), "math", id="the-next"),
+    ],
+)
+def test_the_control_is_the_first_exact_backend_that_differs(
+    pipe, tmp_path: Path, monkeypatch, backends: tuple[str, ...], found: str
+) -> None:
+    monkeypatch.setattr(comparison, "candidates", lambda _: backends)
+    given: dict[str, Any] = {"out": tmp_path, "settings": ONE_STEP, "network_number": False}
+    if found == "math":
+        assert compare(pipe, RED, **given).control_backend == found
+    else:
+        with pytest.raises(SamplingError, match=found):
+            compare(pipe, RED, **given)
 
 
-def test_the_next_backend_is_tried(pipe, settings, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash", "cudnn", "math"))
-    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
-    assert found.control_backend == "math"
-    assert comparison.candidates(torch.device("cuda"))[0] == "flash"
+def test_a_fault_of_the_device_is_no_missing_backend(pipe, tmp_path: Path, monkeypatch) -> None:
+    def faulty(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal access\nCUDA kernel errors might be late")
+
+    monkeypatch.setattr(comparison, "sdpa_kernel", faulty)
+    with pytest.raises(RuntimeError, match="illegal access"):
+        compare(pipe, RED, out=tmp_path, settings=ONE_STEP, network_number=False)
 
 
-def test_a_broken_baseline_is_an_error(micro_folder, settings, tmp_path: Path) -> None:
-    pipe = load_pipeline(micro_folder, device="cpu")
-    pipe.transformer.proj_out.bias.data.fill_(float("nan"))
-    with pytest.raises(SamplingError, match="NaN"):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
-
-
-def test_a_patched_model_is_refused(micro_folder, settings, tmp_path: Path) -> None:
-    pipe = load_pipeline(micro_folder, device="cpu")
-    with patched(pipe.transformer), pytest.raises(AlreadyPatchedError):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
-
-
-def test_prompts_and_folder_are_checked(pipe, settings, tmp_path: Path) -> None:
+def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"out": tmp_path, "settings": ONE_STEP}
     for prompts in ([], [" "]):
         with pytest.raises(SamplingError, match="none of them empty"):
-            compare(pipe, prompts, out=tmp_path, settings=settings)
+            compare(pipe, prompts, **given)
+    for name, value in (("seed", 2**64 - 1), ("no_such_setting", 3), ("sampler", "none")):
+        with pytest.raises(ConfigError, match=name):
+            compare(pipe, PROMPTS, **given, **{name: value})
+    with patched(pipe.transformer), pytest.raises(AlreadyPatchedError):
+        compare(pipe, RED, **given)
+    broken = load_pipeline(micro_folder, device="cpu")
+    broken.transformer.proj_out.bias.data.fill_(float("nan"))
+    with pytest.raises(SamplingError, match="NaN"):
+        compare(broken, RED, **given)
+    with in_use(tmp_path), pytest.raises(OutputExistsError, match="in use by another comparison"):
+        compare(pipe, RED, **given, fresh=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(SamplingError, match="is a file.*--out DIR"):
-        compare(pipe, PROMPTS[0], out=tmp_path / "file", settings=settings)
+        compare(pipe, RED, out=tmp_path / "file", settings=ONE_STEP)
+
+
+# --- another attention backend -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "word"), [("_native_math", "unchanged"), ("turbo_rcm_int8", "unchanged")]
+)
+def test_any_backend_of_diffusers_is_judged(pipe, tmp_path: Path, backend: str, word: str) -> None:
+    before = state(pipe)
+    # 1,024 tokens, from which this package's backend is int8.
+    settings = Settings(
+        sampler="rcm", steps=1, guidance_scale=1.0, **(SMALL | {"height": 128, "width": 256})
+    )
+    found = compare(pipe, RED, out=tmp_path, settings=settings, attention_backend=backend)
+    assert state(pipe) == before
+    assert found.verdict == word
+    assert 0 < found.results[0].patched.latents < 0.1, "the backend computed it"
+    assert found.network is not None and found.network.patched != found.network.unpatched
+    assert found.fusion is None and found.patch == {}
+    assert backend in str(found) and backend in found.metrics.read_text()
+    page, short = found.report.read_text(), found.short_report.read_text()
+    assert f"attention backend {backend}" in page and f"{backend} \\u2212 baseline" in page
+    assert f"{backend}, median" in short
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("no_such_backend", "no_such_backend"),
+        ("_flash_3", "missing package"),
+        ("_native_cudnn", "RuntimeError"),
+        ("_native_npu", "missing package"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_with_the_names(
+    pipe, tmp_path: Path, backend: str, said: str
+) -> None:
+    before = state(pipe)
+    with pytest.raises(ConfigError, match=said) as caught:
+        compare(pipe, RED, out=tmp_path / "out", settings=ONE_STEP, attention_backend=backend)
+    for name in ("sage", "flash", "native", "turbo_rcm_int8"):
+        assert name in caught.value.expected
+    assert state(pipe) == before and not (tmp_path / "out").exists()
+
+
+def test_a_backend_is_refused_where_it_would_change_nothing(pipe, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="attention, guard"):
+        config = PatchConfig(attention="int4", guard=False)
+        compare(pipe, RED, out=tmp_path, config=config, attention_backend="native")
+    with pytest.raises(ConfigError, match="asks for no backend"):
+        tiny = load_pipeline("tiny-cogvideox", device="cpu")
+        compare(tiny, RED, out=tmp_path, attention_backend="native")
+
+
+@pytest.mark.supports("CogVideoXTransformer3DModel", "its pipeline")
+def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
+    pipe = load_pipeline("tiny-cogvideox", device="cpu")
+    given: dict[str, Any] = {"steps": 1, "sampler": "scheduler", "num_frames": 9}
+    before = generate(pipe, DEMO_PROMPTS[0], **given).latents
+    with patched(pipe):
+        assert 0 < relative_l2(generate(pipe, DEMO_PROMPTS[0], **given).latents, before) < 0.05
+    assert torch.equal(generate(pipe, DEMO_PROMPTS[0], **given).latents, before)
+
+
+# --- what the numbers are of ---------------------------------------------------------------------
 
 
 def test_the_network_number(pipe, settings) -> None:
-    from turbo_rcm_patch.video.generation import encode
-
-    conditioning = encode(pipe, Source(PROMPTS[0]), settings)
-    clean = torch.zeros(1, 4, 2, 4, 4)
+    conditioning, clean = encode(pipe, Source(RED), settings), torch.zeros(1, 4, 2, 4, 4)
     with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on.
-        before = fingerprint(pipe)
-    number = measure_network(pipe, conditioning, clean, settings, PatchConfig())
-    worse = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
-    assert fingerprint(pipe) == before
-    assert 1e-4 < number.unpatched < 0.1
-    assert number.unpatched == worse.unpatched
-    assert worse.ratio > number.ratio
-    assert number.ratio < 2.0
+        before = state(pipe)
+    exact, int8, int4 = (
+        measure_network(
+            pipe, conditioning, clean, settings, PatchConfig(attention=attention, guard=False)
+        )
+        for attention in ("exact", "int8", "int4")
+    )
+    assert state(pipe) == before
+    assert exact.unpatched == int8.unpatched == int4.unpatched and 1e-4 < exact.unpatched < 0.1
+    assert exact.ratio < int8.ratio < int4.ratio and int8.ratio < 2.0
+    guarded = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
+    assert guarded.ratio < int4.ratio, "it is the number of what the guard left"
 
 
-def test_the_network_number_is_that_of_what_the_guard_chose(pipe, settings) -> None:
-    from turbo_rcm_patch.video.generation import encode
-
-    conditioning, clean = encode(pipe, Source(PROMPTS[0]), settings), torch.zeros(1, 4, 2, 4, 4)
-
-    def ratio(**options: object) -> float:
-        config = PatchConfig(residual="model", **options)
-        return measure_network(pipe, conditioning, clean, settings, config).ratio
-
-    exact, fixed = ratio(attention="exact", guard=False), ratio(precision="fixed")
-    assert exact < fixed == ratio(fidelity=1e6)
-    assert ratio(fidelity=1.0) == exact
-
-
-def test_a_calibration_of_the_pipeline_serves_a_comparison(pipe, settings, tmp_path: Path) -> None:
-    with patched(pipe, fidelity=1.0, residual="model") as report:
-        generate(pipe, PROMPTS[0], settings=settings)
-        report.save_calibration(tmp_path / "kept.json")
-    config = PatchConfig(calibration=tmp_path / "kept.json")
-    found = compare(pipe, PROMPTS[0], out=tmp_path / "out", settings=settings, config=config)
-    assert found.network is not None and "as calibrated" in found.patch_report
-
-
-def test_a_comparison_belongs_to_both_experts_their_adapters_and_a_calibration(
-    settings, tmp_path: Path
-) -> None:
-    pipe, kept = micro_pipe(experts=True), tmp_path / "kept.json"
-    kept.write_text("one", encoding="utf-8")
-    config = PatchConfig(calibration=kept)
+def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> None:
+    pipe, config = micro_pipe(experts=True), PatchConfig()
     found = [comparison.identify(pipe, settings, config)]
     assert comparison.identify(pipe, settings, config) == found[0]
-
-    def is_another() -> None:
+    second = pipe.transformer_2
+    for change in (
+        lambda: second.blocks[1].ffn.net[2].weight.data.mul_(1.1),
+        lambda: pipe.transformer.blocks[0].attn1.to_v.weight.data.mul_(1.1),
+        lambda: second.add_adapter(LoraConfig(r=2, target_modules=["to_q"])),
+        lambda: second.set_adapters(["default"], [0.5]),
+        second.disable_adapters,
+    ):
+        change()
         found.append(comparison.identify(pipe, settings, config))
         assert all(found[-1] != one for one in found[:-1])
 
-    kept.write_text("two", encoding="utf-8")
-    is_another()
-    pipe.transformer_2.blocks[1].ffn.net[2].weight.data.mul_(1.1)
-    is_another()
-    pipe.transformer.blocks[0].attn1.to_v.weight.data.mul_(1.1)
-    is_another()
-    pipe.transformer_2.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
-    is_another()
-    pipe.transformer_2.set_adapters(["default"], [0.5])
-    is_another()
-    pipe.transformer_2.disable_adapters()
-    is_another()
+
+def test_a_comparison_belongs_to_the_code_that_makes_videos(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(
+        Path(environment.__file__).parents[1], package, ignore=shutil.ignore_patterns("weights")
+    )
+    monkeypatch.setattr(environment, "__file__", str(package / "video" / "environment.py"))
+    before = environment.code_digest()
+    (package / "video" / "report.py").write_text("another page")
+    assert environment.code_digest() == before
+    found = {before}
+    for count, name in enumerate(("boundary.py", "video/families/wan.py", "ops/norm.py"), 2):
+        (package / name).write_text("another video")
+        found.add(environment.code_digest())
+        assert len(found) == count
+
+
+@pytest.mark.parametrize(("attention", "word"), [("int8", "unchanged"), ("int4", "changed")])
+def test_the_verdict_has_power(attention: str, word: str, tmp_path: Path) -> None:
+    """int4 attention must come out as changed, or the verdict proves nothing about int8."""
+    found = compare(
+        load_pipeline("tiny", device="cpu"),
+        DEMO_PROMPTS[0],
+        out=tmp_path,
+        config=PatchConfig(attention=attention, guard=False),
+        network_number=False,
+    )
+    assert found.verdict == word
+    assert all("PSNR" in reason or "frame" in reason for reason in found.judgement.reasons)
+
+
+def test_both_experts_are_compared(settings, tmp_path: Path) -> None:
+    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
+    found = compare(
+        pipe, RED, out=tmp_path / "out", settings=settings, steps=3, network_number=False
+    )
+    guarded = {record["path"].split(".")[0] for record in found.patch["guard"]}
+    assert guarded == {"transformer", "transformer_2"}
+
+
+def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:
+    settings = Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)
+    found = compare(pipe, RED, out=tmp_path, settings=settings, network_number=False)
+    assert found.network is None and "not measured, as you asked" in str(found)
+    assert len(found.results[0].patched.steps) == 3
+    assert "not measured" in found.report.read_text()
+    # A number that was left out can be had afterwards, and left out again.
+    for wanted in (True, False):
+        again = compare(pipe, RED, out=tmp_path, settings=settings, network_number=wanted)
+        assert (again.network is not None) == wanted
+
+
+def test_a_number_that_cannot_be_measured_is_not_unchanged(
+    pipe, tmp_path: Path, monkeypatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "measure_network", full)
+        found = compare(pipe, RED, out=tmp_path, settings=ONE_STEP)
+    assert found.verdict == "undecided" and "does not fit" in str(found)
+    monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
+    found = compare(pipe, RED, out=tmp_path, settings=ONE_STEP)
+    assert found.verdict == "undecided"
+    words = "not measured: the network number (an offloaded transformer)"
+    assert words in str(found) and words in found.report.read_text()
+    with pytest.raises(SamplingError, match="Leave out --network-number"):
+        compare(pipe, RED, out=tmp_path / "new", settings=ONE_STEP, network_number=True)
+    assert not list(tmp_path.glob("new/latents/*"))
 
 
 def test_highest_precision_restores_flags_after_an_exception() -> None:
@@ -321,108 +422,8 @@ def test_highest_precision_restores_flags_after_an_exception() -> None:
         matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize(("attention", "word"), [("int8", "unchanged"), ("int4", "changed")])
-def test_int4_is_changed_where_int8_is_not(
-    pipe, tmp_path: Path, attention: str, word: str
-) -> None:
-    settings = Settings(**(SMALL | {"height": 64, "width": 64, "num_frames": 9}))
-    config = PatchConfig(attention=attention, guard=False)
-    found = compare(
-        pipe, PROMPTS, out=tmp_path, settings=settings, config=config, network_number=False
-    )
-    assert found.verdict == word
-    assert all("PSNR" in reason or "frame" in reason for reason in found.judgement.reasons)
-
-
-@pytest.mark.parametrize("attention", ["int8", "int4"])
-def test_the_verdict_has_power(attention: str, tmp_path: Path) -> None:
-    """int4 attention must come out as changed, or the verdict proves nothing about int8."""
-    from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-
-    found = compare(
-        load_pipeline("tiny", device="cpu"),
-        DEMO_PROMPTS[:2],
-        out=tmp_path,
-        config=PatchConfig(attention=attention, guard=False),
-        network_number=False,
-    )
-    assert found.verdict == ("unchanged" if attention == "int8" else "changed")
-
-
-def test_names_do_not_collide() -> None:
-    assert Store.key("a b", 0) != Store.key("a b", 1)
-    assert Store.key("a b", 0) != Store.key("a-b", 0)
-    assert Store.key("☃", 0).startswith("prompt-")
-    assert len(Store.key("word " * 400, 0)) < 60
-
-
-def count_generations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    original = comparison.sample_latents
-
-    def counted(*args: object, **kwargs: object):
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(comparison, "sample_latents", counted)
-    return calls
-
-
-def test_both_experts_are_compared(settings, tmp_path: Path) -> None:
-    folder = save(micro_pipe(experts=True), tmp_path / "model")
-    pipe = load_pipeline(folder, device="cpu")
-    steps = Settings.for_model(None, **(settings.as_dict() | {"steps": 3}))
-    found = compare(pipe, PROMPTS[0], out=tmp_path / "out", settings=steps)
-    metrics = json.loads(found.metrics.read_text())
-    guarded = {record["path"].split(".")[0] for record in metrics["patch"]["guard"]}
-    assert guarded == {"transformer", "transformer_2"}
-
-
-def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:
-    settings = Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)
-    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, network_number=False)
-    assert found.network is None
-    assert len(found.results[0].patched.steps) == 3
-    assert "not measured" in found.report.read_text()
-
-
-def test_what_cannot_be_measured_is_told_at_once(pipe, settings, tmp_path, monkeypatch) -> None:
-    calls = count_generations(monkeypatch)
-    monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
-    with pytest.raises(SamplingError, match="Leave out --network-number"):
-        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, network_number=True)
-    assert calls == []
-
-
-def test_a_number_that_is_missing_is_not_unchanged(pipe, settings, tmp_path, monkeypatch) -> None:
-    """By default it is measured whatever the size; what cannot be measured is told."""
-    found = compare(pipe, PROMPTS[0], out=tmp_path / "large", settings=settings)
-    assert found.network is not None and "not measured" not in str(found)
-    monkeypatch.setattr(
-        comparison, "why_no_network", lambda pipe, wanted: "an offloaded transformer"
-    )
-    found = compare(pipe, PROMPTS[0], out=tmp_path / "offloaded", settings=settings)
-    assert found.verdict == "undecided"
-    assert "not measured: the network number (an offloaded transformer)" in str(found)
-    assert (
-        "not measured: the network number (an offloaded transformer)" in found.report.read_text()
-    )
-
-
-def test_memory_that_runs_out_is_told(pipe, settings, tmp_path, monkeypatch) -> None:
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(comparison, "measure_network", full)
-    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
-    assert found.verdict == "undecided" and "does not fit" in str(found)
-
-
-def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
-    import copy
-
-    from turbo_rcm_patch.video.measures import upcast
-
+@pytest.mark.parametrize("stopped", [False, True])
+def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, stopped: bool) -> None:
     network = pipe.transformer
     given = {
         "hidden_states": torch.randn(1, 4, 2, 4, 4),
@@ -432,41 +433,31 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
     }
     before = {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()}
     hooks = [len(module._forward_hooks) for module in network.modules()]
-    wide = 0
+    wide = []
 
     def count(block: torch.nn.Module, *args: object) -> None:
-        nonlocal wide
-        wide = max(
-            wide,
-            sum(all(p.dtype == torch.float32 for p in b.parameters()) for b in network.blocks),
-        )
+        blocks = [all(p.dtype == torch.float32 for p in b.parameters()) for b in network.blocks]
+        wide.append(sum(blocks))
+        if stopped:
+            raise RuntimeError("stopped")
 
-    with torch.no_grad():
-        expected = copy.deepcopy(network).float()(**given)[0]
-        with upcast(network):
-            handles = [b.register_forward_pre_hook(count) for b in network.blocks]
+    expected = copy.deepcopy(network).float()
+    raises = pytest.raises(RuntimeError, match="stopped") if stopped else nullcontext()
+    with torch.no_grad(), raises, upcast(network):
+        handles = [block.register_forward_pre_hook(count) for block in network.blocks]
+        try:
             found = network(**given)[0]
+        finally:
             for handle in handles:
                 handle.remove()
-        with pytest.raises(RuntimeError, match="stopped"), upcast(network):
-            monkeypatch.setattr(type(network.blocks[1].ffn), "forward", _stop)
-            network(**given)
-    # One row times a matrix rounds by where the matrix lies in memory.
-    assert relative_l2(found, expected) < 1e-6 and found.dtype == torch.float32
-    assert wide == 1
+        # One row times a matrix rounds by where the matrix lies in memory.
+        assert relative_l2(found, expected(**given)[0]) < 1e-6 and found.dtype == torch.float32
+    assert set(wide) == {1}
     assert {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()} == before
     assert [len(module._forward_hooks) for module in network.modules()] == hooks
 
 
-def _stop(*args: object) -> None:
-    raise RuntimeError("stopped")
-
-
-def test_two_processes_in_one_folder_know_each_other_s_files(tmp_path: Path) -> None:
-    one, other = (Store(tmp_path, {"model": "x"}, fresh=False) for _ in range(2))
-    one.write_json("runs/baseline.json", {"from": "one"})
-    other.write_json("runs/baseline.json", {"from": "other"})
-    assert one.read_json("runs/baseline.json") == {"from": "other"}
-    (tmp_path / "runs/patched.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(OutputExistsError):
-        other.write_json("runs/patched.json", {})
+def test_names_do_not_collide() -> None:
+    assert len({Store.key(*one) for one in (("a b", 0), ("a b", 1), ("a-b", 0))}) == 3
+    assert Store.key("☃", 0).startswith("prompt-")
+    assert len(Store.key("word " * 400, 0)) < 60 and len(Store.key("猫", 0)) > 16

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from tests.video.test_cli import SMALL
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import ConfigError, ContextParallelError, SamplingError
-from turbo_rcm_patch.exit_codes import run_command
-from turbo_rcm_patch.output import atomic, check_writable
-from turbo_rcm_patch.video import commands, generation
-from turbo_rcm_patch.video.many import Processes, Ranks
-from turbo_rcm_patch.video.source import Source
+from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.options import Generate
+from turbo_rcm_patch.video import commands, generation, store
+from turbo_rcm_patch.video.commands import Line, lines_of
 from turbo_rcm_patch.video.video import read_frames
-
-SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
 
 
 @pytest.fixture
@@ -35,46 +30,56 @@ def command(micro_folder: Path) -> list[str]:
     return ["generate", *model, "--no-patch"]
 
 
-def size_of(video: Path) -> tuple[int, int]:
-    """Width and height."""
-    return read_frames(video)[0].size
-
-
-def test_the_video_has_the_size_that_was_asked_for(command: list[str], tmp_path: Path) -> None:
-    assert main([*command, "--prompt", "a circle", "--out", str(tmp_path / "v.mp4")]) == 0
-    assert size_of(tmp_path / "v.mp4") == (32, 32)
-
-
-def test_a_note_never_stands_beside_another_video(
+def test_one_prompt_makes_a_file_and_many_a_folder(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same file is written for another prompt, without --resume, in between."""
-    video, note = tmp_path / "v.mp4", tmp_path / "v.json"
-    red, blue = (["--prompt", f"a {one} circle", "--out", str(video)] for one in ("red", "blue"))
-    assert main([*command, *red, "--resume"]) == 0
-    first = video.read_bytes()
-    assert json.loads(note.read_text())["prompt"] == "a red circle"
-    assert main([*command, *blue]) == 0
-    assert json.loads(note.read_text())["prompt"] == "a blue circle"
-    assert video.read_bytes() != first
-    capsys.readouterr()
-    assert main([*command, *red, "--resume"]) == 0
-    assert "was there" not in capsys.readouterr().out
-    assert video.read_bytes() == first
+    one, many = tmp_path / "one.mp4", tmp_path / "many"
+    assert main([*command, "--prompt", "a red circle", "--out", str(one)]) == 0
+    assert read_frames(one)[0].size == (32, 32), "the size that was asked for"
+    note = json.loads(one.with_suffix(".json").read_text())
+    assert (note["prompt"], note["seed"], note["patch"]) == ("a red circle", 0, None)
+    listing = tmp_path / "prompts.txt"
+    listing.write_text("a red circle\n\n  a blue square  \n")
+    assert main([*command, "--prompts", str(listing), "--out", str(many)]) == 0
+    assert len(list(many.glob("*.mp4"))) == len(list(many.glob("*.json"))) == 2
+    assert main([*command, "--prompts", str(listing), "--out", str(one)]) == 2
+    assert "a folder, because there are 2 prompts" in capsys.readouterr().err
+
+
+def test_resume_keeps_a_video_that_was_made_from_the_same(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is finished when the file and its note are there; another note means another video."""
+    video = tmp_path / "v.mp4"
+    given = [*command, "--out", str(video), "--resume", "--prompt"]
+
+    def was_there(*more: str) -> bool:
+        assert main([*given, *more]) == 0
+        return "was there" in capsys.readouterr().out
+
+    assert not was_there("a circle") and was_there("a circle")
+    assert not was_there("a circle", "--seed", "1") and was_there("a circle", "--seed", "1")
+    assert not was_there("a circle", "--linear", "int8-only"), "other weights, patched or not"
+    video.with_suffix(".json").write_text("{")
+    assert main([*given, "a circle"]) == 2, "another file has the name of the note"
+    video.with_suffix(".json").unlink()
+    assert not was_there("a circle")
+    video.unlink()
+    assert not was_there("a circle")
 
 
 def test_a_failure_between_a_video_and_its_note_leaves_no_note(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     video = tmp_path / "v.mp4"
-    given = [*command, "--prompt", "a circle", "--out", str(video), "--resume"]
+    given = [*command, "--prompt", "a circle", "--out", str(video)]
     assert main(given) == 0
 
-    def full(*args: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commands, "note_made", full)
-    assert main([*given, "--seed", "1"]) != 0
+    monkeypatch.setattr(store, "note_made", full)
+    assert main([*given, "--seed", "1"]) == 2
     assert video.exists() and not video.with_suffix(".json").exists()
 
 
@@ -85,27 +90,10 @@ def test_a_file_that_is_no_note_is_not_replaced(
     note = tmp_path / "results.json"
     note.write_text('{"mine": 1}')
     given = [*command, "--prompt", "a circle", "--out", str(tmp_path / "results.mp4")]
-    assert main([*given, "--resume"]) == 2
-    assert note.name in capsys.readouterr().err
-    assert main(given) == 0
+    assert main(given) == 2
+    assert "results.json, which would say" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [note.name]
     assert note.read_text() == '{"mine": 1}'
-
-
-def test_int8_weights_are_part_of_what_a_video_is_made_from(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing is patched."""
-    seen = []
-    monkeypatch.setattr(commands, "_load", lambda *args: None)
-    monkeypatch.setattr(commands, "_settings", lambda *args: generation.Settings())
-    monkeypatch.setattr(commands, "_say_dense", lambda pipe: None)
-    monkeypatch.setattr(
-        commands, "_write_videos", lambda *args, **more: seen.append(json.dumps(args[3]))
-    )
-    for linear in ("int8-only", "as-is"):
-        given = ["--prompt", "a circle", "--out", str(tmp_path), "--linear", linear]
-        assert main([*command, *given]) == 0
-    assert len(set(seen)) == 2
 
 
 @pytest.mark.parametrize("where", ["latents", "frames"])
@@ -124,43 +112,23 @@ def test_a_video_that_is_not_finite_is_told(
     assert not any(tmp_path.iterdir())
 
 
-def test_one_of_two_processes_goes_on_where_its_only_prompt_fails(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """Each has one prompt. torchrun ends them all where one leaves with an error at once."""
-    waited = []
-    monkeypatch.setattr(commands, "_processes", lambda _: Processes(Ranks(1, 2, 1)))
-    monkeypatch.setattr(Processes, "wait", lambda self: waited.append(True))
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *a, **k: None)
-    monkeypatch.setattr("torch.distributed.new_group", lambda *a, **k: None)
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda *a, **k: None)
-
-    def fails(*args: Any, **more: Any) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(generation, "generate", fails)
-    given = ["--prompt", "a circle", "--prompt", "a square", "--out", str(tmp_path)]
-    assert main([*command, *given]) == 2
-    assert waited, "it left without the others"
-    assert "failed: 'a square' (seed 1): no memory" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (["--seed", str(2**64)], "seed"),
         (["--seed", str(2**64 - 1), "--prompt", "a square"], "seed"),
         (["--guidance-scale-2", "3", "--sampler", "scheduler"], "no second expert"),
+        (["--out", "circle.avi"], "a file that ends in one of"),
     ],
-    ids=["seed", "the second prompt's seed", "a scale for an expert that is not there"],
+    ids=["seed", "the second prompt's seed", "a scale for an expert that is not there", "avi"],
 )
 def test_what_cannot_be_is_told(
-    given: list[str], words: str, command: list[str], tmp_path: Path, capsys
+    given: list[str], words: str, command: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    out = str(tmp_path / "out")
-    assert main([*command, "--prompt", "a circle", *given, "--out", out]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--prompt", "a circle", *given]) == 2
     error = capsys.readouterr().err
-    assert words in error and "unexpected" not in error
+    assert words in error and "Traceback" not in error and not any(tmp_path.iterdir())
 
 
 def test_a_folder_may_have_a_dot_in_its_name(command: list[str], tmp_path: Path) -> None:
@@ -170,118 +138,67 @@ def test_a_folder_may_have_a_dot_in_its_name(command: list[str], tmp_path: Path)
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1
 
 
-def test_an_address_that_is_missing_is_told(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert main([*command, "--prompt", "a circle", "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "MASTER_ADDR" in error and "torchrun" in error
-
-
 def test_an_ffmpeg_that_cannot_run_is_told(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path))  # a folder
     assert main([*command, "--prompt", "a circle", "--out", str(tmp_path / "v.mp4")]) == 2
     assert "IMAGEIO_FFMPEG_EXE" in capsys.readouterr().err
 
 
-def test_a_failure_in_a_group_that_splits_videos_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Going on, it would exchange the next video's tokens for those of this one."""
-
-    def fails(*args: Any, **more: Any) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(generation, "generate", fails)
-    work = [commands._Work(Source(p), 0, tmp_path / f"{p}.mp4", noted=True) for p in ("a", "b")]
-    group = SimpleNamespace(split="Ulysses 2", leads=False, from_leader=lambda make: make())
-    settings, progress = generation.Settings(steps=1), lambda *_: None
-    with pytest.raises(RuntimeError, match="no memory"):
-        commands._write_videos(
-            None, work, settings, {}, progress, group, resume=False, several=True
-        )
-    group.split = ""
-    with pytest.raises(SamplingError, match="2 of 2 prompts failed"):
-        commands._write_videos(
-            None, work, settings, {}, progress, group, resume=False, several=True
-        )
-
-
 def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
-    """What Unicode takes for the end of a line may be part of a prompt."""
+    """What Unicode takes for the end of a line may be part of a prompt, and a byte order mark is
+    none."""
     listing = tmp_path / "prompts.txt"
-    listing.write_bytes("a cat\u2028sits\r\n\n  a dog \tdog.png\n".encode())
-    given = argparse.Namespace(prompt=["first"], prompts=listing)
-    expected = [("first", None), ("a cat\u2028sits", None), ("a dog", tmp_path / "dog.png")]
-    assert commands._lines(given) == expected
-    listing.write_text("a cat\n\tcat.png\n")
-    with pytest.raises(SamplingError, match=r"line 2.*a prompt before the tab"):
-        commands._lines(given)
-    for text in ("", "\n \n"):
-        listing.write_text(text)
-        with pytest.raises(ConfigError, match=r"prompts\.txt; .* got no line with text"):
-            commands._lines(argparse.Namespace(prompt=[], prompts=listing))
-    with pytest.raises(ConfigError, match="an empty one"):
-        commands._lines(argparse.Namespace(prompt=[" "], prompts=None))
-    with pytest.raises(ConfigError, match="a text in UTF-8"):
-        commands._lines(argparse.Namespace(prompt=["a \udcff"], prompts=None))
+    (tmp_path / "dog.png").write_bytes(b"")
+    listing.write_text("a cat\u2028sits\r\n\n  a dog \tdog.png\n", "utf-8-sig", newline="")
+    assert lines_of(Generate(prompt=("first",), prompts=listing, seed=7)) == [
+        Line("first", 7), Line("a cat\u2028sits", 8), Line("a dog", 9, tmp_path / "dog.png"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("given", "device"),
-    [(None, "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")],
+    ("text", "error", "told"),
+    [
+        (b"a cat\n\tcat.png\n", SamplingError, r"line 2.*a prompt before the tab"),
+        (b"a cat\tcat.png\n", SamplingError, r"line 1.*no such file"),
+        (b"", ConfigError, r"prompts\.txt; .* got no line with text"),
+        (b"\n \n", ConfigError, r"got no line with text"),
+        ("un café".encode("latin-1"), SamplingError, "a text in UTF-8; got byte 0xe9.*iconv"),
+    ],
 )
-def test_each_process_has_the_gpu_of_its_number(
-    given: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+def test_a_list_that_cannot_be_read_is_told(
+    text: bytes, error: type[Exception], told: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert Ranks(3, 4, 1).device(given) == device
-    assert Ranks().device(given) == given
-    with pytest.raises(ConfigError, match="at most 2, one for each GPU"):
-        Ranks(3, 4, 2).device("cuda")
+    listing = tmp_path / "prompts.txt"
+    listing.write_bytes(text)
+    with pytest.raises(error, match=told):
+        lines_of(Generate(prompts=listing))
 
 
-def test_without_gpus_no_video_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    processes = Processes(Ranks(0, 2, 0), ulysses=2)
-    split = processes.splitting(SimpleNamespace(transformer=None))
-    with pytest.raises(ContextParallelError, match="expected GPUs"), split:
-        pass
+@pytest.mark.parametrize(("prompt", "told"), [(" ", "an empty one"), ("a \udcff", "in UTF-8")])
+def test_a_prompt_that_is_no_text_is_told(prompt: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        lines_of(Generate(prompt=(prompt,)))
 
 
-def test_an_end_by_the_system_cleans_up_and_says_what_is_kept(tmp_path: Path, capsys) -> None:
-    """As torchrun and batch systems end a process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run() -> int:
-        with atomic(tmp_path / "v.mp4") as partial:
-            partial.write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(30)
-        return 0
-
-    with pytest.raises(SystemExit) as stopped:
-        run_command(run, interrupted="Videos are kept.")
-    assert stopped.value.code == 143 and not any(tmp_path.iterdir())
-    assert capsys.readouterr().err == "\nVideos are kept.\n"
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")]
-)
-def test_too_little_memory_is_not_unexpected(error: Exception, capsys) -> None:
-    def run() -> int:
-        raise error
-
-    assert run_command(run, interrupted="") == 2
-    assert "--offload" in capsys.readouterr().err
+def test_100_000_prompts_start_at_once(
+    micro_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an image for each, and one for all, which are opened when a video is made."""
+    listing, opened = tmp_path / "prompts.txt", []
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (32, 32)).save(tmp_path / name)
+    listing.write_text("".join(f"prompt {i}\ta.png\n" for i in range(100_000)))
+    real = Image.open
+    monkeypatch.setattr(Image, "open", lambda *given: opened.append(given[0]) or real(*given))
+    given = Generate(prompts=listing, last_image=tmp_path / "b.png", model="hub/id")
+    start = time.process_time()
+    lines = lines_of(given)
+    commands.common_source(given, lines)
+    assert len(lines) == 100_000 and time.process_time() - start < 4
+    assert sorted(set(map(str, opened))) == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    assert len(opened) <= 3
 
 
 def test_what_is_printed_goes_where_stdout_does() -> None:
@@ -303,57 +220,29 @@ def test_what_is_printed_goes_where_stdout_does() -> None:
     assert done.stdout == b"made.mp4\n"
 
 
-def test_a_place_that_another_process_tries_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(
+    command: list[str], tmp_path: Path
 ) -> None:
-    """It makes the folder in between, or removes it again."""
-    target = tmp_path / "new" / "inner" / "v.mp4"
-    make, turns = Path.mkdir, iter(["made", "removed"])
-
-    def meanwhile(path: Path, *args: Any, **more: Any) -> None:
-        turn = next(turns, "")
-        if turn == "made":
-            make(path)
-        make(path, *args, **more)
-        if turn == "removed":
-            path.rmdir()
-
-    monkeypatch.setattr(Path, "mkdir", meanwhile)
-    check_writable(target)
-    assert next(turns, "none left") == "none left"
-
-
-@pytest.mark.parametrize(("ulysses", "waits"), [(1, True), (2, False)], ids=["alone", "split"])
-def test_who_waits_for_the_others_after_an_error(
-    ulysses: int, waits: bool, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a group that splits videos the others wait for this process, and so for ever."""
-    waited = []
-    monkeypatch.setattr(
-        commands, "_processes", lambda _: Processes(Ranks(1, 2, 1), ulysses=ulysses)
+    """A process that is at work holds a lock on its unfinished file."""
+    code = (
+        "import sys, time; from pathlib import Path; from turbo_rcm_patch.output import atomic\n"
+        "with atomic(Path(sys.argv[1])) as partial:\n"
+        "    partial.write_bytes(b'half'); print(partial, flush=True)\n"
+        "    time.sleep(60)\n"
     )
-    monkeypatch.setattr(Processes, "wait", lambda self: waited.append(True))
-    for name in ("init_process_group", "new_group", "destroy_process_group"):
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda *a, **k: None)
 
-    def fails(*args: Any) -> None:
-        raise SamplingError("a bad prompt")
+    def started() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(tmp_path / "v.mp4")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
 
-    monkeypatch.setattr(commands, "_write_share", fails)
-    assert main([*command, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path)]) == 2
-    assert bool(waited) == waits
-
-
-def test_a_handler_of_somebody_else_s_stays() -> None:
-    """As that of a program that calls `main`, or of a library in C, which Python calls None."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        assert (
-            run_command(
-                lambda: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN), interrupted=""
-            )
-            == 0
-        )
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with started() as killed, started() as at_work:
+        killed.kill()
+        killed.wait()
+        (tmp_path / ".mine").write_text("mine")
+        assert len(list(tmp_path.glob(".turbo_rcm_patch-partial-*"))) == 2
+        assert main([*command, "--prompt", "a", "--out", str(tmp_path / "v.mp4"), "--resume"]) == 0
+        left = sorted(path.suffix for path in tmp_path.iterdir())
+        at_work.kill()
+    assert left == ["", ".json", ".mp4", ".mp4"]

@@ -29,7 +29,7 @@ from tests.video.micro import (
     micro_token_time_pipe,
     save,
 )
-from turbo_rcm_patch import PatchConfig, RCMScheduler, patch_model, patched, unpatch_model
+from turbo_rcm_patch import RCMScheduler, patch_model, unpatch_model
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.rcm_times import noise_stream
 
@@ -107,8 +107,8 @@ def times_by_hand(steps: int, sigma_max: float) -> list[float]:
 @pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize(
     ("steps", "sampler", "sigma_max"),
-    [(1, "sde", 80.0), (2, "ode", 200.0), (3, "sde", 200.0), (4, "ode", 80.0), (4, "sde", 80.0)],
-    ids=["1-sde", "2-ode", "3-sde", "4-ode", "4-sde"],
+    [(3, "sde", 200.0), (4, "ode", 80.0)],
+    ids=["3-sde", "4-ode"],
 )
 def test_a_pipeline_runs_the_published_loop(
     name: str, steps: int, sampler: str, sigma_max: float
@@ -193,43 +193,11 @@ def test_patched_is_near_and_unpatched_is_as_before(name: str) -> None:
     unpatch_model(pipe)
     assert torch.equal(generate(pipe, latents=noise).latents, before)
 
-    # The guard looked at the first and the last step of each expert, at every pair; in between it
-    # takes a pair in turn.
-    fused = [pair for pair in report.pairs if pair.fused]
-    whole = [record for record in report.guard if record.when != "middle"]
-    looked = {(record.path.split(".")[0], record.step, record.when) for record in whole}
-    if len(experts) == 2:
-        assert looked == {
-            ("transformer", 0, "first"),
-            ("transformer", 1, "last"),
-            ("transformer_2", 2, "first"),
-            ("transformer_2", 3, "last"),
-        }
-    else:
-        assert looked == {("transformer", 0, "first"), ("transformer", 3, "last")}
-    assert len(whole) == 2 * len(fused)
+    # The guard looked at the first forward of each expert, and at the pipeline's last step.
+    looked = {(r.path.split(".")[0], r.step, r.when) for r in report.guard if r.when != "sampled"}
+    started = {(one, 2 * i, "first") for i, one in enumerate(experts)}
+    assert looked == started | {(experts[-1], 3, "last")}
     assert {record.verdict for record in report.guard} == {"kept"}
-
-
-def test_an_expert_with_a_single_step_is_checked_once() -> None:
-    pipe = pipe_of("i2v-two-experts")
-    rcm(pipe)
-    with patched(pipe) as report:
-        generate(pipe, 3)
-        looked = [(r.path.split(".")[0], r.step, r.when) for r in report.guard]
-    assert set(looked) == {
-        ("transformer", 0, "first"),
-        ("transformer", 1, "last"),
-        ("transformer_2", 2, "first"),
-    }
-
-
-def test_guidance_and_decoding_work_as_with_any_scheduler() -> None:
-    pipe = pipe_of("i2v-two-experts")
-    rcm(pipe)
-    with patched(pipe, PatchConfig(guard=False)):
-        frames = generate(pipe, 2, guidance_scale=3.0, output_type="pt").latents
-    assert frames.shape[1] == 5 and torch.isfinite(frames).all()
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +209,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOADERS = {
-    "WanPipeline": "import turbo_rcm_patch; from diffusers import WanPipeline\n"
-    "pipe = WanPipeline.from_pretrained(folder)",
     "DiffusionPipeline": "import turbo_rcm_patch; from diffusers import DiffusionPipeline\n"
     "pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)",
     "load_pipeline": "from turbo_rcm_patch.video import load_pipeline\n"
@@ -255,8 +221,10 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("recorded", ["today", "older"])
+@pytest.mark.parametrize(
+    ("loader", "recorded"),
+    [*((loader, "today") for loader in LOADERS), ("load_pipeline", "older")],
+)
 def test_a_new_process_loads_it(loader: str, recorded: str, saved: Path, tmp_path: Path) -> None:
     """In the process that saved it everything is imported already, which proves nothing."""
     folder = saved
@@ -266,8 +234,6 @@ def test_a_new_process_loads_it(loader: str, recorded: str, saved: Path, tmp_pat
         index["scheduler"] = ["turbo_rcm_patch.video.scheduler", "RCMScheduler"]
         (folder / "model_index.json").write_text(json.dumps(index))
     code = LOADERS[loader]
-    if recorded == "older" and loader != "load_pipeline":
-        code = code.replace("turbo_rcm_patch", "turbo_rcm_patch.video.scheduler", 1)
     run_fresh(
         f"import sys; folder = sys.argv[1]\n{code}\n"
         "assert type(pipe.scheduler).__name__ == 'RCMScheduler'\n"
@@ -287,9 +253,8 @@ def test_its_folder_names_what_a_user_imports(saved: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["t2v-two-experts", "i2v-two-experts"])
-def test_saved_and_loaded_with_its_pipeline(name: str, tmp_path: Path) -> None:
-    pipe = pipe_of(name)
+def test_saved_and_loaded_with_its_pipeline(tmp_path: Path) -> None:
+    pipe = pipe_of("t2v-two-experts")
     rcm(pipe, sigma_max=200.0, timestep_dtype="bfloat16")
     noise = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     before = generate(pipe, latents=noise).latents
@@ -303,6 +268,5 @@ def test_saved_and_loaded_with_its_pipeline(name: str, tmp_path: Path) -> None:
     expected.pop("_use_default_values")  # bookkeeping of diffusers that is not saved
     assert config == expected
     torch.testing.assert_close(generate(again, latents=noise).latents, before, rtol=0, atol=1e-6)
-    if isinstance(pipe, WanPipeline):
-        loaded = load_pipeline(folder, dtype=torch.float32, device="cpu")
-        assert type(loaded.scheduler) is RCMScheduler
+    loaded = load_pipeline(folder, dtype=torch.float32, device="cpu")
+    assert type(loaded.scheduler) is RCMScheduler

@@ -26,7 +26,12 @@ from turbo_rcm_patch.video.video import PANES, pane_size
 
 HOSTILE = "a </script><img src=x onerror=alert(1)> \"'&|`circle` [x](y)"
 PROMPTS = ["a red circle moves left", HOSTILE]
-SETTINGS = Settings(steps=2, **(SMALL | {"height": 64, "width": 96, "num_frames": 9}))
+SETTINGS = Settings(
+    sampler="rcm",
+    steps=2,
+    guidance_scale=1.0,
+    **(SMALL | {"height": 64, "width": 96, "num_frames": 9}),
+)
 COMMAND = "python -m turbo_rcm_patch compare --model /home/me/a model --out '/home/me/my out'"
 
 
@@ -71,28 +76,9 @@ def test_each_plot_says_what_it_shows(found: Comparison) -> None:
     images = Page(found.report.read_text()).all("img")
     texts = [str(image["alt"]) for image in images]
     assert len(set(texts)) == 3 and texts[::2] == texts[1::2], "light and dark show the same"
+    assert all(str(image["src"]).startswith("data:") for image in images)
     for text in set(texts):
         assert re.search(r"patched [\d.]+", text) and re.search(r"control [\d.]+", text)
-
-
-def test_the_legend_is_outside_of_the_axes(found: Comparison, monkeypatch) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    seen = []
-
-    def spy(figure: Figure, *arguments: object, **named: object) -> None:
-        figure.draw_without_rendering()
-        renderer = FigureCanvasAgg(figure).get_renderer()
-        (legend,), (axes,) = figure.legends, figure.axes
-        assert axes.get_legend() is None
-        seen.append(legend.get_window_extent(renderer).overlaps(axes.get_window_extent(renderer)))
-        original(figure, *arguments, **named)
-
-    original = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", spy)
-    write_report(found)
-    assert seen == [False] * 6
 
 
 def test_no_local_path_is_shown(found: Comparison) -> None:
@@ -133,6 +119,16 @@ def test_the_measures_stand_beside_the_controls(found: Comparison) -> None:
     assert f"{lowest:.1f}" in cells and f"{min(one.psnr for one in drift):.1f}" in cells
 
 
+def rewritten(found: Comparison, out: Path, **changes: object) -> tuple[str, str]:
+    """The page and its short form of a comparison with other numbers."""
+    for name in ("prompts", "plots"):
+        (out / name).symlink_to(found.out / name)
+    other = replace(found, out=out, **changes)
+    write_report(other)
+    return other.report.read_text(), other.short_report.read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_what_ffmpeg_lacks_is_said(found: Comparison, tmp_path: Path) -> None:
     results = [
         replace(
@@ -143,13 +139,18 @@ def test_what_ffmpeg_lacks_is_said(found: Comparison, tmp_path: Path) -> None:
         )
         for one in found.results
     ]
-    for name in ("prompts", "plots"):
-        (tmp_path / name).symlink_to(found.out / name)
-    other = replace(found, results=tuple(results), out=tmp_path)
-    write_report(other)
-    for path in (other.report, other.short_report):
-        assert "Not measured: this ffmpeg has no libvmaf" in path.read_text()
-    assert re.search(r"\| VMAF \| – \| – \| – \| – \|", other.short_report.read_text())
+    page, short = rewritten(found, tmp_path, results=tuple(results))
+    for text in (page, short):
+        assert "Not measured: this ffmpeg has no libvmaf" in text
+    assert re.search(r"\| VMAF \| – \| – \| – \| – \|", short)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_page_says_which_backend_was_judged(found: Comparison, tmp_path: Path) -> None:
+    page, short = rewritten(found, tmp_path, attention_backend="sage")
+    assert "attention backend sage" in page and "attention backend sage" in short
+    assert '<th scope="col">sage</th>' in page and "sage, median" in short
+    assert "sage \\u2212 baseline" in page and "Patched" not in page
 
 
 def test_the_short_form_is_markdown_without_surprises(found: Comparison) -> None:
@@ -166,6 +167,7 @@ def test_the_short_form_is_markdown_without_surprises(found: Comparison) -> None
         assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("word", ["similar", "changed", "undecided"])
 def test_other_verdicts_name_what_is_outside(found: Comparison, tmp_path: Path, word: str) -> None:
     control = [one.control for one in found.results]
@@ -175,13 +177,9 @@ def test_other_verdicts_name_what_is_outside(found: Comparison, tmp_path: Path, 
         for one in control
     ]
     missing = ["the network number"] if word == "undecided" else []
-    for name in ("prompts", "plots"):
-        (tmp_path / name).symlink_to(found.out / name)
     judgement = verdict.judge(moved, control, fusion=0.0, missing=missing)
     assert judgement.word == word
-    other = replace(found, judgement=judgement, out=tmp_path)
-    write_report(other)
-    text = other.report.read_text()
+    text, _ = rewritten(found, tmp_path, judgement=judgement)
     assert f'class="verdict {word}"' in text and f"<b>{word.capitalize()}</b>" in text
     said = text[text.index('class="verdict') : text.index('class="cards"')]
     assert ("median PSNR over prompts:" in said) == (word != "undecided")
@@ -440,9 +438,8 @@ def test_without_scripts_the_videos_still_play(found: Comparison, tab: Browser) 
         tab.send("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_what_is_not_a_number_is_not_called_equal(
-    found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_pictures")
+def test_what_is_not_a_number_is_not_called_equal(found: Comparison, tmp_path: Path) -> None:
     """Of the second prompt. The medians of the page are those of the verdict, too."""
     first, second = found.results
     bad = replace(
@@ -455,31 +452,30 @@ def test_what_is_not_a_number_is_not_called_equal(
         [one.patched for one in results], [one.control for one in results],
         network_ratio=math.inf, fusion=1e-7,
     )  # fmt: skip
-    odd = replace(found, results=results, judgement=judged)
-    monkeypatch.setattr(report, "_data_url", lambda *_: "data:")
-    write_report(odd)
-    page, short = odd.report.read_text(), (odd.out / "report.md").read_text()
-    write_report(found)
-    for text in (page, short):
+    texts = rewritten(found, tmp_path, results=results, judgement=judged)
+    for text in texts:
         network = next(x for x in text.split("\n") if "error of the network" in x)
         assert "not a number (inf)" in network and "equal" not in network
         assert "median PSNR over prompts" in text and "not a number (nan)" in text
+    page, short = texts
     assert "Patched: not a number in 9 of 9." in page
-    rows = {row["name"]: row["cells"] for row in map(lambda m: m.row(results), report._MEASURES)}
-    assert rows["flicker"][::2] == ["not a number (nan)"] * 2
-    assert rows["latents, relative L2"][2] == "not a number (inf)"
-    assert report._player(odd, results[1])["patched"] == ["nan"] * 9
-    (network,) = [c for c in judged.checks if c.name.startswith("error of the network")]
-    assert report._scale(network, None, 0.5)["patched"] == 100.0
+    assert re.search(r"\| flicker \| not a number \(nan\) \|", short)
+    assert re.search(r"\| latents, relative L2 \| .* not a number \(inf\) \|", short)
 
 
-def test_equal_videos_are_called_equal(found: Comparison) -> None:
-    check = verdict.Check("median PSNR over prompts", math.inf, 40.0, 30.0, True, " dB")
-    assert report._value(check) == report._db(math.inf) == "equal"
-    assert report._db(41.24) == "41.2 dB" and report._number(math.inf) == "not a number (inf)"
-    assert report._scale(check, 46.0, 3.0)["patched"] == 100.0
-    assert report._span([None, None]) == "equal in every frame"
-    assert report._span([40.0, "nan", None]) == "not a number in 1 of 3, else 40.0 to 40.0 dB"
+@pytest.mark.usefixtures("no_pictures")
+def test_equal_videos_are_called_equal(found: Comparison, tmp_path: Path) -> None:
+    results = [
+        replace(one, patched=replace(one.patched, psnr=math.inf, frame_psnr=(math.inf,) * 9))
+        for one in found.results
+    ]
+    control = [one.control for one in results]
+    judged = verdict.judge([one.patched for one in results], control, fusion=0.0)
+    assert judged.word == "unchanged"
+    page, short = rewritten(found, tmp_path, results=tuple(results), judgement=judged)
+    assert "Patched: equal in every frame." in page
+    assert re.search(r"median PSNR over prompts</th><td>equal</td>", page)
+    assert "| PSNR, dB | equal |" in short and "inf" not in short.partition("<details>")[0]
 
 
 @pytest.mark.parametrize(
@@ -491,5 +487,5 @@ def test_equal_videos_are_called_equal(found: Comparison) -> None:
     ],
 )
 def test_folders_do_not_stand_in_the_command_of_the_page(given: str) -> None:
-    shown = report._shown_command(f"python -m turbo_rcm_patch compare {given} --steps=4")
+    shown = report.shown_command(f"python -m turbo_rcm_patch compare {given} --steps=4")
     assert "ohn" not in shown and "…/" in shown and shown.endswith("--steps=4")

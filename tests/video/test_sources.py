@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,22 @@ from PIL import ExifTags, Image
 
 from tests.video.micro import (
     SMALL,
+    animate,
+    chronoedit,
     micro_image_pipe,
     micro_pipe,
     micro_token_time_pipe,
     micro_video_pipe,
     save,
+    skyreels,
+    vace,
 )
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_cli import QUICK
-from tests.video.test_family_pipelines import animate, chronoedit, skyreels, unipc, vace
-from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
+from turbo_rcm_patch.exit_codes import CHANGED, OK
 from turbo_rcm_patch.video import Source, comparison, generation
-from turbo_rcm_patch.video import source as source_code
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.families import Job, draw, family_of
 from turbo_rcm_patch.video.families.wan import Wan
@@ -38,11 +38,8 @@ from turbo_rcm_patch.video.generation import (
     generate,
     initial_noise,
     recorded_calls,
-    sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.load import load_pipeline
-from turbo_rcm_patch.video.measures import NetworkInput, network_number
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.video import enlarge, read_frames, write_mp4
@@ -64,20 +61,6 @@ def film(frames: int = 9) -> list[Image.Image]:
     return [picture(3 * i) for i in range(frames)]
 
 
-def control() -> Any:
-    """VACE with a scheduler that takes noise as it is."""
-    pipe = vace()
-    pipe.scheduler = unipc()
-    return pipe
-
-
-def animated() -> Any:
-    """Animate with a scheduler that takes noise as it is."""
-    pipe = animate()
-    pipe.scheduler = unipc()
-    return pipe
-
-
 IMAGE = {"image": picture()}
 FACES = {"pose": film(), "face": [picture(5 * i, 16) for i in range(9)]}
 VIDEO = {"video": film()}
@@ -96,14 +79,14 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "wan-two-experts": (lambda: micro_image_pipe(experts=True), IMAGE),
     "wan-token-times": (lambda: micro_token_time_pipe(image=True), IMAGE),
     "wan-video": (micro_video_pipe, VIDEO),
-    "vace": (control, {}),
+    "vace": (vace, {}),
     "vace-video": (
-        control,
+        vace,
         VIDEO | {"mask": [picture(4 * i) for i in range(9)], "reference": [picture(8)] * 2},
     ),
-    "animate-video": (animated, IMAGE | FACES),
+    "animate-video": (animate, IMAGE | FACES),
     "animate-video-replace": (
-        animated,
+        animate,
         IMAGE
         | FACES
         | {"background": film()[::-1], "mask": [picture(4 * i, 32) for i in range(9)]},
@@ -228,25 +211,8 @@ def test_latents_are_those_of_the_pipelines_own_call(name: str, guidance: float)
     assert found.frames.shape == (settings.num_frames, 32, 32, 3)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_picture_matters(name: str) -> None:
-    pipe, given, settings = made(name), CASES[name][1], settings_of(name)
-
-    def latents(**media: Any) -> torch.Tensor:
-        return generate(pipe, Source(PROMPT, **media), settings=settings).latents
-
-    before = latents(**given)
-    for one, value in given.items():
-        other: Any = picture(77)
-        if isinstance(value, dict):
-            other = value | {"id_cond": 1 - value["id_cond"]}
-        elif isinstance(value, list):
-            other = [other, *value[1:]]
-        assert not torch.equal(before, latents(**given | {one: other}))
-
-
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name.startswith(("wan", "vace", "animate"))]
+    "name", ["wan-clip", "wan-two-experts", "wan-video", "vace-video", "animate-video"]
 )
 def test_the_rcm_sampler(name: str) -> None:
     """With two experts, and from a video from its third step on."""
@@ -292,7 +258,7 @@ def test_the_networks_calls_are_the_pipelines(name: str) -> None:
             assert same(call[key], value), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["wan-clip", "vace-video", "animate-video", "cogvideox-image"])
 def test_a_number_of_frames_that_a_vae_cannot_make_is_rounded_once(name: str) -> None:
     """The pipelines round it to another number than the noise that they are given has."""
     pipe = made(name)
@@ -333,7 +299,10 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("name", CASES)
+COMPARED = ("wan-clip", "vace-video", "animate-video", "skyreels", "chronoedit")
+
+
+@pytest.mark.parametrize("name", [*COMPARED, "cogvideox-image", "cogvideox-face"])
 @pytest.mark.supports(CLASSES, "generate, compare")
 @pytest.mark.supports(("ConsisIDTransformer3DModel",), "its pipeline")
 def test_compare_sees_every_picture_once(
@@ -359,33 +328,11 @@ def test_compare_sees_every_picture_once(
     assert found.results[0].patched.psnr > 40, str(found)
     # VACE's video in two parts (black without one), and its references, which are equal.
     # Animate's image, its poses, and what is before the segment.
-    times = {"vace": 1, "vace-video": 3, "skyreels": 0}.get(name, 3 if "animate" in name else 1)
+    times = {"vace-video": 3, "animate-video": 3, "skyreels": 0}.get(name, 1)
     assert sorted(encoded) == ["clip"] * clip + ["vae"] * times
     metrics = json.loads(found.metrics.read_text())
     assert list(metrics["identity"]["inputs"].values()) == [source.digest]
     assert len(metrics["prompts"][0]["patched"]["steps"]) == settings.steps_run
-
-
-def test_a_wrong_condition_would_be_seen_in_the_number() -> None:
-    """The condition is part of the calls: without it the truth is another one."""
-    pipe, settings = made("wan-clip"), settings_of("wan-clip")
-    conditioning = encode(pipe, Source(PROMPT, **IMAGE), settings)
-    clean = sample_latents(pipe, conditioning, seed=0, settings=settings).latents
-    noise = initial_noise(pipe, 0, settings)
-    states = family_of(pipe).noised(pipe, clean, noise)
-    calls = [
-        NetworkInput.of_call(call) for call in recorded_calls(pipe, conditioning, settings, states)
-    ]
-    assert len(calls) == 3 and {"encoder_hidden_states_image"} == calls[0].more.keys()
-    with torch.no_grad():
-        one = calls[0].call(pipe.transformer)
-        calls[0].hidden_states[:, 4:] = 0
-        assert not torch.equal(one, calls[0].call(pipe.transformer))
-        two = calls[1].call(pipe.transformer)
-        calls[1].more["encoder_hidden_states_image"].zero_()
-        assert not torch.equal(two, calls[1].call(pipe.transformer))
-    assert calls[2].upcast().more["encoder_hidden_states_image"].dtype == torch.float32
-    assert network_number(pipe.transformer, calls[2:], PatchConfig()).unpatched > 0
 
 
 def test_another_image_is_refused_and_more_prompts_are_not(
@@ -398,8 +345,6 @@ def test_another_image_is_refused_and_more_prompts_are_not(
         compare(pipe, PROMPT, images=picture(1), **given)
     more = compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert len(more.identity["inputs"]) == len(set(more.identity["inputs"].values())) == 2
-    with pytest.raises(SamplingError, match="same inputs"):
-        compare(pipe, [PROMPT, OTHER], images=picture(), **given)
     calls: list[int] = []
     real = comparison.sample_latents
     monkeypatch.setattr(
@@ -417,12 +362,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "image": save(micro_image_pipe(experts=False), place / "image"),
         "video": save(micro_video_pipe(), place / "video"),
     }
-
-
-def test_an_image_pipeline_loads_in_the_dtypes_of_a_comparison(folders: dict[str, Path]) -> None:
-    pipe = load_pipeline(folders["image"], device="cpu")
-    assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.bfloat16
-    assert pipe.vae.dtype == pipe.image_encoder.dtype == torch.float32
 
 
 def test_the_command_line_takes_images(
@@ -447,67 +386,6 @@ def test_the_command_line_takes_images(
     assert sum(path.stat().st_mtime_ns == time for path, time in before.items()) == 1
 
 
-def before_each_video(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    real = comparison.sample_latents
-
-    def sample(*given: Any, **more: Any) -> Any:
-        act()
-        return real(*given, **more)
-
-    monkeypatch.setattr(comparison, "sample_latents", sample)
-
-
-def test_a_comparison_holds_the_pixels_of_one_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images: list[weakref.ref[Any]] = []
-    seen: list[int] = []
-
-    def read(*given: Any) -> Any:
-        image = read_image(*given)
-        images.append(weakref.ref(image))
-        return image
-
-    monkeypatch.setattr(source_code, "read_image", read)
-    sources = []
-    for i in range(3):
-        picture(i).save(tmp_path / f"{i}.png")
-        sources.append(Source(f"{PROMPT} {i}", image=tmp_path / f"{i}.png"))
-    before_each_video(monkeypatch, lambda: seen.append(sum(one() is not None for one in images)))
-    pipe, settings = made("wan-clip"), settings_of("wan-clip")
-    options: dict[str, Any] = {"settings": settings, "network_number": False}
-    compare(pipe, sources, out=tmp_path / "out", **options)
-    assert len(seen) >= 9 and set(seen) == {1}, seen
-
-
-def test_a_picture_that_changes_during_a_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "one.png"
-    picture(5).save(path)
-    before_each_video(monkeypatch, lambda: picture(6).save(path))
-    source, settings = Source(PROMPT, image=path), settings_of("wan-clip")
-    with pytest.raises(SamplingError, match=r"prompt 1 .*changed during the comparison"):
-        compare(made("wan-clip"), source, out=tmp_path / "out", settings=settings)
-
-
-def test_a_video_that_ffmpeg_does_not_finish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, path = tmp_path / "ffmpeg", tmp_path / "v.mp4"
-    path.touch()
-    frame = r"P6\n2 1\n255\nabcdef"
-    for printed, status in ((f"{frame}{frame}", 0), (f"{frame}P6\\n2 1\\n255\\nabc", 1), ("P", 1)):
-        program.write_text(f"#!/bin/sh\nprintf '{printed}'; echo broken >&2; exit {status}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
-        if status == 0:
-            assert [one.tobytes() for one in read_frames(path)] == [b"abcdef"] * 2
-            continue
-        with pytest.raises(SamplingError, match=r"v\.mp4 cannot be read.*from ffmpeg: broken"):
-            read_frames(path)
-
-
 def test_the_command_line_takes_a_video(folders: dict[str, Path], tmp_path: Path) -> None:
     frames = torch.rand(9, 32, 32, 3, generator=torch.Generator().manual_seed(0))
     write_mp4(enlarge(frames), tmp_path / "given.mp4", 8)
@@ -515,7 +393,7 @@ def test_the_command_line_takes_a_video(folders: dict[str, Path], tmp_path: Path
     command = ["compare", "--model", str(folders["video"]), *QUICK, "--prompt", PROMPT]
     command += ["--no-network-number", "--out", str(tmp_path / "out")]
     command += ["--video", str(tmp_path / "given.mp4"), "--strength", "0.5"]
-    assert main(command) in (OK, SIMILAR, CHANGED)
+    assert main(command) in (OK, CHANGED)
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["identity"]["settings"]["strength"] == 0.5
     assert len(metrics["prompts"][0]["patched"]["steps"]) == 1

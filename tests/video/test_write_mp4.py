@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
+from tests.video.test_lost_data import everything
+from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
+from turbo_rcm_patch.video.video import read_frames, write_mp4
 
-FRAMES = np.zeros((3, 16, 16, 3), dtype=np.uint8)
+FRAMES = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
+
+
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """An ffmpeg that does what `script` says; $FFMPEG is the real one, $OUT the file."""
+    path = tmp_path / "bin" / "ffmpeg"
+    path.parent.mkdir()
+    real = imageio_ffmpeg.get_ffmpeg_exe()
+    out = 'for last; do :; done; OUT="${last#file:}"'
+    path.write_text(f"#!/bin/sh\nFFMPEG={real}\n{out}\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(path))
 
 
 @pytest.mark.parametrize("name", ["a.webm", "a.txt", "turbo-v2.1"])
@@ -21,29 +34,52 @@ def test_an_ending_without_a_place_for_h264_leaves_nothing(name: str, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_a_space_is_no_obstacle(tmp_path: Path) -> None:
-    write_mp4(FRAMES, tmp_path / "a b" / "c d.mp4", fps=16)
-    assert (tmp_path / "a b" / "c d.mp4").stat().st_size > 500
+@pytest.mark.parametrize("name", ["-y.mp4", "concat:a.mov", "%d.mkv", "a b'c.m4v", "a b/c d.mp4"])
+def test_a_name_is_a_name_to_ffmpeg(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mp4(FRAMES, Path(name), fps=16)
+    assert list(everything(tmp_path)) == [name]
+    assert len(read_frames(Path(name))) == len(FRAMES)
 
 
-def test_generate_refuses_such_a_name_before_it_loads(tmp_path: Path, capsys) -> None:
-    out = str(tmp_path / "circle.avi")
-    model = ["--model", str(tmp_path / "none")]
-    assert main(["generate", *model, "--prompt", "a red circle", "--out", out]) == 2
-    assert "a file that ends in one of" in capsys.readouterr().err
+@pytest.mark.parametrize("size", [(64, 64), (33, 47)], ids=["even", "odd"])
+def test_what_is_written_can_be_read(size: tuple[int, int], tmp_path: Path) -> None:
+    grey = np.full((5, *size, 3), 100, np.uint8)
+    write_mp4(grey, tmp_path / "v.mp4", fps=16)
+    frames = [np.asarray(one) for one in read_frames(tmp_path / "v.mp4")]
+    even = tuple(side + side % 2 for side in size)
+    assert len(frames) == 5 and frames[0].shape == (*even, 3)
+    assert abs(frames[4].astype(int) - 100).max() <= 3
 
 
-def test_an_ffmpeg_that_counts_only_decoded_frames_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('"$FFMPEG" "$@"; echo "No space left on device" >&2; exit 228',
+         "exit 228, No space left"),
+        ("cat >/dev/null; exit 0", "expected 9 frames; got 0"),
+        ('"$FFMPEG" "$@" && head -c 2000 "$OUT" >"$OUT.x" && mv "$OUT.x" "$OUT"', "ffmpeg failed"),
+        ('head -c 1000 >/dev/null; kill -9 $$', "signal 9"),
+        ('case "$*" in *rawvideo*) head -c 49152 | "$FFMPEG" "$@"; cat >/dev/null; exit 0 ;; esac'
+         '; exec "$FFMPEG" "$@"', "expected 9 frames; got 4"),
+    ],
+    ids=["full", "nothing", "truncated", "killed", "lost frames"],
+)  # fmt: skip
+def test_a_good_video_is_not_replaced_by_a_broken_one(
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ffmpeg 7.0 does."""
-    program, real = tmp_path / "ffmpeg", find_ffmpeg()
-    program.write_text(
-        '#!/bin/sh\ncase "$*" in\n'
-        f"*'-c copy'*) '{real}' \"$@\" | grep -v ^frame= ;;\n"
-        f"*) exec '{real}' \"$@\" ;;\nesac\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
-    write_mp4(FRAMES, tmp_path / "video.mp4", fps=8)
-    assert (tmp_path / "video.mp4").stat().st_size > 500
+    path = tmp_path / "out" / "v.mp4"
+    write_mp4(FRAMES, path, fps=16)
+    good = path.read_bytes()
+    stub(tmp_path, monkeypatch, script)
+    with pytest.raises(OutputError, match=words) as caught:
+        write_mp4(FRAMES, path, fps=16)
+    assert str(path) in str(caught.value)
+    assert everything(path.parent) == {"v.mp4": good}
+
+
+def test_an_ffmpeg_that_is_not_there_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "/no/such/ffmpeg")
+    with pytest.raises(MissingPackageError, match="IMAGEIO_FFMPEG_EXE"):
+        write_mp4(FRAMES, tmp_path / "v.mp4", fps=16)
+    assert not any(tmp_path.iterdir())

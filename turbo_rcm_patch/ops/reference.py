@@ -11,6 +11,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+# By name: a caller may put `sageattn` in the place of the one in `torch.nn.functional`.
+from torch.nn.functional import scaled_dot_product_attention
+
 from turbo_rcm_patch.skip import Cast
 
 #: Elements of logits that the chunked forms hold at a time.
@@ -178,7 +181,7 @@ def sdpa_attention(
     """
     q, k, v = apart(q), apart(k), apart(v)
     if kv_lengths is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
     mask = key_mask(
         q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
     )
@@ -186,7 +189,7 @@ def sdpa_attention(
     unseen = unseen_keys(k.shape[2], kv_lengths)
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     mask = mask.expand(-1, -1, q.shape[2], -1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
 
 

@@ -1,10 +1,11 @@
-"""The `sageattention` package as a selectable attention, with the precautions its releases
+"""The `sageattention` package as a selectable attention, with the precautions that its releases
 need."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
+from types import FunctionType
 from typing import Final
 
 import torch
@@ -18,9 +19,55 @@ _HEAD_DIMS: Final = (64, 96, 128)
 _MAX_PADDED_SHARE: Final = 1e-3
 
 
+_HOPPER: Final = (9, 0)
+#: The kernel's binding that sageattention calls on Hopper.
+_BINDING: Final = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+
+
+@cache
+def broken_sage() -> str:
+    """Return why the installed sageattention gives wrong results on a GPU here, or "".
+
+    In release 2.2.0 of the package index a fake implementation for torch.compile has the name of
+    the binding for Hopper and replaces it, so the kernel never runs and the output stays
+    uninitialised memory (thu-ml/SageAttention 307, 320). The repaired source has the same version,
+    so the binding itself is examined, as sglang does (pull request 34107).
+    """
+    gpus = range(torch.cuda.device_count())
+    if not any(torch.cuda.get_device_capability(gpu) == _HOPPER for gpu in gpus):
+        return ""
+    try:
+        binding = getattr(import_module("sageattention.sm90_compile"), _BINDING, None)
+    except ImportError:  # Releases without torch.compile call their kernels directly.
+        return ""
+    if not isinstance(binding, FunctionType) or "_qattn_sm90" in binding.__code__.co_names:
+        return ""
+    return (
+        f"sageattention {_release()} never runs its kernel for Hopper (SageAttention issue 320): "
+        "its output is noise"
+    )
+
+
+def refuse_broken_sage() -> None:
+    """Refuse an installed sageattention that gives wrong results on a GPU here.
+
+    Raises:
+        DeviceError: With the remedy.
+    """
+    why = broken_sage()
+    if why:
+        raise DeviceError(
+            'attention="sage"',
+            expected="a sageattention whose kernels run on this GPU",
+            got=why,
+            remedy="Install its repaired source (pip install --no-build-isolation "
+            "git+https://github.com/thu-ml/SageAttention), or use attention='int8'",
+        )
+
+
 @cache
 def _release() -> str:
-    """The version of the package, which is read from the disk."""
+    """Return the version of the package, which is read from the disk."""
     try:
         return metadata.version("sageattention")
     except metadata.PackageNotFoundError as error:
@@ -41,11 +88,11 @@ def sage_attention(
     causal: bool,
     smooth_k: bool,
 ) -> torch.Tensor:
-    """softmax(sm_scale * q k^T) v by `sageattention.sageattn`; tensors [B, H, N, D] in bf16 or
-    fp16 on a CUDA device.
+    """Compute softmax(sm_scale * q k^T) v by `sageattention.sageattn`; tensors [B, H, N, D] in
+    bf16 or fp16 on a CUDA device.
 
     Raises:
-        DeviceError: The tensors are not on a CUDA device.
+        DeviceError: The tensors are not on a CUDA device, or the release is broken there.
         MissingPackageError: sageattention is not installed.
         ShapeError: head_dim is not 64, 96 or 128.
         MaskError: Release 1.x would let too many padded keys into the softmax.
@@ -66,6 +113,7 @@ def sage_attention(
             got=f"{type(error).__name__}: {error}",
             remedy='pip install sageattention, or use attention="int8"',
         ) from error
+    refuse_broken_sage()
     if q.shape[-1] not in _HEAD_DIMS:
         raise ShapeError(
             'head_dim with attention="sage"', expected=f"one of {_HEAD_DIMS}", got=str(q.shape[-1])

@@ -1,4 +1,11 @@
-"""An attention with the interface of `sageattention.sageattn` (2.x), computed by our kernels."""
+"""The functions of the `sageattention` package (2.x), computed by our kernels.
+
+    from turbo_rcm_patch import sageattn
+    F.scaled_dot_product_attention = sageattn        # sageattention's own recipe
+
+`from turbo_rcm_patch.ops import sageattn as sageattention` gives the other names that callers
+import: `sageattn_varlen` and `sageattn_qk_int8_pv_*`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,12 @@ import warnings
 from typing import Final, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.config import Attention
+# By name: a caller may put `sageattn` in the place of the one in `torch.nn.functional`.
+from torch.nn.functional import scaled_dot_product_attention
+
+from turbo_rcm_patch.config import Attention, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
 from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
@@ -17,29 +26,50 @@ from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.ops.reference import aligned, apart, split_heads
 from turbo_rcm_patch.ops.spec import AttentionSpec
 
+__all__ = [
+    "sageattn",
+    "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "sageattn_qk_int8_pv_fp16_cuda",
+    "sageattn_qk_int8_pv_fp16_triton",
+    "sageattn_varlen",
+]
+
+Layout = Literal["HND", "NHD"]
+Result = Tensor | tuple[Tensor, Tensor]
+
 #: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
 MASK_WARNING: Final = (
     "attn_mask: this attention runs exactly, through torch, because no int8 kernel takes a mask"
 )
-_KEYWORDS: Final = (
-    "q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse", "attn_mask", "smooth_k",
-)  # fmt: skip
+#: Keywords that callers of sageattention and of torch's attention pass, and the values that change
+#: nothing here: scales are per block of tokens, sums are fp32, and grouped queries always work.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "dropout_p": (0.0,),
+    "enable_gqa": (False, True),
+    "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32", "fp32+fp16", "fp32+fp32"),
+    "qk_quant_gran": ("per_thread", "per_warp"),
+    "quantization_backend": ("triton", "cuda"),
+    "smooth_v": (False,),
+}
+_KEYWORDS: Final = "tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, scale"
 
 
 def sageattn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tensor_layout: Literal["HND", "NHD"] = "HND",
+    tensor_layout: Layout | None = "HND",
     is_causal: bool = False,
     sm_scale: float | None = None,
     return_lse: bool = False,
     *,
     attn_mask: Tensor | None = None,
     smooth_k: bool = True,
-    **unknown: object,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(sm_scale * q k^T) v, in place of `sageattention.sageattn`.
+    scale: float | None = None,
+    **neutral: object,
+) -> Result:
+    """Compute softmax(sm_scale * q k^T) v, in place of `sageattention.sageattn`.
 
     q and k run in int8 from 4,096 queries and keys on (on a CPU, and with return_lse, from 1,024
     keys on), else exactly. Inputs are never written to. A gradient is refused.
@@ -49,43 +79,234 @@ def sageattn(
         k: "HND": [B, Hk, Nk, D]; "NHD": [B, Nk, Hk, D]. dtype of q. H is a multiple of Hk; each
             head of k and v then serves H / Hk neighbouring heads of q and is copied for them.
         v: As k.
-        tensor_layout: "HND" or "NHD".
-        is_causal: Query i sees keys 0..i. Needs Nq = Nk.
+        tensor_layout: "HND" or "NHD"; None is "HND".
+        is_causal: Query i sees keys 0..i. Needs Nq = Nk. 0 and 1 are taken too.
         sm_scale: Factor on the logits, D ** -0.5 by default.
-        return_lse: Also return the logsumexp of the logits.
+        return_lse: Also return the logsumexp of the logits. The seventh positional argument, as in
+            sageattention 2.x; in 1.x that place was `smooth_k`, which is a keyword here.
         attn_mask: Broadcasts to [B, H, Nq, Nk]; boolean (true where a query sees a key) or added
             to the logits. Computed exactly by torch, with one warning. Not with is_causal or
             return_lse.
         smooth_k: Subtract the mean over tokens from k before quantising. Softmax is the same.
-        **unknown: Refused. sageattention ignores what it does not know, masks among it.
+        scale: torch's name of sm_scale.
+        **neutral: dropout_p=0.0, enable_gqa, pv_accum_dtype, qk_quant_gran, quantization_backend
+            and smooth_v=False are taken and change nothing. Other values and names are refused.
 
     Returns:
-        The attention, shape and dtype of q; with return_lse also the natural logarithm of the sum
-        of exponentials, fp32 [B, H, Nq].
+        The attention, contiguous, shape and dtype of q; with return_lse also the natural logarithm
+        of the sum of exponentials, fp32 [B, H, Nq].
 
     Raises:
-        ConfigError: An unknown keyword or layout.
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `MaskError`).
+        ConfigError: An unknown keyword, or a value that would change the result.
+        OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`).
     """
-    if unknown:
-        raise ConfigError(
-            f"keyword {next(iter(unknown))!r} of sageattn",
-            expected="one of " + ", ".join(_KEYWORDS),
-            got=", ".join(unknown),
-            remedy="Choose kernels and precision with patch_model or ops.attention_skip",
+    if scale is not None:
+        if sm_scale is not None:
+            raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
+        sm_scale = scale
+    return _sage(
+        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
+    )
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: Layout = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **neutral: object,
+) -> Result:
+    """Compute `sageattn` with p and v in fp16. The order of arguments is sageattention's."""
+    neutral["quantization_backend"] = quantization_backend
+    return _sage(
+        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral,
+        pv="fp16",
+    )  # fmt: skip
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: Layout = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    **neutral: object,
+) -> Result:
+    """Compute `sageattn` with p and v in fp16. The order of arguments is sageattention's."""
+    neutral |= {
+        "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
+    }  # fmt: skip
+    return _sage(
+        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral,
+        pv="fp16",
+    )  # fmt: skip
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: Layout = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    **neutral: object,
+) -> Result:
+    """Compute `sageattn`: p and v in fp8 from 4,096 keys on where the device has it, else in bf16.
+    The order of arguments is sageattention's."""
+    neutral |= {
+        "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
+    }  # fmt: skip
+    return _sage(
+        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
+    )
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: Layout = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    **neutral: object,
+) -> Result:
+    """Compute `sageattn_qk_int8_pv_fp8_cuda`, which has `smooth_v` as one more argument."""
+    neutral |= {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype}
+    return _sage(
+        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
+    )
+
+
+def sageattn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    **neutral: object,
+) -> Tensor:
+    """Compute `sageattn` for each of several sequences that are packed into one tensor.
+
+    Args:
+        q: [sum of Nq, H, D].
+        k: [sum of Nk, Hk, D].
+        v: As k.
+        cu_seqlens_q: int32 or int64 [sequences + 1], where each sequence of q begins and the last
+            one ends. Its values are read, which waits for the device.
+        cu_seqlens_k: The same for k and v.
+        max_seqlen_q: Not needed here.
+        max_seqlen_k: Not needed here.
+        is_causal: See `sageattn`.
+        sm_scale: See `sageattn`.
+        smooth_k: See `sageattn`.
+        **neutral: See `sageattn`.
+
+    Returns:
+        [sum of Nq, H, D], dtype of q.
+
+    Raises:
+        ConfigError: See `sageattn`.
+        OpError: See `sageattn`; `ShapeError` where the lengths do not end with the tokens.
+    """
+    bounds = [cu_seqlens_q.tolist(), cu_seqlens_k.tolist()]
+    if len(bounds[0]) != len(bounds[1]) or [b[-1] for b in bounds] != [len(q), len(k)]:
+        raise ShapeError(
+            "cu_seqlens_q and cu_seqlens_k",
+            expected=f"as many sequences of q as of k, up to {len(q)} and {len(k)} tokens",
+            got=f"{bounds[0]} and {bounds[1]}",
         )
-    check_choice("tensor_layout", tensor_layout, ("HND", "NHD"))
+    out = torch.empty_like(q)
+    for i, (q0, k0) in enumerate(zip(bounds[0][:-1], bounds[1][:-1], strict=True)):
+        q1, k1 = bounds[0][i + 1], bounds[1][i + 1]
+        if q1 > q0:
+            one = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
+            made = _sage(*one, "NHD", is_causal, sm_scale, False, None, smooth_k, neutral)
+            out[q0:q1] = made[0]
+    return out
+
+
+def _sage(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None,
+    is_causal: bool,
+    sm_scale: float | None,
+    return_lse: bool,
+    attn_mask: Tensor | None,
+    smooth_k: bool,
+    neutral: dict[str, object],
+    *,
+    pv: PVDType = "auto",
+) -> Result:
+    """Check the arguments of a call in sageattention's form, and compute it."""
+    for name, value in neutral.items():
+        if name not in _NEUTRAL:
+            raise ConfigError(
+                f"keyword {name!r} of sageattn",
+                expected=f"one of {_KEYWORDS}, {', '.join(_NEUTRAL)}",
+                got=f"{name}={value!r}",
+                remedy="Choose kernels and precision with patch_model or ops.attention_skip",
+            )
+        if value not in _NEUTRAL[name]:
+            raise ConfigError(
+                f"{name} of sageattn",
+                expected=" or ".join(map(repr, _NEUTRAL[name])),
+                got=repr(value),
+                remedy="Use torch's scaled_dot_product_attention for this call",
+            )
+    layout = "HND" if layout is None else layout
+    check_choice("tensor_layout", layout, ("HND", "NHD"))
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
+        if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
             raise ConfigError(name, expected="True or False", got=repr(flag))
-    heads_at, tokens_at = (1, 2) if tensor_layout == "HND" else (2, 1)
+    if sm_scale is not None and not is_number(sm_scale):
+        raise ConfigError(
+            "sm_scale",
+            expected="a number or None",
+            got=repr(sm_scale),
+            remedy="Pass the arguments of torch's attention by keyword: their order is another",
+        )
+    heads_at, tokens_at = (1, 2) if layout == "HND" else (2, 1)
     _check(q, k, v, heads_at)
-    batch, heads, n_kv = q.shape[0], q.shape[heads_at], k.shape[tokens_at]
-    if is_causal and q.shape[tokens_at] != n_kv:
+    n_q, n_kv = q.shape[tokens_at], k.shape[tokens_at]
+    if is_causal and n_q != n_kv:
         raise MaskError(
             "is_causal=True",
             expected="as many queries as keys",
-            got=f"{q.shape[tokens_at]} and {n_kv}",
+            got=f"{n_q} and {n_kv}",
             remedy="Pass the mask you mean as attn_mask",
         )
     if attn_mask is not None and (is_causal or return_lse):
@@ -94,47 +315,88 @@ def sageattn(
             expected="neither is_causal nor return_lse beside a mask",
             got=f"is_causal={is_causal}, return_lse={return_lse}",
         )
+    attention: Attention = "auto" if n_kv >= INT8_MIN_KEYS else "exact"
+    if attn_mask is not None and not torch.compiler.is_compiling():
+        warnings.warn(MASK_WARNING, stacklevel=3)  # A compiled graph would break here.
+    out, lse = attention_of_heads(
+        q, k, v, layout, attention=attention, pv=pv, smooth_k=smooth_k, causal=bool(is_causal),
+        sm_scale=sm_scale, mask=attn_mask, want_lse=bool(return_lse),
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    attention: Attention,
+    pv: PVDType = "auto",
+    smooth_k: bool = True,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    mask: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    want_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of tensors whose heads have a dimension, without checking them.
+
+    Contiguous heads are read in place, as samples of one head. A tensor of another layout is read
+    as [B, N, H*D], which is in place for NHD and for its transposed views.
+
+    Args:
+        q: As in `sageattn`.
+        k: As in `sageattn`; fewer heads are copied.
+        v: As k.
+        layout: "HND" or "NHD".
+        attention: See `AttentionSpec`, as pv, smooth_k, causal and sm_scale.
+        pv: See there.
+        smooth_k: See there.
+        causal: See there.
+        sm_scale: See there.
+        mask: As `attn_mask` of `sageattn`: computed by torch.
+        kv_lengths: int32 [B]: how many keys each sample has.
+        want_lse: Return the logsumexp.
+
+    Returns:
+        The attention, contiguous, and its logsumexp fp32 [B, H, Nq] or None.
+    """
+    heads_at = 1 if layout == "HND" else 2
+    batch, heads = q.shape[0], q.shape[heads_at]
     if k.shape[heads_at] != heads:
         groups = heads // k.shape[heads_at]
         k, v = (x.repeat_interleave(groups, dim=heads_at) for x in (k, v))
-
-    # Contiguous heads are read in place as samples of one head. A tensor of another layout is
-    # read as [B, N, H*D], which is in place for NHD and for its transposed views.
-    alone = (
-        tensor_layout == "HND" and attn_mask is None and all(x.is_contiguous() for x in (q, k, v))
-    )
+    alone = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
     if alone:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        if kv_lengths is not None:
+            kv_lengths = kv_lengths.repeat_interleave(heads)
     else:
-        q, k, v = (_rows(x, heads_at) for x in (q, k, v))
-    attention: Attention = "auto" if n_kv >= INT8_MIN_KEYS else "exact"
+        q, k, v = ((x.transpose(1, 2) if layout == "HND" else x).flatten(2) for x in (q, k, v))
     spec = AttentionSpec(
-        heads=1 if alone else heads,
-        attention=attention,
-        smooth_k=smooth_k,
-        causal=is_causal,
+        heads=1 if alone else heads, attention=attention, pv=pv, smooth_k=smooth_k, causal=causal,
         sm_scale=sm_scale,
-    )
+    )  # fmt: skip
     lse = None
-    if attn_mask is not None:
-        if not torch.compiler.is_compiling():  # a warning would break the graph
-            warnings.warn(MASK_WARNING, stacklevel=2)
-        out = _masked(q, k, v, attn_mask, spec)
-    elif return_lse:
-        out, lse = attention_lse(q, k, v, spec)
+    if mask is not None:
+        out = _masked(q, k, v, mask, spec)
+    elif want_lse:
+        out, lse = attention_lse(q, k, v, spec, kv_lengths=kv_lengths)
     else:
-        out = attention_skip(q, k, v, spec)
+        out = attention_skip(q, k, v, spec, kv_lengths=kv_lengths)
     if alone:
         out = out.view(batch, heads, *out.shape[1:])
         lse = None if lse is None else lse.view(batch, heads, lse.shape[1] * lse.shape[2])
     else:
         out = out.view(batch, out.shape[1], heads, out.shape[2] // heads)
-        out = out.transpose(1, 2) if tensor_layout == "HND" else out
-    return out if lse is None else (out, lse)
+        # sageattention writes HND results contiguous, and callers take views of them.
+        out = out.transpose(1, 2).contiguous() if layout == "HND" else out
+    return out, lse
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """softmax(sm_scale * q k^T + mask) v by torch, over [B, N, H*D]."""
+    """Compute softmax(sm_scale * q k^T + mask) v by torch, over [B, N, H*D]."""
     shape = (q.shape[0], spec.heads, q.shape[1], k.shape[1])
     check_tensor("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
@@ -151,17 +413,12 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) 
     )
     scale = spec.scale_of(q.shape[2] // spec.heads)
     q, k, v = (aligned(apart(split_heads(x, spec.heads))) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous(), scale=scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous(), scale=scale)
     return out.transpose(1, 2).flatten(2)
 
 
-def _rows(x: Tensor, heads_at: int) -> Tensor:
-    """[B, N, H*D], a view where the strides allow it."""
-    return (x.transpose(1, 2) if heads_at == 1 else x).flatten(2)
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
-    """Shapes with heads; what is the same for every layout is checked by the operations."""
+    """Check shapes with heads; the operations check the rest."""
     tokens_at = 3 - heads_at
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

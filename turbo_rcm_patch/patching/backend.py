@@ -22,21 +22,18 @@ from torch import Tensor
 
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
-    ConfigError,
     GradientError,
     MaskError,
     NotPatchedError,
-    ShapeError,
     WrappedError,
 )
 from turbo_rcm_patch.ops.sageattn import sageattn
 
-#: What `set_attention_backend` takes.
+#: The name that `set_attention_backend` takes.
 BACKEND: Final = "turbo_rcm_int8"
 _MEMBER: Final = BACKEND.upper()
 
-
-#: Our name in diffusers' enumeration, and the backend that was active before it.
+#: The name as a member of diffusers' enumeration, and the backend that was active before it.
 _registration: tuple[Any, Any] | None = None
 
 
@@ -55,14 +52,12 @@ def register_backend() -> str:
         The name of the backend.
 
     Raises:
-        AlreadyPatchedError: Somebody else's backend has this name.
+        AlreadyPatchedError: Another package's backend has this name.
     """
     global _registration
     if _registration is not None:
         return BACKEND
-    if BACKEND in AttentionBackendName._value2member_map_ or hasattr(
-        AttentionBackendName, _MEMBER
-    ):
+    if BACKEND in AttentionBackendName._value2member_map_:
         raise AlreadyPatchedError(
             f"diffusers has an attention backend {BACKEND!r}",
             expected="that name to be free",
@@ -75,15 +70,16 @@ def register_backend() -> str:
 
 
 def unregister_backend() -> None:
-    """Remove `turbo_rcm_int8`; diffusers' registry is as it was before `register_backend`.
+    """Remove `turbo_rcm_int8` from diffusers' attention backends.
 
-    Call `model.reset_attention_backend()` on each model that uses it first: a model that still
-    names it fails on its next forward. `set_attention_backend` also makes a backend the default of
-    the process. If ours is, the default from before `register_backend` comes back.
+    Call `model.reset_attention_backend()` on each model that uses it. The forward of one that
+    still names it raises `NotPatchedError`; for that one entry stays in diffusers' table of
+    functions. `set_attention_backend` also makes a backend the default of the process: if this one
+    is, the default from before `register_backend` comes back.
 
     Raises:
         NotPatchedError: It is not registered.
-        WrappedError: Somebody replaced its function.
+        WrappedError: Other code replaced its function.
     """
     global _registration
     if _registration is None:
@@ -91,24 +87,28 @@ def unregister_backend() -> None:
             f"the attention backend {BACKEND!r}", expected="a call of register_backend before"
         )
     registry, (member, active_before) = _AttentionBackendRegistry, _registration
-    if registry._backends.get(member) is not _attention:
+    if registry._backends[member] is not _attention:
         raise WrappedError(
             f"the attention backend {BACKEND!r}",
             expected="the function that register_backend registered",
-            got=repr(registry._backends.get(member)),
+            got=repr(registry._backends[member]),
             remedy="Undo that change first",
         )
     if registry._active_backend == member:
         registry._active_backend = active_before
-    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
-        del table[member]
+    registry._backends[member] = _unregistered
     registry._supports_context_parallel.discard(BACKEND)
-    _remove_member(member)
+    names: Any = AttentionBackendName
+    type.__delattr__(names, _MEMBER)
+    names._member_names_.remove(_MEMBER)
+    del names._member_map_[_MEMBER], names._value2member_map_[BACKEND]
+    if hasattr(names, "_hashable_values_"):
+        names._hashable_values_.remove(BACKEND)
     _registration = None
 
 
 def _add_member() -> Any:
-    """A new member of the enumeration. Enum refuses them once a class is made, so this fills in
+    """Add a member to the enumeration. Enum refuses them once a class is made, so this fills in
     what its metaclass keeps."""
     names: Any = AttentionBackendName
     member = str.__new__(names, BACKEND)
@@ -123,13 +123,13 @@ def _add_member() -> Any:
     return member
 
 
-def _remove_member(member: Any) -> None:
-    names: Any = AttentionBackendName
-    type.__delattr__(names, member._name_)
-    names._member_names_.remove(member._name_)
-    del names._member_map_[member._name_], names._value2member_map_[BACKEND]
-    if hasattr(names, "_hashable_values_"):
-        names._hashable_values_.remove(BACKEND)
+def _unregistered(**inputs: object) -> None:
+    """Refuse the forward of a model that still names the backend."""
+    raise NotPatchedError(
+        f"a model with the attention backend {BACKEND!r}",
+        expected="that backend to be registered",
+        remedy="Call model.reset_attention_backend(), or register_backend()",
+    )
 
 
 def _attention(
@@ -144,25 +144,14 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What diffusers' dispatcher calls: query [B, Nq, H, D], key and value [B, Nk, Hk, D].
+    """Compute the attention of a call of diffusers' dispatcher: query [B, Nq, H, D], key and value
+    [B, Nk, Hk, D].
 
-    Its names of arguments are part of the interface: the dispatcher passes those it finds here.
+    The dispatcher passes those arguments that it finds here by name.
     """
-    if dropout_p:
-        raise ConfigError(
-            f"dropout_p with the backend {BACKEND!r}",
-            expected="0.0",
-            got=repr(dropout_p),
-            remedy="Call model.eval(), or train with another backend",
-        )
-    if key.shape[2] != query.shape[2] and not enable_gqa:
-        raise ShapeError(
-            "key",
-            expected=f"the {query.shape[2]} heads of query",
-            got=f"{key.shape[2]} heads without enable_gqa",
-        )
+    inputs = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
     if _parallel_config is None:
-        return _local(query, key, value, attn_mask, is_causal, scale, return_lse)
+        return _local(*inputs)
     ring = _parallel_config.context_parallel_config.ring_degree > 1
     if is_causal or (attn_mask is not None and ring):
         raise MaskError(
@@ -171,23 +160,13 @@ def _attention(
             got=f"is_causal={is_causal}, a mask: {attn_mask is not None}",
             remedy="Use ulysses_degree for a mask",
         )
-    if key.shape[2] != query.shape[2]:
-        groups = query.shape[2] // key.shape[2]
+    groups = query.shape[2] // key.shape[2]
+    if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     out: Tensor | tuple[Tensor, Tensor] = _templated_context_parallel_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        False,
-        return_lse,
-        forward_op=_forward_op,
-        backward_op=_backward_op,
+        query, key, value, *inputs[3:], forward_op=_forward_op, backward_op=_backward_op,
         _parallel_config=_parallel_config,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -195,34 +174,33 @@ def _local(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The attention of one rank. A mask [B, Nk] says which keys a sample sees, as for "native"."""
-    if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):
-        mask = mask[:, None, None]
-    return sageattn(query, key, value, "NHD", is_causal, scale, return_lse, attn_mask=mask)
-
-
-def _forward_op(
-    ctx: torch.autograd.function.FunctionCtx,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the attention of one rank. A mask [B, Nk] says which keys a sample sees, as for
+    "native"."""
+    if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None]
+    return sageattn(
+        query, key, value, "NHD", is_causal, scale, return_lse, attn_mask=mask,
+        dropout_p=dropout_p, enable_gqa=enable_gqa,
+    )  # fmt: skip
+
+
+def _forward_op(
+    ctx: torch.autograd.function.FunctionCtx,
+    *inputs: Any,
     _save_ctx: bool = True,
     _parallel_config: Any = None,
+    **named: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What diffusers' templates call on the part of the tokens or heads that a rank has. They
+    """Compute the attention over the tokens or heads of a rank, for diffusers' templates. They
     expect the logsumexp as [B, Nq, H]."""
-    out = _local(query, key, value, attn_mask, is_causal, scale, return_lse)
+    out = _local(*inputs, **named)
     if isinstance(out, tuple):
         out, lse = out
         return out, lse.transpose(1, 2).contiguous()

@@ -60,11 +60,12 @@ class PatchedBlock:
         int8: The int8 forwards of its Linears.
         last: Why the last call outside a compiler ran the author's forward, or the numbers of
             queries and of keys of a fused call.
+        backend: The attention backend that was chosen and not used on that call, or "".
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "block", "config", "guard", "index", "int8", "last",
-        "left", "level", "path", "reason",
+        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "index", "int8",
+        "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -74,7 +75,7 @@ class PatchedBlock:
         self.block, self.path, self.config = block, path, config
         self._asked, self._exact = attend, attend.exactly()
         self.level, self.reason = Level.AS_ASKED, ""
-        self.left = ""
+        self.left = self.backend = ""
         self.guard: Guard | None = None
         self.index = 0
         self.int8: list[Int8Forward] = []
@@ -95,6 +96,7 @@ class PatchedBlock:
         if compiling():
             return self.author(*inputs) if why else self.fast(None, *inputs)
         self.last = why or self.lengths(*inputs)
+        self.backend = "" if why else self.unused_backend()
         guard = self.guard
         if why:
             return self.author(*inputs)
@@ -127,9 +129,19 @@ class PatchedBlock:
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None
 
+    def unused_backend(self) -> str:
+        """Return the attention backend that the user chose and the block does not use, or ""."""
+        return ""
+
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
-        return []
+        chosen = self.unused_backend() or self.backend
+        if not chosen:
+            return []
+        return [
+            f"the attention backend {chosen!r} is chosen and not used, because the model is "
+            f"patched with attention={self.config.attention!r}; attention='exact' uses it"
+        ]
 
     def why_author(self, *inputs: Any) -> str:
         """Return why the author's forward runs on these inputs, or ""."""

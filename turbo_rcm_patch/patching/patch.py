@@ -25,6 +25,7 @@ from turbo_rcm_patch.errors import (
     NothingToPatchError,
     NotPatchedError,
 )
+from turbo_rcm_patch.ops.sage import refuse_broken_sage
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     Target,
@@ -352,6 +353,8 @@ def _check_device(config: PatchConfig, device: Any) -> None:
             got=f"a model on {device} and no GPU",
             remedy="Use attention='int8'",
         )
+    if config.attention == "sage":
+        refuse_broken_sage()
 
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:

@@ -1,5 +1,5 @@
 """The shipped models: a tiny Wan and a tiny CogVideoX, complete text-to-video pipelines, trained
-here from nothing.
+from scratch by `training/`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import Generation, generate
     from turbo_rcm_patch.video.int8_folder import load_int8_only
     from turbo_rcm_patch.video.load import load_pipeline
+    from turbo_rcm_patch.video.lora import add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
     from turbo_rcm_patch.video.scheduler import RCMScheduler
     from turbo_rcm_patch.video.settings import Settings
@@ -29,6 +30,7 @@ __all__ = [
     "Settings",
     "Source",
     "Verdict",
+    "add_loras",
     "compare",
     "generate",
     "judge",
@@ -44,6 +46,7 @@ __getattr__ = loading_names(
         "generation": "Generation generate",
         "int8_folder": "load_int8_only",
         "load": "load_pipeline",
+        "lora": "add_loras",
         "measures": "NetworkNumber network_number",
         "scheduler": "RCMScheduler",
         "settings": "Settings",

@@ -1,7 +1,7 @@
-"""Generate baseline, patched and control videos from the same noise, and give a verdict.
+"""Generate baseline, changed and control videos from the same noise, and give a verdict.
 
 Three passes over the prompts leave latents on disk, a fourth decodes and measures. Each finished
-piece is kept, so the same command continues where it was stopped. The model is patched during the
+piece is kept, so the same command continues where it was stopped. The model is changed during the
 second pass only. Several processes share the three passes; the first of them alone reads and
 writes the folder, and does the rest.
 """
@@ -9,8 +9,8 @@ writes the folder, and does the rest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -23,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.patching import patched, sla_as_defined
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.filters import filtered
@@ -38,6 +37,7 @@ from turbo_rcm_patch.video.generation import (
     sample_latents,
     settings_for,
 )
+from turbo_rcm_patch.video.judged import check_judged, judged
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
     Drift,
@@ -77,11 +77,11 @@ _BACKENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Judges videos of a world it knows. It has no part in the verdict.
+    """A detector for videos of a world it knows. It has no part in the verdict.
 
     Attributes:
-        asks: What a prompt asks for, e.g. "red circle, right".
-        sees: What frames [F, H, W, 3] in 0..1 show, in the same words.
+        asks: Returns the contents that a prompt asks for, e.g. "red circle, right".
+        sees: Returns the contents of frames [F, H, W, 3] in 0..1, in the same words.
     """
 
     asks: Callable[[str], str]
@@ -90,13 +90,7 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the observer says of one prompt.
-
-    Attributes:
-        asked: What the prompt asks for.
-        baseline: What the unpatched model's video shows.
-        patched: What the patched model's video shows.
-    """
+    """The observer's words about one prompt: asked for, and seen in the two videos."""
 
     asked: str
     baseline: str
@@ -111,12 +105,12 @@ class PromptResult:
         key: Name of its folder in `prompts/`.
         prompt: The prompt.
         seed: The seed.
-        patched: Distance of the patched video from the baseline.
+        patched: Distance of the changed model's video from the baseline.
         control: Distance of the control video from the baseline.
         decode_seconds: Mean time of one decoding.
-        gain: By how much the videos of differences are amplified.
+        gain: Amplification of the videos of differences.
         unmeasured: Why a measure of ffmpeg is missing, else empty.
-        seen: What an observer says of the videos, if there was one.
+        seen: The observer's words, if there was one.
     """
 
     key: str
@@ -130,9 +124,16 @@ class PromptResult:
     seen: Seen | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, worst frames included."""
+        """Return plain data for JSON, worst frames included."""
         drifts = {"patched": self.patched.as_dict(), "control": self.control.as_dict()}
         return asdict(self) | drifts
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PromptResult:
+        """Return the result of `as_dict`, from JSON."""
+        drifts = {name: Drift.from_dict(values[name]) for name in ("patched", "control")}
+        seen = Seen(**values["seen"]) if values["seen"] else None
+        return cls(**values | drifts | {"seen": seen})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,14 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        judgement: The verdict and the conditions behind it.
+        judgement: The verdict and its conditions.
         results: One entry per prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
-        fusion: Fused against unfused in fp32, None where no kernel of ours runs the attention.
+        fusion: Fused against unfused in fp32, None where our kernels do not run the attention.
+        attention_backend: The judged backend of diffusers; None if the patch was judged.
         control_backend: Exact attention backend of the control run.
-        baseline: What the other two runs are compared with, in words.
-        patch_report: What was patched, as a table.
+        baseline: The model that the other two runs are compared with, in words.
+        patch_report: The report of the patched model, as a table.
         patch: The same for JSON.
         times: Seconds of the first call and of the median one, and peak memory, of each variant.
         settings: How the videos were sampled.
@@ -159,6 +161,7 @@ class Comparison:
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
     fusion: float | None
+    attention_backend: str | None
     control_backend: str
     baseline: str
     patch_report: str
@@ -194,33 +197,28 @@ class Comparison:
         """How many videos an observer looked at, how many show what was asked, and how many show
         the same before and after; None if there was no observer."""
         seen = [one.seen for one in self.results if one.seen]
-        if not seen:
-            return None
-        return {
+        counts = {
             "prompts": len(seen),
             "baseline": sum(one.baseline == one.asked for one in seen),
             "patched": sum(one.patched == one.asked for one in seen),
             "same": sum(one.patched == one.baseline for one in seen),
         }
+        return counts if seen else None
 
     def as_dict(self) -> dict[str, object]:
-        """What metrics.json holds."""
-        checks = self.judgement.checks
+        """Return the contents of metrics.json."""
         network, fusion = self.network, self.fusion
+        kept = ("attention_backend", "control_backend", "times", "patch", "identity", "command")
         return {
             "schema": 1,
             "verdict": self.verdict,
             "checks": [
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
-                for check in checks
+                for check in self.judgement.checks
             ],
-            "control_backend": self.control_backend,
-            "times": self.times,
+            **{name: getattr(self, name) for name in kept},
             "prompts": [one.as_dict() for one in self.results],
-            "patch": self.patch,
             "patch_table": self.patch_report,
-            "identity": self.identity,
-            "command": self.command,
             "baseline": self.baseline,
             "missing": self.judgement.missing,
             "network": asdict(network) | {"ratio": network.ratio} if network else None,
@@ -235,6 +233,8 @@ class Comparison:
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
             lines += ["  --  not measured, as you asked: the network number"]
+        if self.attention_backend:
+            lines += [f"judged: the unpatched model, attention backend {self.attention_backend!r}"]
         if seen := self.seen:
             lines += [
                 f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked "
@@ -242,8 +242,7 @@ class Comparison:
             ]
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
-        lines += [f"report:  {self.report}", f"short:   {self.short_report}"]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
 
 
 def compare(
@@ -254,6 +253,7 @@ def compare(
     images: ImageLike | Sequence[ImageLike] | None = None,
     seed: int = 0,
     config: PatchConfig | None = None,
+    attention_backend: str | None = None,
     settings: Settings | None = None,
     network_number: bool | None = None,
     fresh: bool = False,
@@ -277,14 +277,16 @@ def compare(
             it are kept, and so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
+        attention_backend: Judge the unpatched model on this attention backend of diffusers
+            ("sage", "flash", "_native_cudnn", ...) or on "turbo_rcm_int8", instead of the patch.
+            Backends are as before afterwards.
         settings: How to sample; by default as the model's folder says.
-        network_number: Whether to measure the network's error against fp32. None measures it if
-            it can be measured: the transformer is not offloaded, and one call in fp32 fits into
-            memory. If not, the verdict is not "unchanged" and says why. False leaves the number
-            out.
+        network_number: True measures the network's error against fp32, False leaves it out. None
+            measures it if it can be measured: the transformer is not offloaded, and one call in
+            fp32 fits into memory. If not, the verdict is not "unchanged" and says why.
         fresh: Start again: use nothing that comparisons wrote into `out`. Each file stays until it
             is replaced, the others until this comparison is done.
-        observer: Says what the videos show. The report shows it; the verdict ignores it.
+        observer: Describes the videos. The report shows it; the verdict ignores it.
         progress: Called as the work proceeds.
         command: The command line, for the report.
         processes: Those that share the work, each of which calls this with the same arguments and
@@ -292,9 +294,10 @@ def compare(
         **overrides: Fields of `Settings` by name.
 
     Returns:
-        The verdict and the numbers behind it, on every process.
+        The verdict and its numbers, on every process.
 
     Raises:
+        ConfigError: An option is invalid, or the attention backend cannot be used here.
         SamplingError: Among others: another process failed.
     """
     require("report", "compare")
@@ -309,229 +312,187 @@ def compare(
     why_no_network(pipe, network_number)
     with ExitStack() as until_done:
         processes.from_first(lambda: until_done.enter_context(in_use(out)))
-        with sla_as_defined(pipe, config.sla_topk) as sparse:
-            baseline = _baseline(sparse, config)
-        with patched(pipe, config):
-            pass  # what cannot be patched fails here, before hours of baseline
-        run = _Run(
-            pipe,
-            sources,
-            seed,
-            settings,
-            config,
-            out,
-            fresh,
-            progress or (lambda *_: None),
-            processes,
-        )
-        run.sample("baseline", run.unpatched())
-        processes.from_first(run.check_baseline)
-        run.sample_patched()
-        backend = run.sample_control()
-        return processes.from_first(
-            lambda: run.concluded(network_number, observer, backend, baseline, command)
-        )
-
-
-class _Run:
-    """The work of one comparison, piece by piece; what an earlier run has finished is skipped."""
-
-    def __init__(
-        self,
-        pipe: VideoPipeline,
-        sources: Sequence[Source],
-        seed: int,
-        settings: Settings,
-        config: PatchConfig,
-        out: str | Path,
-        fresh: bool,
-        progress: Progress,
-        processes: Processes,
-    ) -> None:
-        self.pipe, self.settings, self.config = pipe, settings, config
-        self.progress, self.processes = progress, processes
-        self.sources, self.prompts = sources, [source.prompt for source in sources]
-        self.seeds = [seed + i for i in range(len(sources))]
+        check_judged(pipe, config, attention_backend)
         inputs = inputs_of(sources, seed)
-        self.keys = list(inputs)
-        self.identity = identify(pipe, settings, config) | {"inputs": inputs}
-        processes.from_first(partial(self._open, out, fresh))
-        self.digests = list(inputs.values())
-        #: What source i is encoded to, once for all passes.
-        self.encode = cache(lambda i: encode(pipe, sources[i], settings).kept())
+        identity = identify(pipe, settings, config) | {"inputs": inputs}
+        identity["attention_backend"] = attention_backend
+        store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
+        run = _Run(
+            pipe, sources, inputs, seed, settings, config, attention_backend, store, identity,
+            progress or (lambda *_: None), processes,
+        )  # fmt: skip
+        run.sample("baseline", run.unpatched())
+        run.sample("patched", run.changed())
+        control = run.sample_control()
+        return processes.from_first(
+            lambda: run.concluded(network_number, observer, control, command)
+        )
 
-    def _open(self, out: str | Path, fresh: bool) -> None:
-        #: What is finished; the first process alone has it.
-        self.store = Store(out, self.identity, fresh=fresh)
+
+@dataclass(eq=False)
+class _Run:
+    """The work of one comparison, piece by piece; finished pieces of an earlier run are kept."""
+
+    pipe: VideoPipeline
+    sources: Sequence[Source]
+    inputs: dict[str, str]
+    seed: int
+    settings: Settings
+    config: PatchConfig
+    attention_backend: str | None
+    store: Store
+    identity: dict[str, Any]
+    progress: Progress
+    processes: Processes
+
+    def __post_init__(self) -> None:
+        self.keys = list(self.inputs)
+        #: Return source i, encoded once for all passes.
+        self.encode = cache(lambda i: encode(self.pipe, self.sources[i], self.settings).kept())
 
     def encoded(self, i: int) -> Conditioning:
-        """Source i, encoded."""
+        """Return source i, encoded, with its pixels."""
         media = self.sources[i].media
-        if digest_of(media) != self.digests[i]:
+        if digest_of(media) != self.inputs[self.keys[i]]:
             raise SamplingError(
-                f"what the video of prompt {i + 1} is made from changed during the comparison",
+                f"the files for the video of prompt {i + 1} changed during the comparison",
                 expected="the same pixels for all three videos",
                 got=", ".join(media),
                 remedy="Start again, and leave the files alone until it is done",
             )
         return self.encode(i).again(self.pipe._execution_device, media)
 
-    def _without(self, variant: Variant) -> list[int]:
-        """The prompts without such a sample."""
-        return [i for i, key in enumerate(self.keys) if not self.store.has_sample(key, variant)]
+    @contextmanager
+    def unpatched(self, backend: str | None = None) -> Iterator[Callable[[], dict[str, object]]]:
+        """Run the authors' attention, or SLA's definition where it holds a proj_l; exactly on one
+        of `_BACKENDS` if it is named."""
+        with ExitStack() as stack:
+            stack.enter_context(sla_as_defined(self.pipe, self.config.sla_topk))
+            if backend:
+                stack.enter_context(sdpa_kernel(_BACKENDS[backend]))
+            yield lambda: {"backend": backend}
 
     @contextmanager
-    def unpatched(self, backend: str | None = None) -> Iterator[None]:
-        """Exact attention: the authors', or SLA's definition where it holds a proj_l; on one of
-        `_BACKENDS` if named."""
-
-        exact = sdpa_kernel(_BACKENDS[backend]) if backend else nullcontext()
-        with sla_as_defined(self.pipe, self.config.sla_topk), exact:
-            yield
+    def changed(self) -> Iterator[Callable[[], dict[str, object]]]:
+        """Run the judged model."""
+        with judged(self.pipe, self.config, self.attention_backend) as report:
+            if report is None:
+                table = f"nothing: the unpatched model, attention backend {self.attention_backend}"
+                yield lambda: {"table": table, "report": {}}
+            else:
+                yield lambda: {"table": str(report), "report": report.as_dict()}
 
     def sample(
         self,
         variant: Variant,
-        backend: AbstractContextManager[None],
+        model: AbstractContextManager[Callable[[], dict[str, object]]],
         *,
         warm: bool = True,
-        note: Callable[[], dict[str, object]] = dict,
     ) -> None:
-        """Generate what is missing, each group of processes its share; the first call is timed
-        apart and thrown away.
+        """Generate the missing samples, each process its share. The first call is timed apart and
+        thrown away.
 
-        `note` is kept beside the samples, before each of them.
+        Args:
+            variant: The name of the pass.
+            model: Entered for the pass; yields a function that describes the model for
+                runs/VARIANT.json.
+            warm: False leaves the first call out.
         """
-        ours = self.processes
-        missing = ours.from_first(lambda: self._without(variant))
-        mine, steps = ours.share(missing), self.settings.steps_run
-        total = len(self.prompts) * steps
+        shared, store, steps = self.processes, self.store, self.settings.steps_run
+        missing = shared.from_first(
+            lambda: [i for i, key in enumerate(self.keys) if not store.has_sample(key, variant)]
+        )
+        total = len(self.keys) * steps
         done = total - len(missing) * steps
         self.progress(variant, done, total)
-        for i in mine:  # outside the backend: only the transformer's attention differs
+        if not missing:
+            return
+        mine = shared.share(missing)
+        for i in mine:  # outside the model: only the transformer's attention differs
             self.encode(i)
-        before = ours.from_first(lambda: self.store.read_json(f"runs/{variant}.json"))
-        with backend:
-            kept: dict[str, object] = {}
-            if mine and warm:
-                kept["first_call_seconds"] = self._generate(mine[0]).seconds
-            for start in range(0, len(missing), ours.ranks.world):
-                now = missing[start : start + ours.ranks.world]
+        with model as described:
+            first = self._generate(mine[0]).seconds if mine and warm else None
+            for start in range(0, len(missing), shared.ranks.world):
+                now = missing[start : start + shared.ranks.world]
                 sample = None
-                if ours.ranks.rank < len(now):
-                    on_step = partial(self._stepped, variant, done, len(now), total)
-                    sample = self._generate(now[ours.ranks.rank], on_step)
+                if shared.ranks.rank < len(now):
+
+                    def on_step(step: int, _: int, at: int = done, n: int = len(now)) -> None:
+                        self.progress(variant, at + n * step, total)
+
+                    sample = self._generate(now[shared.ranks.rank], on_step)
                 done += len(now) * steps
-                came = ours.gathered((sample, note()))
-                if came and warm:
-                    self.store.write_json(f"runs/{variant}.json", kept | _together(came, before))
+                came = shared.gathered((sample, described()))
+                if came:
+                    tables = dict.fromkeys(str(note.get("table", "")) for _, note in came)
+                    note = came[0][1] | {"table": "\n\n".join(tables), "first_call_seconds": first}
+                    store.write_json(f"runs/{variant}.json", note)
                 for i, (one, _) in zip(now, came, strict=False):
                     assert one is not None
-                    self.store.save_sample(self.keys[i], variant, one)
+                    if variant == "baseline":
+                        self._check_finite(i, one)
+                    store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
-
-    def _stepped(
-        self, variant: Variant, before: int, videos: int, total: int, step: int, _: int
-    ) -> None:
-        self.progress(variant, before + videos * step, total)
 
     def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
         return sample_latents(
             self.pipe,
             self.encoded(i),
-            seed=self.seeds[i],
+            seed=self.seed + i,
             settings=self.settings,
             keep_trajectory=True,
             on_step=on_step,
         )
 
-    def check_baseline(self) -> None:
+    def _check_finite(self, i: int, sample: Sample) -> None:
         """Raise if the unpatched model has nothing to compare with."""
-        for seed, key in zip(self.seeds, self.keys, strict=True):
-            if not torch.isfinite(self.store.load_sample(key, "baseline").latents).all():
-                raise SamplingError(
-                    f"the unpatched model gave NaN or infinite latents (seed {seed}, {key})",
-                    remedy="Check dtype and weights of the model; there is nothing to compare "
-                    "with",
-                )
-
-    def sample_patched(self) -> None:
-        """The patched pass. The model is as it was afterwards, also after an exception."""
-
-        if not self.processes.from_first(lambda: self._without("patched")):
-            self.progress("patched", 1, 1)
-            return
-        with patched(self.pipe, self.config) as report:
-            self.sample(
-                "patched",
-                nullcontext(),
-                note=lambda: {"table": str(report), "report": report.as_dict()},
+        if not sample.latents.isfinite().all():
+            raise SamplingError(
+                f"the unpatched model gave NaN or infinite latents (seed {self.seed + i}, "
+                f"{self.keys[i]})",
+                remedy="Check dtype and weights of the model; there is nothing to compare with",
             )
 
     def sample_control(self) -> str:
-        """The control pass under the first exact backend that differs from the baseline; returns
-        its name.
-        """
-        first = self.processes.from_first
-        known = first(lambda: self.store.read_json("runs/control.json"))
+        """Sample under the first exact backend that differs from the baseline; return its name."""
+        known = self.processes.from_first(lambda: self.store.read_json("runs/control.json"))
         refused = []
         for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
-            if known is None and (why := self._refuses(name)):
-                refused.append(f"{name} {why}")
-                continue
-            self.sample("control", self.unpatched(name), warm=False)
-            first(partial(self._check_control, name))
-            return str(name)
+            why = "" if known else self.processes.from_first(partial(self._refuses, name))
+            if not why:
+                self.sample("control", self.unpatched(name), warm=False)
+                return str(name)
+            refused.append(f"{name} {why}")
         raise SamplingError(
             "no exact attention backend differs from the one the model uses",
             got="; ".join(refused),
             remedy="Compare in bf16, and without a diffusers attention backend set on the model",
         )
 
-    def _check_control(self, name: str) -> None:
-        for key in self.keys:
-            if self._equals_baseline(key, self.store.load_sample(key, "control")):
-                raise SamplingError(
-                    f"the control run of {key} under {name!r} equals the baseline in every bit",
-                    remedy="Start again with --fresh; was the model changed since?",
-                )
-
     def _refuses(self, name: str) -> str:
-        """Why a backend cannot be the control, empty if it can."""
-        sample, why = None, ""
-        if self.processes.first:
-            self.encode(0)
-            try:
-                with self.unpatched(name):
-                    sample = self._generate(0)
-            except torch.OutOfMemoryError:
-                why = "runs out of memory"
-            except RuntimeError as error:
-                # Every fault of the device speaks of kernels, and one of an exchange of backends.
-                fault = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
-                fault |= isinstance(error, getattr(torch.distributed, "DistError", ()))
-                if fault or ("kernel" not in str(error) and "backend" not in str(error)):
-                    raise
-                why = "cannot run this model"
-
-        def decide() -> str:
-            if sample is None:
-                return why
-            if not sample.latents.isfinite().all():
-                return "gives NaN or infinity"
-            if self._equals_baseline(self.keys[0], sample):
-                return "is bit-equal to the baseline"
-            self.store.save_sample(self.keys[0], "control", sample)
-            self.store.write_json("runs/control.json", {"backend": name})
-            return ""
-
-        return self.processes.from_first(decide)
-
-    def _equals_baseline(self, key: str, sample: Sample) -> bool:
-        return torch.equal(sample.latents, self.store.load_sample(key, "baseline").latents)
+        """Return why a backend cannot be the control, empty if it can. Keep the sample then."""
+        self.encode(0)
+        try:
+            with self.unpatched(name) as described:
+                sample = self._generate(0)
+        except torch.OutOfMemoryError:
+            return "runs out of memory"
+        except RuntimeError as error:
+            # torch's words on a GPU and on a CPU. A fault of the device speaks of kernels, too.
+            if not any(w in str(error) for w in ("No available kernel", "No viable backend")):
+                raise
+            return "cannot run this model"
+        if not sample.latents.isfinite().all():
+            return "gives NaN or infinity"
+        if torch.equal(sample.latents, self.store.load_sample(self.keys[0], "baseline").latents):
+            return "is bit-equal to the baseline"
+        self.store.save_sample(self.keys[0], "control", sample)
+        self.store.write_json("runs/control.json", described())
+        return ""
 
     def network(self, wanted: bool | None) -> tuple[NetworkNumber | None, str]:
-        """The network number, measured once; or None and why, "" if it was left out on request."""
+        """Return the network number, measured once; or None and why, "" if it was left out on
+        request."""
         if wanted is False:
             return None, ""
         known = self.store.read_json("runs/network.json")
@@ -542,9 +503,11 @@ class _Run:
             return None, why
         self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0], "baseline").latents
-        conditioning = self.encoded(0)
         try:
-            number = measure_network(self.pipe, conditioning, clean, self.settings, self.config)
+            number = measure_network(
+                self.pipe, self.encoded(0), clean, self.settings, self.config,
+                attention_backend=self.attention_backend,
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             return None, "one call of it in fp32 does not fit the device's memory"
         if number.unpatched == 0:
@@ -554,128 +517,92 @@ class _Run:
         return number, ""
 
     def fusion(self) -> float | None:
-        """What fusing alone changes, for the model's head shape; None for other people's
-        attention.
-        """
-        if self.config.attention == "sage":
+        """Return the change by fusing alone for the model's heads; None where our kernels do not
+        run the attention."""
+        if self.attention_backend is not None or self.config.attention == "sage":
             return None
         shape = (self.pipe.transformer or self.pipe.transformer_2).config
-        return fusion_number(
-            self.config,
-            self.pipe._execution_device,
-            heads=shape.num_attention_heads,
-            head_dim=shape.attention_head_dim,
-        )
-
-    def results(self, observer: Observer | None) -> tuple[PromptResult, ...]:
-        """Videos and numbers of every prompt."""
-        found = []
-        for i, key in enumerate(self.keys):
-            self.progress("videos", i, len(self.keys))
-            found.append(self._finished(key) or self._finish(i, observer))
-        self.progress("videos", len(self.keys), len(self.keys))
-        return tuple(found)
+        heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
+        device = self.pipe._execution_device
+        return fusion_number(self.config, device, heads=heads, head_dim=head_dim)
 
     def concluded(
-        self,
-        network_number: bool | None,
-        observer: Observer | None,
-        backend: str,
-        baseline: str,
-        command: str,
+        self, network_number: bool | None, observer: Observer | None, control: str, command: str
     ) -> Comparison:
         """Measure, judge and write the report, when all samples are there."""
         network, why = self.network(network_number)
-        missing = [f"the network number ({why})"] if why else []
         fusion = self.fusion()
-        results = self.results(observer)
+        results = []
+        for i, key in enumerate(self.keys):
+            self.progress("videos", i, len(self.keys))
+            results.append(self._finished(key) or self._finish(i, observer))
+        self.progress("videos", len(self.keys), len(self.keys))
         judgement = judge(
             [one.patched for one in results],
             [one.control for one in results],
             network_ratio=network.ratio if network else None,
             fusion=fusion,
-            missing=missing,
+            missing=[f"the network number ({why})"] if why else [],
         )
         patch = self.store.read_json("runs/patched.json") or {}
         comparison = Comparison(
             judgement=judgement,
-            results=results,
+            results=tuple(results),
             network=network,
             fusion=fusion,
-            control_backend=backend,
-            baseline=baseline,
+            attention_backend=self.attention_backend,
+            control_backend=control,
+            baseline=_baseline(self.pipe, self.config),
             patch_report=str(patch.get("table", "")),
-            patch=patch.get("report", {}) | {k: patch[k] for k in ("earlier",) if k in patch},
+            patch=patch.get("report", {}),
             times={variant: self.times(variant) for variant in get_args(Variant)},
             settings=self.settings,
             identity=self.identity,
             command=command,
             out=self.store.out,
         )
-        self.store.claim_report()
         write_report(comparison)
-        self.store.finish()
         return comparison
 
     def _finished(self, key: str) -> PromptResult | None:
-        """The numbers of a finished prompt, None if it is not finished."""
+        """Return the numbers of a finished prompt: its record and all its videos are there."""
         name = f"prompts/{key}/record.json"
         record = self.store.read_json(name) if self.store.is_finished(key) else None
         if record is None:
             return None
         with reading(self.store.out / name):
-            return PromptResult(
-                key=key,
-                prompt=str(record["prompt"]),
-                seed=int(record["seed"]),
-                patched=Drift.from_dict(record["patched"]),
-                control=Drift.from_dict(record["control"]),
-                decode_seconds=float(record["decode_seconds"]),
-                gain=int(record["gain"]),
-                unmeasured=str(record["unmeasured"]),
-                seen=Seen(**record["seen"]) if record.get("seen") else None,
-            )
+            return PromptResult.from_dict(record)
 
     def _finish(self, i: int, observer: Observer | None) -> PromptResult:
         """Decode the three variants, measure, and write videos and sheet; the record comes last
-        and marks the end.
-        """
-        key, prompt, fps = self.keys[i], self.prompts[i], self.settings.fps
+        and marks the end."""
+        key, prompt, fps = self.keys[i], self.sources[i].prompt, self.settings.fps
         samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        changed = ("patched", "control")
         drifts, missing = {}, set()
-        for name in changed:
+        for name in ("patched", "control"):
             found = filtered(frames[name], frames["baseline"], fps)
             far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
             drifts[name] = replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr)
             missing |= {found.why} - {""}
-        gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in changed])
-        baseline_video, patched_video = enlarge(frames["baseline"]), enlarge(frames["patched"])
-        patched_difference, control_difference = (
-            enlarge(amplified_difference(frames[n], frames["baseline"], gain), "nearest")
-            for n in changed
-        )
+        gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in drifts])
+        shown = {name: enlarge(one) for name, one in frames.items()}
+        for name in drifts:
+            amplified = amplified_difference(frames[name], frames["baseline"], gain)
+            shown[f"{name} difference"] = enlarge(amplified, "nearest")
         rows = {
-            "baseline": baseline_video,
-            "patched": patched_video,
-            f"patched - baseline, x {gain}": patched_difference,
-            f"control - baseline, x {gain}": control_difference,
-        }
-        folder = self.store.folder(key)
-        write_mp4(baseline_video, folder / "baseline.mp4", fps)
-        write_mp4(patched_video, folder / "patched.mp4", fps)
-        write_mp4(patched_difference, folder / "difference.mp4", fps)
-        write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
-        shown = {
-            "baseline": baseline_video,
-            "patched": patched_video,
-            "control": enlarge(frames["control"]),
-            "patched difference": patched_difference,
-            "control difference": control_difference,
+            "baseline": shown["baseline"],
+            "patched": shown["patched"],
+            f"patched - baseline, x {gain}": shown["patched difference"],
+            f"control - baseline, x {gain}": shown["control difference"],
         }
         pane = pane_size(self.settings.height, self.settings.width)
+        folder = self.store.folder(key)
+        write_mp4(shown["baseline"], folder / "baseline.mp4", fps)
+        write_mp4(shown["patched"], folder / "patched.mp4", fps)
+        write_mp4(shown["patched difference"], folder / "difference.mp4", fps)
+        write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
         write_mp4(panes(shown, pane), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
         contact_sheet(rows, folder / "sheet.png")
         seen = None
@@ -685,9 +612,8 @@ class _Run:
         result = PromptResult(
             key,
             prompt,
-            self.seeds[i],
-            drifts["patched"],
-            drifts["control"],
+            self.seed + i,
+            **drifts,
             decode_seconds=meter.seconds / len(samples),
             gain=gain,
             unmeasured="; ".join(sorted(missing)),
@@ -697,7 +623,7 @@ class _Run:
         return result
 
     def _decode(self, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Frames [F, H, W, 3] of each variant.
+        """Return the frames [F, H, W, 3] of each variant.
 
         On a CPU together, which takes a third of the time, because torch has a fast convolution
         for batches only; elsewhere one after the other, which takes a third of the memory.
@@ -708,19 +634,18 @@ class _Run:
         return {name: decode_latents(self.pipe, one)[0] for name, one in latents.items()}
 
     def times(self, variant: Variant) -> dict[str, float | None]:
-        """Seconds of the first call and of the median one, and peak memory."""
+        """Return seconds of the first call and of the median one, and peak memory."""
         samples = [self.store.load_sample(key, variant) for key in self.keys]
-        peaks = [s.peak_bytes for s in samples if s.peak_bytes is not None]
         note = self.store.read_json(f"runs/{variant}.json") or {}
         return {
             "first_call_seconds": note.get("first_call_seconds"),
             "median_seconds": statistics.median(s.seconds for s in samples),
-            "peak_bytes": max(peaks) if peaks else None,
+            "peak_bytes": max((s.peak_bytes for s in samples if s.peak_bytes), default=None),
         }
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
-    """Names of exact backends for the control, best first.
+    """Return the names of exact backends for the control, best first.
 
     "Native" is flash on a CPU and cuDNN or flash on a GPU, depending on the card; the first
     candidate whose result differs from native is the control. math comes last on a GPU, because it
@@ -730,14 +655,14 @@ def candidates(device: torch.device) -> tuple[str, ...]:
 
 
 def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
-    """Why the network number cannot be measured, or "".
+    """Return why the network number cannot be measured, or "".
 
-    Its truth is the network in fp32, upcast one block at a time, so its size is no reason; that
-    its weights are somewhere else when it does not run is one.
+    Its truth is the network in fp32, upcast one block at a time, so its size is no reason; weights
+    that are elsewhere while it does not run are one.
 
     Args:
         pipe: The pipeline.
-        wanted: Whether it was asked for; False leaves it out, which is no reason either.
+        wanted: True if it was asked for; False leaves it out, which is no reason either.
 
     Raises:
         SamplingError: It was asked for, and cannot be measured.
@@ -745,10 +670,8 @@ def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
     if wanted is False:
         return ""
     network = pipe.transformer
-    reason = ""
-    if network is None:
-        reason = "a pipeline without a high-noise transformer"
-    elif any(map(_offloads, network.modules())):
+    reason = "" if network is not None else "a pipeline without a high-noise transformer"
+    if network is not None and any(map(_offloads, network.modules())):
         reason = "an offloaded transformer"
     if reason and wanted:
         raise SamplingError(
@@ -761,27 +684,15 @@ def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
 
 
 def _offloads(module: torch.nn.Module) -> bool:
-    """Whether a hook of accelerate's or diffusers' keeps its weights elsewhere."""
+    """Return True if a hook of accelerate's or diffusers' keeps a module's weights elsewhere."""
     hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
     return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
 
 
-def _together(
-    came: Sequence[tuple[object, dict[str, object]]], before: Mapping[str, Any] | None
-) -> dict[str, object]:
-    """The notes of all groups: that of the first, the tables that differ from its own, and those
-    of the runs that made the samples before."""
-    notes = [*([dict(before)] if before else []), *(note for _, note in came)]
-    tables = list(dict.fromkeys(str(note["table"]) for note in notes if "table" in note))
-    joined: dict[str, object] = {"table": "\n\n".join(tables)} if tables else {}
-    if before and "report" in before:
-        joined["earlier"] = [*before.get("earlier", ()), before["report"]]
-    return came[0][1] | joined
-
-
-def _baseline(sparse: int, config: PatchConfig) -> str:
-    if not sparse:
-        return "the unpatched model"
+def _baseline(pipe: VideoPipeline, config: PatchConfig) -> str:
+    with sla_as_defined(pipe, config.sla_topk) as sparse:
+        if not sparse:
+            return "the unpatched model"
     return (
         f"the unpatched model, with SLA computed by its definition in plain torch in {sparse} "
         f"attentions that hold a proj_l (sla_topk={config.sla_topk:g}); the control changes the "
@@ -790,18 +701,13 @@ def _baseline(sparse: int, config: PatchConfig) -> str:
 
 
 def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
-    """Everything but prompts and seeds that decides what is generated."""
-    networks = [one for one in (pipe.transformer, _second(pipe)) if one is not None]
-    network = networks[0]
-    # A retrained model of the same name differs in some values of its parameters; a network with
-    # SLA's proj_l from one without, or with another, in the sums of these.
-    proj_l = [attached_proj_l(module) for one in networks for module in one.modules()]
+    """Return everything but prompts and seeds that decides what is generated."""
+    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    networks = [one for one in networks if one is not None]
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
-        "weights": " ".join(_weights(one) for one in networks),
-        "adapters": [_adapters(one) for one in networks],
-        "sla": _sums(one[0] for one in proj_l if one is not None),
-        "dtype": str(network.dtype).removeprefix("torch."),
+        "weights": " ".join(map(_weights, networks)),
+        "dtype": str(networks[0].dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
         "settings": settings.as_dict(),
         "config": asdict(config),
@@ -811,36 +717,27 @@ def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> di
 
 
 def inputs_of(sources: Sequence[Source], seed: int) -> dict[str, str]:
-    """The name of each prompt in a `Store`, with the digest of what it comes with."""
+    """Return the name of each prompt in a `Store`, with the digest of its images and videos."""
     return {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
 
 
-def _second(pipe: VideoPipeline) -> torch.nn.Module | None:
-    second: torch.nn.Module | None = getattr(pipe, "transformer_2", None)
-    return second
-
-
-def _adapters(network: torch.nn.Module) -> str:
-    """A digest of which adapters are on, and how strongly, which no weight shows."""
-    found = [
-        (name, str(getattr(module, "active_adapters", "")), str(getattr(module, "scaling", "")),
-         str(getattr(module, "disable_adapters", "")), str(getattr(module, "merged", "")))
-        for name, module in network.named_modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling")
-    ]  # fmt: skip
-    return blake2b(repr(found).encode(), digest_size=8).hexdigest() if found else ""
-
-
 def _weights(network: torch.nn.Module) -> str:
-    """A digest of the names and shapes of a network's parameters and of some of their values."""
+    """Return a digest of a network: names, shapes and some values of its tensors, SLA's proj_l
+    among them, and which adapters are on, and how strongly, which no weight shows."""
     digest = blake2b(digest_size=8)
-    for name, parameter in sorted(network.named_parameters()):
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        if not parameter.is_meta and parameter.numel():
-            some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)][:16]
+    tensors = dict(network.named_parameters()) | dict(network.named_buffers())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        if not tensor.is_meta and tensor.numel():
+            some = tensor.detach().flatten()[:: max(1, tensor.numel() // 16)][:16]
             digest.update(repr(some.double().tolist()).encode())
+    for name, module in network.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):
+            state = (
+                module.active_adapters,
+                module.scaling,
+                module.disable_adapters,
+                module.merged,
+            )
+            digest.update(f"{name} {state}".encode())
     return digest.hexdigest()
-
-
-def _sums(tensors: Iterator[torch.Tensor]) -> str:
-    return " ".join(f"{float(one.sum()):.6g}" for one in tensors)

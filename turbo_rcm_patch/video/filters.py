@@ -13,8 +13,8 @@ import torch
 from turbo_rcm_patch.errors import OutputError
 from turbo_rcm_patch.video.video import find_ffmpeg, run_ffmpeg
 
-#: Measure -> the filter that computes it, and what it logs. XPSNR is that of the worst of three
-#: planes, as the filter sums up.
+#: Measure -> the filter that computes it, and the number in its log. XPSNR is that of the worst of
+#: three planes, as the filter sums up.
 FILTERS: Final = {
     "vmaf": ("libvmaf", re.compile(r"VMAF score: (\S+)")),
     "xpsnr": ("xpsnr", re.compile(r"XPSNR .*\(minimum: (\S+)\)")),
@@ -29,7 +29,7 @@ XPSNR_WIDTH: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """What ffmpeg's filters measured.
+    """The measures of ffmpeg's filters.
 
     Attributes:
         vmaf: VMAF of the video, 0..100 (model vmaf_v0.6.1; equal videos have some 97 to 100), or
@@ -44,7 +44,7 @@ class Filtered:
 
 
 def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
-    """Measure a video against the one it should equal, with what this ffmpeg has.
+    """Measure a video against the one it should equal, with the filters that this ffmpeg has.
 
     Frames are given with 16 bits and compared with 10 bits a channel, colours in full resolution:
     8 bits would add more noise than a good patch does. VMAF: Li et al. 2016,
@@ -55,48 +55,49 @@ def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
         truth: The same.
         fps: Frames a second.
     """
-    count, height, width = frames.shape[:3]
+    height, width = frames.shape[1:3]
     if min(height, width) < MIN_SIDE:
         return Filtered(None, None, f"VMAF and XPSNR need {MIN_SIDE} pixels a side")
-    available = _available(find_ffmpeg())
-    found: dict[str, float | None] = {}
-    missing: list[str] = []
     # One above the other, in one stream: xpsnr misreads frames that were cut out from the left.
     both = _bytes(torch.cat([frames, truth], dim=1))
     reads = ["-f", "rawvideo", "-pix_fmt", "rgb48le", "-s", f"{width}x{2 * height}"]
     reads += ["-r", str(fps), "-i", "pipe:0"]
+    found: dict[str, float | None] = dict.fromkeys(FILTERS)
+    missing: list[str] = []
     for measure, (name, logged) in FILTERS.items():
-        found[measure] = None
-        if name not in available:
+        if name not in _available(find_ffmpeg()):
             missing.append(f"this ffmpeg has no {name}")
             continue
         part = width // XPSNR_WIDTH * XPSNR_WIDTH if measure == "xpsnr" else width
         left = (width - part) // 2
-        graph = "[0:v]format=yuv444p10le,split[x][y];"
-        graph += f"[x]crop={part}:{height}:{left}:0,copy[main];"
-        graph += f"[y]crop={part}:{height}:{left}:{height},copy[reference];"
         # xpsnr takes its first input for the original, whose activity gives the weights.
-        graph += f"[reference][main]{name}" if measure == "xpsnr" else f"[main][reference]{name}"
+        inputs = "[reference][main]" if measure == "xpsnr" else "[main][reference]"
+        graph = (
+            "[0:v]format=yuv444p10le,split[x][y];"
+            f"[x]crop={part}:{height}:{left}:0,copy[main];"
+            f"[y]crop={part}:{height}:{left}:{height},copy[reference];{inputs}{name}"
+        )
         arguments = ["-v", "info", "-nostats", *reads, "-filter_complex", graph, "-f", "null", "-"]
         try:
             said = logged.search(run_ffmpeg(arguments, f"{name} was not run", both)[1])
         except OutputError as error:
             missing.append(str(error))
             continue
-        found[measure] = float(said[1]) if said else None
         if said is None:
             missing.append(f"{name} printed no number")
+        else:
+            found[measure] = float(said[1])
     return Filtered(found["vmaf"], found["xpsnr"], "; ".join(missing))
 
 
 def _bytes(frames: torch.Tensor) -> np.ndarray:
-    """16 bits a channel, in the order of bytes that "rgb48le" has."""
+    """Return frames with 16 bits a channel, in the order of bytes that "rgb48le" has."""
     scaled = np.stack([(f.clamp(0, 1).nan_to_num() * 65535).round().cpu().numpy() for f in frames])
     return scaled.astype("<u2")
 
 
 @cache
 def _available(program: str) -> frozenset[str]:
-    """Names of the filters that an ffmpeg, the one that is in use, has."""
+    """Return the names of the filters that the ffmpeg in use has."""
     said, _ = run_ffmpeg(["-hide_banner", "-filters"], "its filters were not listed")
     return frozenset(words[1] for line in said.splitlines() if len(words := line.split()) > 2)

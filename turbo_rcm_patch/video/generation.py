@@ -1,4 +1,4 @@
-"""Encode what a video is made from, sample latents, decode them.
+"""Encode the source of a video, sample latents, decode them.
 
 The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
 scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
 from turbo_rcm_patch.video.families import Job, PipelineFamily, VideoPipeline, draw, family_of
+from turbo_rcm_patch.video.lora import loras_of
 from turbo_rcm_patch.video.rcm_times import noise_stream
 from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint
 from turbo_rcm_patch.video.settings import Settings
@@ -31,6 +31,12 @@ _log = logging.getLogger(__name__)
 
 #: Most steps that a trajectory keeps.
 TRAJECTORY: Final = 12
+
+#: A model takes at least so many steps, unless it was distilled.
+_MANY: Final = 10
+
+#: Attributes of a pipeline that shows no progress bar.
+_QUIET: Final = {"_progress_bar_config": {"disable": True}}
 
 #: Called after every denoising step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
@@ -43,9 +49,9 @@ class Conditioning:
     Attributes:
         embeds: Embeddings [1, L, C] of the prompt.
         negative_embeds: Under guidance those of the negative prompt.
-        media: What the source has beside its prompt, by the names of `Source`.
-        encoded: What VAE (on the CPU) and image encoder made of `media`, by what they were given.
-            Every generation takes it from here.
+        media: The other fields of the source, by name.
+        encoded: Results of VAE (on the CPU) and image encoder on `media`, by their input. Every
+            generation takes them from here.
     """
 
     embeds: torch.Tensor
@@ -54,15 +60,12 @@ class Conditioning:
     encoded: dict[object, Any] = field(default_factory=dict)
 
     def kept(self) -> Conditioning:
-        """It with its embeddings on the CPU and without pixels: many of them hold little memory
-        (`Conditioning.again`)."""
-        return self._moved("cpu", {})
+        """Return it with its embeddings on the CPU and without pixels: many of them hold little
+        memory (`Conditioning.again`)."""
+        return self.again("cpu", {})
 
-    def again(self, device: torch.device, media: Mapping[str, Any]) -> Conditioning:
-        """It as before `kept`, with the `media` of the same source."""
-        return self._moved(device, media)
-
-    def _moved(self, device: torch.device | str, media: Mapping[str, Any]) -> Conditioning:
+    def again(self, device: torch.device | str, media: Mapping[str, Any]) -> Conditioning:
+        """Return it as before `kept`, with the `media` of the same source."""
         negative = self.negative_embeds
         return replace(
             self,
@@ -72,7 +75,7 @@ class Conditioning:
         )
 
     def frames(self, name: str, settings: Settings) -> list[Any]:
-        """The images of a video that was given, as many as `settings` asks for.
+        """Return the images of a video that was given, as many as `settings` asks for.
 
         Raises:
             SamplingError: It has fewer.
@@ -152,10 +155,14 @@ def generate(
         seed: Seed of the initial noise and of the re-noising, which have separate generators.
         settings: The settings; by default those of the model's folder (see `Settings.for_model`).
         on_step: Called after every step with (done, total).
-        **overrides: Fields of `Settings` by name, e.g. `steps=4`, `sampler="rcm"`, `sigma_max=80`.
+        **overrides: Fields of `Settings` by name, e.g. `sampler="lightning"`, `height=480`.
 
     Returns:
         Latents, float frames, times and peak memory.
+
+    Raises:
+        ConfigError: A setting has another value, or the pipeline does not take it.
+        SamplingError: The source does not fit the pipeline, or the video is not finite.
     """
     settings = settings_for(pipe, settings, **overrides)
     check_seed(seed)
@@ -194,8 +201,8 @@ def generate(
 
 
 def folder_of(pipe: VideoPipeline) -> Path | None:
-    """The folder that a pipeline was loaded from, of a name on the hub that of the hub's cache;
-    None if it was made otherwise."""
+    """Find the folder that a pipeline was loaded from, of a name on the hub that of the hub's
+    cache; None if it was made otherwise."""
     name = getattr(pipe, "name_or_path", None)
     if name and Path(name).is_dir():
         return Path(name)
@@ -213,17 +220,45 @@ def check_seed(seed: int, count: int = 1) -> None:
 def settings_for(
     pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
 ) -> Settings:
-    """Settings for a loaded pipeline: the overrides, then the given settings or else its folder's
-    `turbo_rcm.json`, then the defaults of its family.
+    """Return the settings for a loaded pipeline: the overrides, then the given settings or else
+    its folder's `turbo_rcm.json`, then the defaults of the pipeline and of its family.
+
+    Few steps for a model that nobody says was distilled are told once.
+
+    Raises:
+        ConfigError: A setting has another value, or the pipeline does not take it.
     """
-    family = family_of(pipe)
-    if settings is not None:
-        changed = settings.as_dict() | overrides
-        return Settings.for_model(None, **changed) if overrides else settings
-    folder = folder_of(pipe)
-    settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
+    family, folder = family_of(pipe), folder_of(pipe)
+    usual = dict(family.DEFAULTS)
+    if isinstance(pipe.scheduler, RCMScheduler):
+        kept = pipe.scheduler.config
+        usual |= {"sampler": "rcm", "sigma_max": kept.sigma_max, "form": kept.sampler}
+        if kept.times is not None:
+            usual |= {"sampler": "times", "times": tuple(kept.times)}
+    if settings is None:
+        settings = Settings.for_model(folder, usual, family.OWN, **overrides)
+    elif overrides:
+        settings = Settings.for_model(None, **settings.as_dict() | overrides)
+    settings = replace(settings, lora=loras_of(pipe))
     _check_settings(pipe, family, settings)
+    if settings.few_steps or settings.steps < _MANY:
+        says = Settings.for_model(folder, usual, family.OWN)
+        if not (says.few_steps or says.steps < _MANY or settings.lora):
+            _say_few(str(folder or type(pipe).__name__), settings.sampler, settings.steps)
     return settings
+
+
+@cache
+def _say_few(model: str, sampler: str, steps: int) -> None:
+    """Tell once that few steps were chosen for a model that does not say it was distilled."""
+    _log.warning(
+        "%d steps (sampler %s): nothing says that %s was distilled for few steps, and a model "
+        "that was not gives blurred videos. Load the LoRA it was distilled with (--lora), name "
+        "the sampler in its turbo_rcm.json, or use sampler 'scheduler' with its usual steps.",
+        steps,
+        sampler,
+        model,
+    )
 
 
 @torch.no_grad()
@@ -232,7 +267,7 @@ def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Condition
 
     Args:
         pipe: The pipeline.
-        source: What the video is made from.
+        source: The source of the video.
         settings: Read for guidance, negative prompt, length and size.
 
     Returns:
@@ -259,14 +294,15 @@ def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Condition
 def initial_noise(
     pipe: VideoPipeline, seed: int, settings: Settings, conditioning: Conditioning | None = None
 ) -> torch.Tensor:
-    """Standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
+    """Draw standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
     `torch.Generator("cpu").manual_seed(seed)`.
     """
     return draw(family_of(pipe).latent_shape(pipe, settings, conditioning), seed)
 
 
 def trajectory_steps(steps: int) -> tuple[int, ...]:
-    """Indices of the steps whose latents a trajectory keeps: all, or twelve evenly spread ones."""
+    """Return the indices of the steps whose latents a trajectory keeps: all, or twelve evenly
+    spread ones."""
     if steps <= TRAJECTORY:
         return tuple(range(steps))
     return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
@@ -288,7 +324,7 @@ def sample_latents(
         conditioning: From `encode`.
         seed: Seed of initial noise and re-noising.
         settings: How to sample.
-        keep_trajectory: Whether to keep the latents after the `trajectory_steps`.
+        keep_trajectory: Keep the latents after the `trajectory_steps`.
         on_step: Called after every step with (done, total).
 
     Returns:
@@ -309,8 +345,7 @@ def sample_latents(
         return {}
 
     with (
-        _quiet(pipe),
-        _sampler(pipe, settings, seed),
+        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
         _private_rng(device, seed),
         _encoded_once(pipe, conditioning),
         Meter(device) as meter,
@@ -332,7 +367,7 @@ def _denoise(
     settings: Settings,
     **more: object,
 ) -> torch.Tensor:
-    """Call the pipeline: its latents, after all steps."""
+    """Call the pipeline and return its latents after all steps."""
     call: dict[str, object] = {
         "prompt_embeds": conditioning.embeds,
         "negative_prompt_embeds": conditioning.negative_embeds,
@@ -349,7 +384,7 @@ def _denoise(
 
 
 def _job(pipe: VideoPipeline, seed: int, conditioning: Conditioning, settings: Settings) -> Job:
-    """With as many frames as are made, where that is fewer than were asked for."""
+    """Return the job with as many frames as the VAE makes, if these are fewer than asked for."""
     made = family_of(pipe).frames_made(pipe, settings.num_frames)
     fitting = replace(settings, num_frames=min(made, settings.num_frames))
     return Job(pipe, seed, conditioning, fitting)
@@ -369,7 +404,7 @@ def recorded_calls(
 
     Args:
         pipe: The pipeline; as before afterwards.
-        conditioning: What the video is made from; it keeps what VAE and image encoder make of it.
+        conditioning: The encoded source; it keeps the results of VAE and image encoder.
         settings: Shape of the video.
         states: Latents as the loop holds them, each with its network time.
 
@@ -388,8 +423,7 @@ def recorded_calls(
 
     networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
     with (
-        _quiet(pipe),
-        _replaced(pipe, scheduler=replay),
+        _replaced(pipe, **_QUIET, scheduler=replay),
         _private_rng(pipe._execution_device, 0),
         _encoded_once(pipe, conditioning),
         ExitStack() as stack,
@@ -419,7 +453,7 @@ class _Replay:
         self.timesteps = self._times.to(device)
 
     def set_begin_index(self, _: int = 0) -> None:
-        """Nothing to look up."""
+        """Do nothing: there is no time to look up."""
 
     def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
         return sample
@@ -462,12 +496,12 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) -> None:
-    if settings.sampler not in family.SAMPLERS:
+    if settings.few_steps and not family.FEW_STEPS:
         raise ConfigError(
             f"sampler of a {type(pipe).__name__}",
-            expected=f"one of {family.SAMPLERS}",
+            expected="'scheduler'",
             got=repr(settings.sampler),
-            remedy="The rCM sampler is for students that predict a rectified flow's velocity; "
+            remedy="Few-step samplers are for students that predict a rectified flow's velocity; "
             "leave sampler out",
         )
     if settings.strength is not None and "strength" not in family.DEFAULTS:
@@ -484,40 +518,28 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
             got=repr(settings.guidance_scale_2),
             remedy="Leave --guidance-scale-2 out",
         )
-    asked, made = settings.num_frames, partial(family.frames_made, pipe)
-    if made(asked) != asked:
-        fitting = [n for n in range(max(1, asked - 16), asked + 17) if made(n) == n]
-        near = [
-            max((n for n in fitting if n < asked), default=None),
-            min(n for n in fitting if n > asked),
-        ]
-        _say_frames(asked, made(asked), " and ".join(str(n) for n in near if n))
+    made = family.frames_made(pipe, settings.num_frames)
+    if made != settings.num_frames:
+        _say_frames(settings.num_frames, made)
 
 
 @cache
-def _say_frames(asked: int, made: int, near: str) -> None:
+def _say_frames(asked: int, made: int) -> None:
     """Tell once that a video will be shorter or longer than it was asked for."""
-    _log.warning(
-        "num_frames %d: this VAE makes %d frames of that. Near it are %s.", asked, made, near
-    )
+    _log.warning("num_frames %d: this VAE makes %d frames of that", asked, made)
 
 
-@contextmanager
-def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
-    """Give the pipeline the sampler of `settings`, and its own scheduler back afterwards."""
-    if settings.sampler == "scheduler":
-        yield
-        return
-    own = pipe.scheduler
-    rcm = RCMScheduler(
-        num_train_timesteps=own.config.get("num_train_timesteps", 1000),
-        sigma_max=settings.sigma_max,
-        sampler=settings.form,
+def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
+    """Return the scheduler that `settings` ask for, the pipeline's own or a few-step one."""
+    if settings.few_steps is None:
+        return pipe.scheduler
+    own = pipe.scheduler.config
+    return RCMScheduler(
+        num_train_timesteps=own.get("num_train_timesteps", 1000),
         noise_seed=seed,
-        timestep_dtype=own.config.get("timestep_dtype", "float32"),
+        timestep_dtype=own.get("timestep_dtype", "float32"),
+        **settings.few_steps,
     )
-    with _replaced(pipe, scheduler=rcm):
-        yield
 
 
 @contextmanager
@@ -573,20 +595,6 @@ def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[N
 
 
 @contextmanager
-def _quiet(pipe: VideoPipeline) -> Iterator[None]:
-    """Hide the pipeline's progress bar, and restore its settings afterwards."""
-    before = getattr(pipe, "_progress_bar_config", None)
-    pipe.set_progress_bar_config(disable=True)
-    try:
-        yield
-    finally:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = before
-
-
-@contextmanager
 def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
     """Make schedulers that use the global generators reproducible, and restore the caller's
     generators afterwards."""
@@ -605,8 +613,7 @@ class Meter:
 
     Attributes:
         seconds: Wall-clock time.
-        peak_bytes: Most memory held at once: the allocator's on a GPU, resident memory of the
-            process on a Linux CPU, None where neither can be read.
+        peak_bytes: Most memory that the allocator of a GPU held at once, None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -618,40 +625,12 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            self._resettable = _reset_resident_peak()
         self._start = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.device.type == "cuda":
-            if error is None:  # after a fault on the device, waiting would hide the first error
-                torch.cuda.synchronize(self.device)
-                self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        elif self._resettable:
-            self.peak_bytes = _resident_peak()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a fault on the device, waiting would hide the first error.
+        if self.device.type == "cuda" and kind is None:
+            torch.cuda.synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.seconds = time.perf_counter() - self._start
-
-
-def _reset_resident_peak() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak of resident memory
-    except OSError:
-        return False
-    return True
-
-
-def _resident_peak() -> int | None:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None

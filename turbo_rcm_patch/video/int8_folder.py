@@ -31,12 +31,12 @@ from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
 
 
 def is_int8_only(folder: Path) -> bool:
-    """Whether a transformer folder has int8 weights and no others for the same Linears."""
+    """Return True if a transformer folder has int8 weights and no others for the same Linears."""
     return is_marked(read_config(folder))
 
 
 def holds_int8(folder: Path) -> bool:
-    """Whether a transformer folder has int8 weights that `load_int8_only` reads."""
+    """Return True if a transformer folder has int8 weights that `load_int8_only` reads."""
     if is_int8_only(folder):
         return True
     extra = folder / EXTRA_FILE
@@ -51,8 +51,8 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
 
     Args:
         folder: The transformer folder.
-        dtype: Of all other weights but those that diffusers keeps in fp32, and of the products
-            where an int8 Linear is called.
+        dtype: dtype of all other weights but those that diffusers keeps in fp32, and of the
+            products where an int8 Linear is called.
 
     Returns:
         A transformer of diffusers, on the CPU, in evaluation mode.
@@ -107,14 +107,14 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
 
 
 def _beside(stored: StoredTensors) -> Iterator[str]:
-    """The Linears with an int8 weight in an extra file."""
+    """Yield the Linears with an int8 weight in an extra file."""
     for key in stored.listing:
         if key.endswith(".int8_weight"):
             yield key.removesuffix(".int8_weight")
 
 
 def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, int8 and fp32 scales of every Linear that has them."""
+    """Yield name, int8 and fp32 scales of every Linear that has them."""
     if is_int8_only(place):
         sources = [
             (key.removesuffix(f".{WEIGHT}"), stored, key, f"{key.removesuffix(WEIGHT)}{SCALE}")

@@ -1,13 +1,13 @@
-"""The three numbers of a comparison, from the most visible to the most exact: how far two videos
-are apart, how far one network call is from the truth, and what the fusion alone changes.
+"""The three numbers of a comparison, from the most visible to the most exact: the distance of two
+videos, the distance of one network call from the truth, and the change by the fusion alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
-from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.generation import (
@@ -25,6 +25,7 @@ from turbo_rcm_patch.video.generation import (
     initial_noise,
     recorded_calls,
 )
+from turbo_rcm_patch.video.judged import judged
 from turbo_rcm_patch.video.settings import Settings
 
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
@@ -77,27 +78,24 @@ class Drift:
         return self.frame_psnr[self.worst_frame]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, with the worst frame."""
+        """Return plain data for JSON, with the worst frame."""
         return asdict(self) | {"worst_frame": self.worst_frame, "worst_psnr": self.worst_psnr}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Drift:
-        """What `as_dict` gave, from JSON, where infinite and undefined numbers are strings."""
-        return cls(
-            psnr=float(values["psnr"]),
-            ssim=float(values["ssim"]),
-            frame_psnr=tuple(map(float, values["frame_psnr"])),
-            frame_ssim=tuple(map(float, values["frame_ssim"])),
-            latents=float(values["latents"]),
-            steps=tuple(map(float, values["steps"])),
-            flicker=float(values["flicker"]),
-            vmaf=_number(values["vmaf"]),
-            xpsnr=_number(values["xpsnr"]),
-        )
+    def from_dict(cls, values: Mapping[str, object]) -> Drift:
+        """Return the drift of `as_dict` from JSON, where infinite and undefined numbers are
+        strings."""
+
+        def number(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return tuple(map(float, value))
+            return None if value is None else float(value)
+
+        return cls(**{field.name: number(values[field.name]) for field in fields(cls)})
 
 
 def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """PSNR of each frame in dB, for values in 0..1.
+    """Return the PSNR of each frame in dB, for values in 0..1.
 
     Args:
         a: Frames [F, H, W, 3], any float dtype.
@@ -110,13 +108,13 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _mse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Mean squared difference of each frame, fp64."""
+    """Return the mean squared difference of each frame, fp64."""
     _check(a, b)
     return (a.double() - b.double()).square().flatten(1).mean(1)
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """SSIM of each frame: 11x11 Gaussian window, valid positions, mean over channels.
+    """Return the SSIM of each frame: 11x11 Gaussian window, valid positions, mean over channels.
 
     Args:
         a: Frames [F, H, W, 3] with values in 0..1 and at least 11 pixels a side, any float dtype.
@@ -134,7 +132,7 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
-    """How much the difference from another video changes from frame to frame.
+    """Return the change of the difference from another video, from frame to frame.
 
     The mean absolute difference of consecutive frames is the "temporal flickering" of VBench
     (Huang et al. 2024, arXiv 2311.17982; their score is 1 minus it). Motion counts there as well.
@@ -159,7 +157,7 @@ def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """|value - truth| / |truth| over all elements, computed in fp64."""
+    """Return |value - truth| / |truth| over all elements, computed in fp64."""
     truth64 = truth.double()
     return float((value.double() - truth64).norm() / truth64.norm())
 
@@ -167,7 +165,8 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 def drift(
     frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
 ) -> Drift:
-    """All distances of a video from the one it should equal, but those of ffmpeg (`filters`).
+    """Return all distances of a video from the one it should equal, except those of ffmpeg
+    (`filters`).
 
     Args:
         frames: [F, H, W, 3] in 0..1.
@@ -190,7 +189,7 @@ def drift(
 
 
 def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """SSIM of two frames [H, W, 3]; one frame at a time keeps large videos in memory."""
+    """Return the SSIM of two frames [H, W, 3]. One at a time keeps large videos in memory."""
     offsets = torch.arange(-SSIM_RADIUS, SSIM_RADIUS + 1, dtype=torch.float64, device=a.device)
     window = torch.exp(-0.5 * (offsets / SSIM_SIGMA).square())
     window = window / window.sum()
@@ -218,65 +217,8 @@ def _check(a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
-def _number(value: object) -> float | None:
-    return None if value is None else float(str(value))
-
-
 def _nan_first(value: float) -> float:
     return -math.inf if math.isnan(value) else value
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkInput:
-    """One call.
-
-    Attributes:
-        hidden_states: [B, C, F, H, W]; of CogVideoX [B, F, C, H, W].
-        timestep: Network time [B].
-        encoder_hidden_states: [B, L, C].
-        more: What else the network is given, by name: rotary angles, an image's embeddings.
-    """
-
-    hidden_states: torch.Tensor
-    timestep: torch.Tensor
-    encoder_hidden_states: torch.Tensor
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of_call(cls, given: Mapping[str, Any]) -> NetworkInput:
-        """From the keyword arguments of a call."""
-        known = {f.name: given[f.name] for f in fields(cls) if f.name in given}
-        more = {k: v for k, v in given.items() if k not in known and v is not None}
-        return cls(**known, more={k: v for k, v in more.items() if k != "return_dict"})
-
-    def call(self, network: torch.nn.Module) -> torch.Tensor:
-        """The network's output, as it comes."""
-        output: torch.Tensor = network(
-            hidden_states=self.hidden_states,
-            timestep=self.timestep,
-            encoder_hidden_states=self.encoder_hidden_states,
-            return_dict=False,
-            **self.more,
-        )[0]
-        return output
-
-    def upcast(self) -> NetworkInput:
-        """The same numbers in fp32; whole-numbered times stay whole."""
-        return NetworkInput(
-            self.hidden_states.float(),
-            _float(self.timestep),
-            self.encoder_hidden_states.float(),
-            {name: _float(value) for name, value in self.more.items()},
-        )
-
-
-def _float(value: Any) -> Any:
-    """fp32 in the place of every floating-point tensor, in sequences too."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_float, value))
-    return (
-        value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +231,7 @@ class NetworkNumber:
 
     Attributes:
         unpatched: Of the network as its authors wrote it.
-        patched: Of the patched network.
+        patched: Of the patched network, or with another attention backend.
     """
 
     unpatched: float
@@ -304,25 +246,32 @@ class NetworkNumber:
 @torch.no_grad()
 def network_number(
     transformer: torch.nn.Module,
-    inputs: Sequence[NetworkInput],
+    inputs: Sequence[Mapping[str, object]],
     config: PatchConfig | None = None,
+    *,
+    attention_backend: str | None = None,
 ) -> NetworkNumber:
     """Measure a transformer, which is unpatched before and after.
 
     Args:
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
             one block at a time, so a network of any size needs the memory of one block more.
-        inputs: Calls, in bf16 or another low precision.
+        inputs: The keyword arguments of each call, in bf16 or another low precision.
         config: How to patch. The guard decides on the first call, as in a video.
+        attention_backend: As for `compare`.
     """
     config = config or PatchConfig()
+
+    def outputs(calls: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        return [transformer(**call, return_dict=False)[0].float().cpu() for call in calls]
+
     with sla_as_defined(transformer, config.sla_topk):
-        unpatched = [one.call(transformer).float().cpu() for one in inputs]
-    with patched(transformer, config):
-        ours = [one.call(transformer).float().cpu() for one in inputs]
+        unpatched = outputs(inputs)
+    with judged(transformer, config, attention_backend):
+        changed = outputs(inputs)
     with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
-        truth = [one.upcast().call(transformer).cpu() for one in inputs]
-    return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))
+        truth = outputs([_fp32(call) for call in inputs])
+    return NetworkNumber(_mean_error(unpatched, truth), _mean_error(changed, truth))
 
 
 def measure_network(
@@ -331,33 +280,48 @@ def measure_network(
     clean: torch.Tensor,
     settings: Settings,
     config: PatchConfig,
+    *,
+    attention_backend: str | None = None,
 ) -> NetworkNumber:
-    """`network_number` of a pipeline's (high-noise) transformer.
+    """Measure `network_number` of a pipeline's (high-noise) transformer.
 
     Args:
         pipe: The pipeline, not offloaded.
-        conditioning: What the video is made from. The calls are those that the pipeline makes.
+        conditioning: The encoded source of the video. The calls are those of the pipeline.
         clean: Latents of a video of it, to which four noises are added.
         settings: Shape of the video.
         config: How to patch.
+        attention_backend: As for `compare`.
     """
     family, device = family_of(pipe), pipe.transformer.device
-    states = [
-        state
-        for seed in SEEDS
-        for state in family.noised(
-            pipe,
-            clean.to(device),
-            initial_noise(pipe, seed, settings, conditioning).to(device),
-        )
+    states = []
+    for seed in SEEDS:
+        noise = initial_noise(pipe, seed, settings, conditioning).to(device)
+        states += family.noised(pipe, clean.to(device), noise)
+    calls = [
+        {
+            name: value
+            for name, value in call.items()
+            if name != "return_dict" and value is not None
+        }
+        for call in recorded_calls(pipe, conditioning, settings, states)
     ]
-    calls = recorded_calls(pipe, conditioning, settings, states)
-    return network_number(pipe.transformer, list(map(NetworkInput.of_call, calls)), config)
+    return network_number(pipe.transformer, calls, config, attention_backend=attention_backend)
+
+
+def _fp32(value: Any) -> Any:
+    """Return a value with fp32 in the place of every floating-point tensor in it."""
+    if isinstance(value, Mapping):
+        return {name: _fp32(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_fp32, value))
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if floating else value
 
 
 @contextmanager
 def upcast(network: torch.nn.Module) -> Iterator[None]:
-    """Run a network in fp32 without a copy of it: a block is upcast when it is called, what is
+    """Run a network in fp32 without a copy of it: a block is upcast while it runs, the tensors
     outside its blocks for the whole time. Every tensor is the one it was afterwards.
 
     The weight of a Linear with int8 alone is the product of int8 and scale, then not rounded.
@@ -365,59 +329,49 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
     Args:
         network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
     """
-    blocks = [
-        block
-        for child in network.children()
-        if isinstance(child, torch.nn.ModuleList)
-        for block in child
-    ]
-    inside = {id(x) for block in blocks for x in (*block.parameters(), *block.buffers())}
-    rest = [x for x in (*network.parameters(), *network.buffers()) if id(x) not in inside]
+    lists = [child for child in network.children() if isinstance(child, torch.nn.ModuleList)]
+    blocks = [block for one in lists for block in one]
+    inside = {id(x) for block in blocks for x in _tensors(block)}
     held: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def begin(block: torch.nn.Module, *_: object) -> None:
-        if block not in held:
-            held[block] = _widen([*block.parameters(), *block.buffers()])
+    def widen(part: torch.nn.Module, *_: object) -> None:
+        own = [x for x in _tensors(part) if part is not network or id(x) not in inside]
+        low = [x for x in own if x.is_floating_point() and x.dtype != torch.float32]
+        if part not in held:
+            held[part] = [(x, x.data) for x in low]
+            for x in low:
+                x.data = x.data.float()
 
-    def end(block: torch.nn.Module, *_: object) -> None:
-        _narrow(held.pop(block, []))
+    def narrow(part: torch.nn.Module, *_: object) -> None:
+        for x, values in held.pop(part, []):
+            x.data = values
 
-    hooks: list[Callable[[], None]] = []
-    before = _widen(rest)
     int8 = [(m, m.dtype) for m in network.modules() if type(m) is Int8Linear]
+    hooks = []
     try:
+        widen(network)
         for linear, _ in int8:
             linear.dtype = torch.float32
         for block in blocks:
-            hooks.append(block.register_forward_pre_hook(begin).remove)
-            hooks.append(block.register_forward_hook(end, always_call=True).remove)
+            hooks.append(block.register_forward_pre_hook(widen))
+            hooks.append(block.register_forward_hook(narrow, always_call=True))
         yield
     finally:
-        for remove in hooks:
-            remove()
-        for one in list(held):
-            end(one)
+        for hook in hooks:
+            hook.remove()
+        for part in list(held):
+            narrow(part)
         for linear, dtype in int8:
             linear.dtype = dtype
-        _narrow(before)
 
 
-def _widen(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put fp32 values in the tensors' places; what they held, for `_narrow`."""
-    held = [(x, x.data) for x in tensors if x.is_floating_point() and x.dtype != torch.float32]
-    for x, values in held:
-        x.data = values.float()
-    return held
-
-
-def _narrow(held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for x, values in held:
-        x.data = values
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 @contextmanager
 def highest_precision() -> Iterator[None]:
-    """fp32 matrix products and convolutions without TF32; flags are as before afterwards."""
+    """Switch TF32 off for the length of a `with` block."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
@@ -434,23 +388,19 @@ def _mean_error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) 
 
 @torch.no_grad()
 def fusion_number(
-    config: PatchConfig,
-    device: torch.device,
-    *,
-    heads: int,
-    head_dim: int,
+    config: PatchConfig, device: torch.device, *, heads: int, head_dim: int
 ) -> float:
-    """Relative L2 of fused against unfused `residual + gate * (attention @ W^T + b)`, for one
-    block's worth of random fp32 numbers.
+    """Return the relative L2 of fused against unfused `residual + gate * (attention @ W^T + b)`,
+    for random fp32 numbers.
 
-    Both are taken over the same quantised attention, so that its errors cancel: what is left is
-    what closing the skip inside the kernels changes.
+    Both are taken over the same quantised attention, so that its errors cancel, and the change by
+    closing the skip inside the kernels is left.
 
     Args:
         config: How to patch.
         device: Where the kernels run.
-        heads: Of the model in question.
-        head_dim: Of the model in question.
+        heads: Number of heads of the model.
+        head_dim: Channels of a head of the model.
     """
     channels, tokens = heads * head_dim, 384
     generator = torch.Generator("cpu").manual_seed(0)
@@ -459,11 +409,8 @@ def fusion_number(
         return torch.randn(shape, generator=generator).to(device)
 
     q, k, v, residual = (draw(1, tokens, channels) for _ in range(4))
-    weight, bias, gate = (
-        draw(channels, channels) / channels**0.5,
-        draw(channels),
-        draw(1, 1, channels),
-    )
+    weight = draw(channels, channels) / channels**0.5
+    bias, gate = draw(channels), draw(1, 1, channels)
     spec = AttentionSpec(
         heads=heads,
         # So few tokens "auto" may run exactly.

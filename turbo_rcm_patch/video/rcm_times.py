@@ -1,5 +1,6 @@
-"""The times and the noise of the few-step rCM sampler.
+"""The times of the rCM sampler, and the steps and the noise of every few-step sampler.
 
+A rectified flow has x_t = (1 - t) x0 + t eps, and its network predicts v = eps - x0 at 1000 t.
 This file needs torch alone, so that ComfyUI's nodes run without diffusers.
 """
 
@@ -7,23 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
 from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.video.schedules import Form
 
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
 MID_TIMES: Final = (1.5, 1.4, 1.0)
 MAX_STEPS: Final = len(MID_TIMES) + 1
 
-Sampler = Literal["sde", "ode"]
-
 
 def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
-    """Rectified-flow times of the rCM sampler.
+    """Compute the rectified-flow times of the rCM sampler (arXiv 2510.08431).
 
     Args:
         steps: Number of network calls, 1 to 4.
@@ -31,6 +31,9 @@ def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
 
     Returns:
         Times t from the noisiest down to exactly 0, fp64, [steps + 1].
+
+    Raises:
+        ConfigError: Another number of steps, or a `sigma_max` that is too small for it.
     """
     if not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
         raise ConfigError(
@@ -51,8 +54,8 @@ def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
     return rectified_flow_time(trig)
 
 
-def step_coefficients(times: torch.Tensor, sampler: Sampler) -> torch.Tensor:
-    """(c_skip, c_out, c_noise) of every step: x <- c_skip x + c_out v + c_noise eps.
+def step_coefficients(times: torch.Tensor, sampler: Form) -> torch.Tensor:
+    """Compute (c_skip, c_out, c_noise) of every step: x <- c_skip x + c_out v + c_noise eps.
 
     - "sde": the network's skip, then noise up to the next time,
       (1 - t') (x - t v) + t' eps;
@@ -74,8 +77,8 @@ def step_coefficients(times: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 
 
 def noise_stream(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for one purpose of one seed, so that streams of the same seed never repeat
-    each other.
+    """Return a CPU generator for one purpose of one seed, so that streams of the same seed never
+    repeat each other.
     """
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

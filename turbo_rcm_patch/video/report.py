@@ -1,5 +1,5 @@
-"""What a comparison leaves for people and programs: plots, metrics.json, report.md, which is short
-enough to be pasted, and report.html, a page that refers to nothing outside itself.
+"""Write the report of a comparison: plots, metrics.json, report.md, which is short enough to be
+pasted, and report.html, a page that refers to nothing outside itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from turbo_rcm_patch.video.comparison import Comparison, PromptResult
-    from turbo_rcm_patch.video.kernel_check import KernelCheck
+    from turbo_rcm_patch.video.doctor import KernelCheck
     from turbo_rcm_patch.video.measures import Drift
 
 #: Run -> its colour in plots; the control is drawn first.
 COLOURS: Final = {"control": "#c2410c", "patched": "#2563eb"}
-_LIMIT: Final = "#dc2626"
 
 #: matplotlib settings of every plot of this package.
 STYLE: Final[dict[str, object]] = {
@@ -50,7 +48,7 @@ STYLE: Final[dict[str, object]] = {
     "font.size": 9.5,
     "legend.frameon": False,
 }
-#: What a dark page changes in them, and in the colours of runs.
+#: The changes of a dark page.
 _DARK: Final[dict[str, object]] = {
     "figure.facecolor": "#131a26",
     "axes.facecolor": "#131a26",
@@ -61,27 +59,19 @@ _DARK: Final[dict[str, object]] = {
     "xtick.color": "#9aa7ba",
     "ytick.color": "#9aa7ba",
 }
-_DARK_COLOURS: Final = {"control": "#fb923c", "patched": "#6ea8fe", "limit": "#f87171"}
-
-#: Label of each pane of the player, and what it shows.
+#: Theme -> settings of matplotlib, and the colours of runs and limits.
+_THEMES: Final = {
+    "light": (STYLE, COLOURS | {"limit": "#dc2626"}),
+    "dark": (STYLE | _DARK, {"control": "#fb923c", "patched": "#6ea8fe", "limit": "#f87171"}),
+}
+#: Pane of the player -> its label and its contents. NAME is that of the judged model.
 _LABELS: Final = {
     "baseline": ("Baseline", "the unpatched model's video"),
-    "patched": ("Patched", "the patched model's video"),
+    "patched": ("NAME", "the judged model's video"),
     "control": ("Control", "the unpatched model's video with another exact attention"),
-    "patched difference": ("Patched − baseline", "what the patch changes, amplified"),
-    "control difference": (
-        "Control − baseline",
-        "what another exact attention changes, amplified",
-    ),
+    "patched difference": ("NAME − baseline", "the difference of the judged video, amplified"),
+    "control difference": ("Control − baseline", "the difference of the control, amplified"),
 }
-assert _LABELS.keys() == PANES.keys()
-
-_FLICKER: Final = (
-    "Flicker is how much the difference from the baseline changes from one frame to the next, in "
-    "steps of an 8-bit pixel: the mean absolute difference of consecutive frames, which is the "
-    "temporal flickering of VBench (arXiv 2311.17982), taken of the difference, so that motion "
-    "does not count."
-)
 
 
 def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None) -> None:
@@ -89,13 +79,13 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
 
     Args:
         comparison: With the videos of every prompt in its folder.
-        kernel_check: What `run_kernel_check` found, if it was run.
+        kernel_check: The result of `check_kernels`, if it was run.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     metrics = comparison.as_dict()
     if kernel_check is not None:
-        metrics["kernel_check"] = kernel_check.as_dict()
+        metrics["kernel_check"] = asdict(kernel_check) | {"passed": kernel_check.passed}
     write_json(comparison.metrics, to_json(metrics))
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "page"),
@@ -104,17 +94,14 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters.update(
-        db=_db,
-        number=_number,
-        value=_value,
-        seconds=_seconds,
-        memory=_memory,
-        code=_markdown_code,
-    )
-    results = comparison.results
+    jinja.filters |= {
+        "db": _db, "number": _number, "value": _value, "seconds": _seconds, "memory": _memory,
+        "code": _markdown_code,
+    }  # fmt: skip
+    results, out = comparison.results, comparison.out
     shared = {
         "m": comparison,
+        "name": comparison.attention_backend or "patched",
         "kernel_check": kernel_check,
         "chips": _chips(comparison),
         "facts": _facts(comparison),
@@ -128,29 +115,23 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
             for name, drifts in _runs(results)
         },
     }
-    plots = _draw_plots(comparison)
-    panes = {one.key: comparison.out / "prompts" / one.key / "panes.mp4" for one in results}
     page = jinja.get_template("report.html.j2").render(
         **shared,
-        videos={key: _data_url(path.read_bytes()) for key, path in panes.items()},
+        videos={
+            one.key: _data_url((out / "prompts" / one.key / "panes.mp4").read_bytes(), "video/mp4")
+            for one in results
+        },
         players={one.key: json.dumps(_player(comparison, one)) for one in results},
-        plots=plots,
+        plots=_draw_plots(comparison),
         scales=_scales(comparison.judgement),
-        # In place of the kernels ran plain torch, so that its time means nothing.
-        guarded=comparison.identity["config"].get("guard", True),
+        guarded=comparison.attention_backend is None and comparison.identity["config"]["guard"],
+        # Plain torch ran in the place of the kernels, so that its time means nothing.
         emulated=comparison.patch.get("impl") == "reference",
         patch_report=without_places(comparison.patch_report),
-        flicker=_FLICKER,
         limits=verdict,
     )
-    short = jinja.get_template("report.md.j2").render(**shared)
     write_text(comparison.report, page)
-    write_text(comparison.short_report, short)
-
-
-def without_places(text: str) -> str:
-    """The text without the folders of absolute paths: a report is sent to other people."""
-    return _ABSOLUTE.sub(lambda found: "…" + found["end"], text)
+    write_text(comparison.short_report, jinja.get_template("report.md.j2").render(**shared))
 
 
 #: A path that begins at a root, a home or a drive, and its last part.
@@ -159,16 +140,33 @@ _ABSOLUTE: Final = re.compile(
 )
 
 
+def without_places(text: str) -> str:
+    """Return a text without the folders of absolute paths: a report is sent to other people."""
+    return _ABSOLUTE.sub(lambda found: "…" + found["end"], text)
+
+
+def shown_command(command: str) -> str:
+    """Return a command line with the last parts of its absolute paths, however they are quoted,
+    also after the = of an option."""
+
+    def shown(word: str) -> str:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        path = Path(value.removeprefix("file://"))
+        return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
+
+    return shlex.join(map(shown, shlex.split(command)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Measure:
     """A column of the tables.
 
     Attributes:
         name: With its unit.
-        why: What it is, in a line.
-        of: The number of a run.
-        form: How it is written.
-        low: Whether lower is worse.
+        why: Its meaning, in a line.
+        of: Returns the number of a run.
+        form: The format of the number.
+        low: True if lower is worse.
     """
 
     name: str
@@ -178,12 +176,12 @@ class _Measure:
     low: bool = True
 
     def row(self, results: Sequence[PromptResult]) -> dict[str, object]:
-        """The texts of the tables: over all prompts, and of each."""
+        """Return the texts of the tables: over all prompts, and of each."""
+        worst = verdict.lowest if self.low else verdict.highest
         runs = {
             name: [value for drift in drifts if (value := self.of(drift)) is not None]
             for name, drifts in _runs(results)
         }
-        worst = verdict.lowest if self.low else verdict.highest
         cells = [
             self._text(how(runs[name]) if runs[name] else None)
             for how in (verdict.median, worst)
@@ -218,16 +216,17 @@ _MEASURES: Final = (
 
 
 def _runs(results: Sequence[PromptResult]) -> Iterator[tuple[str, list[Drift]]]:
-    """The drifts of the control and of the patched model, one a prompt."""
+    """The drifts of the control and of the judged model, one a prompt."""
     return ((name, [getattr(one, name) for one in results]) for name in COLOURS)
 
 
 def _chips(comparison: Comparison) -> list[str]:
-    """What was compared and where, in a few words each."""
+    """The model, the machine and the settings, in a few words each."""
     settings, identity = comparison.settings, comparison.identity
-    versions = identity["versions"]
+    backend, versions = comparison.attention_backend, identity["versions"]
     return [
         _name_of_model(identity["model"]),
+        *([f"attention backend {backend}"] if backend else []),
         identity["device"],
         f"{settings.num_frames} frames, {settings.width} × {settings.height}",
         f"{settings.steps} steps",
@@ -242,18 +241,13 @@ def _name_of_model(model: str) -> str:
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     settings, identity = comparison.settings, comparison.identity
-    sampler = (
-        f"rCM ({settings.form}), {settings.steps} steps, sigma_max {settings.sigma_max:g}"
-        if settings.sampler == "rcm"
-        else f"the pipeline's own scheduler, {settings.steps} steps, "
-        f"guidance {settings.guidance_scale:g}"
-    )
-    config = {
-        name: "/".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for name, value in identity["config"].items()
-    }
+    patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
+    backend = comparison.attention_backend
+    given = {k: v for k, v in identity["settings"].items() if v not in (None, "", ())}
+    shown = given.keys() - {"height", "width", "num_frames"}
+    sampler = ", ".join(f"{name}={given[name]}" for name in given if name in shown)
     facts = [
-        ("command", _shown_command(comparison.command) or "called from Python"),
+        ("command", shown_command(comparison.command) or "called from Python"),
         ("model", _name_of_model(identity["model"])),
         ("machine", identity["device"]),
         ("video", f"{settings.num_frames} frames of {settings.width} x {settings.height}"),
@@ -261,36 +255,21 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("transformer", f"{identity['dtype']}; VAE in float32"),
         ("baseline", comparison.baseline),
         ("control", f"scaled_dot_product_attention on its {comparison.control_backend} backend"),
-        ("patch", ", ".join(f"{name}={value}" for name, value in config.items())),
+        ("judged", f"attention backend {backend}, unpatched" if backend else f"patch: {patch}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in identity["versions"].items())),
     ]
     return [(name, without_places(text)) for name, text in facts]
 
 
-def _shown_command(command: str) -> str:
-    """A command line whose absolute paths are their last part, however they are quoted, and behind
-    the = of an option too."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # Not a command line of ours.
-        return command
-    return shlex.join(map(_shown_word, words))
-
-
-def _shown_word(word: str) -> str:
-    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-    path = Path(value.removeprefix("file://"))
-    return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
-
-
 def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
-    """What the script of the page needs to know about one video."""
+    """The data of one video for the script of the page."""
     height, width = pane_size(comparison.settings.height, comparison.settings.width)
     runs = {name: [_for_page(v) for v in getattr(result, name).frame_psnr] for name in COLOURS}
     known = [value for values in runs.values() for value in values if isinstance(value, float)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     step = next((s for s in (1, 2, 5, 10, 20) if (high - low) / s <= 3), 50)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
+    judged = comparison.attention_backend or "Patched"
     return {
         "frames": len(result.patched.frame_psnr),
         "fps": comparison.settings.fps,
@@ -302,7 +281,7 @@ def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
             name: {
                 "column": column,
                 "row": row,
-                "label": _LABELS[name][0],
+                "label": _LABELS[name][0].replace("NAME", judged),
                 "alt": f"{_LABELS[name][1]}: {result.prompt}",
                 "difference": name.endswith("difference"),
             }
@@ -312,7 +291,7 @@ def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
             "bottom": bottom,
             "top": top,
             "ticks": list(range(bottom, top, step)),
-            "alt": f"PSNR of each frame against the baseline. Patched: {_span(runs['patched'])}. "
+            "alt": f"PSNR of each frame against the baseline. {judged}: {_span(runs['patched'])}. "
             f"Control: {_span(runs['control'])}.",
         },
         **runs,
@@ -322,36 +301,35 @@ def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
 def _span(values: Sequence[float | str | None]) -> str:
     known = [v for v in values if isinstance(v, float)]
     wrong = sum(isinstance(v, str) for v in values)
-    said = f"{min(known):.1f} to {max(known):.1f} dB" if known else "equal in every frame"
+    span = f"{min(known):.1f} to {max(known):.1f} dB" if known else "equal in every frame"
     if wrong:
-        said = f"not a number in {wrong} of {len(values)}" + (f", else {said}" if known else "")
-    return said
+        span = f"not a number in {wrong} of {len(values)}" + (f", else {span}" if known else "")
+    return span
 
 
 def _scales(judgement: verdict.Verdict) -> dict[str, dict[str, object]]:
-    """Where limit, patched and control lie on a small scale, in percent."""
+    """Where limit, judged model and control lie on a small scale, in percent."""
     checks = {check.name: check for check in judgement.checks}
-    median, worst = (checks[n] for n in ("median PSNR over prompts", "worst frame"))
-    network = checks.get("error of the network, patched / unpatched")
-    fusion = checks.get("fused against unfused, relative L2")
-    scales = {
-        "median": _scale(median, median.limit + verdict.MEDIAN_MARGIN_DB, 3.0),
-        "worst": _scale(worst, worst.limit + verdict.WORST_FRAME_MARGIN_DB, 4.0),
-    }
-    if network:
-        scales["network"] = _scale(network, None, 0.5)
-    if fusion:
-        scales["fusion"] = _scale(fusion, None, fusion.limit / 4)
+    scales = {}
+    for key, name, margin, room in (
+        ("median", verdict.MEDIAN, verdict.MEDIAN_MARGIN_DB, 3.0),
+        ("worst", verdict.WORST, verdict.WORST_FRAME_MARGIN_DB, 4.0),
+        ("network", verdict.NETWORK, None, 0.5),
+        ("fusion", verdict.FUSION, None, verdict.FUSION_LIMIT / 4),
+    ):
+        if check := checks.get(name):
+            control = None if margin is None else check.limit + margin
+            scales[key] = scale_of(check, control, room)
     return scales
 
 
-def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str, object]:
-    """A scale that shows all of these.
+def scale_of(check: verdict.Check, control: float | None, room: float) -> dict[str, object]:
+    """Return a scale that shows a condition's value, its limits and the control.
 
     Args:
-        check: With the value and its limit.
-        control: What the control has, if it has such a number.
-        room: What to show beyond the outermost of them.
+        check: With the value and its limits.
+        control: The number of the control, if it has such a number.
+        room: How much to show beyond the outermost of them.
     """
     numbers = [n for n in (check.value, check.limit, control) if n is not None]
     shown = [n for n in numbers if math.isfinite(n)]
@@ -375,7 +353,7 @@ def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str
     }
 
 
-def _data_url(content: bytes, kind: str = "video/mp4") -> str:
+def _data_url(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
@@ -389,7 +367,7 @@ def _number(value: float, form: str = ".4g") -> str:
 
 
 def _value(check: verdict.Check, value: float | None = None) -> str:
-    """What a condition has, or another number of its kind."""
+    """The value of a condition, or another number of its kind."""
     value = check.value if value is None else value
     return _db(value, ".4g") if check.unit == " dB" else _number(value) + check.unit
 
@@ -416,111 +394,104 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     """Draw drift per prompt, per frame and per step.
 
     Returns:
-        Of each plot a light picture, which is also a file in plots/, a dark one, and what it
-        shows in words.
+        Of each plot a light picture, which is also a file in plots/, a dark one, and its contents
+        in words.
     """
     import matplotlib
 
     # Without pyplot there is no global figure list and no window system to choose.
     from matplotlib.figure import Figure
 
-    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
-    drawings: dict[str, Callable[[Axes, Sequence[PromptResult], dict[str, str]], str]] = {
-        "prompts.png": _per_prompt,
-        "frames.png": _per_frame,
-        "steps.png": partial(_per_step, steps),
-    }
     plots = []
-    for name, draw in drawings.items():
+    for draw in (_per_prompt, _per_frame, _per_step):
         found: dict[str, str] = {}
-        for theme, style, colours in (
-            ("light", STYLE, COLOURS | {"limit": _LIMIT}),
-            ("dark", STYLE | _DARK, _DARK_COLOURS),
-        ):
+        for theme, (style, colours) in _THEMES.items():
             with matplotlib.rc_context(style):
                 figure = Figure(figsize=(5.0, 3.6), layout="constrained")
-                axes = figure.add_subplot()
-                found["alt"] = draw(axes, comparison.results, colours)
+                found["alt"] = draw(figure.add_subplot(), comparison, colours)
                 # Outside of the axes, where it can hide nothing.
                 figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
                 picture = io.BytesIO()
                 figure.savefig(picture, dpi=160, format="png")
             found[theme] = _data_url(picture.getvalue(), "image/png")
             if theme == "light":
+                name = f"{draw.__name__.removeprefix('_per_')}s.png"
                 with atomic(comparison.out / "plots" / name) as temporary:
                     temporary.write_bytes(picture.getvalue())
         plots.append(found)
     return plots
 
 
-def _per_prompt(axes: Axes, results: Sequence[PromptResult], colours: dict[str, str]) -> str:
+def _per_prompt(axes: Axes, comparison: Comparison, colours: dict[str, str]) -> str:
     from matplotlib.ticker import MaxNLocator
 
-    places = range(1, len(results) + 1)
-    labels = {"control": "control: another exact attention", "patched": "patched"}
-    said = []
+    results = comparison.results
+    words = []
     for name, drifts in _runs(results):
         values, colour = [one.psnr for one in drifts], colours[name]
-        axes.plot(places, _finite(values), "o", color=colour, markersize=7, label=labels[name])
+        label = "control: another exact attention" if name == "control" else _named(comparison)
+        places = range(1, len(results) + 1)
+        axes.plot(places, _finite(values), "o", color=colour, markersize=7, label=label)
         axes.axhline(verdict.median(values), color=colour, linewidth=1)
-        said.append(f"{name} {_span(list(map(_for_page, values)))}")
+        words.append(f"{name} {_span(list(map(_for_page, values)))}")
         if name == "control":
             limit = verdict.median(values) - verdict.MEDIAN_MARGIN_DB
-            _draw_limit(axes, limit, "lowest median accepted", colours["limit"])
-            said.append(f"lowest median accepted {_db(limit)}")
+            words.append(_draw_limit(axes, limit, "lowest median accepted", colours["limit"]))
     axes.set(title="Distance from the baseline, per prompt", xlabel="prompt", ylabel="PSNR, dB")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    return f"Points: PSNR of each of {len(results)} prompts. {'; '.join(said)}."
+    return f"Points: PSNR of each of {len(results)} prompts. {'; '.join(words)}."
 
 
-def _per_frame(axes: Axes, results: Sequence[PromptResult], colours: dict[str, str]) -> str:
-    said = []
-    for name, drifts in _runs(results):
+def _per_frame(axes: Axes, comparison: Comparison, colours: dict[str, str]) -> str:
+    words = []
+    for name, drifts in _runs(comparison.results):
         columns = list(zip(*(one.frame_psnr for one in drifts), strict=True))
         frames, colour = range(1, len(columns) + 1), colours[name]
-        lows = [verdict.lowest(c) for c in columns]
-        low, high = _finite(lows), _finite([verdict.highest(c) for c in columns])
-        axes.fill_between(frames, low, high, color=colour, alpha=0.18, linewidth=0)
-        middle = [verdict.median(c) for c in columns]
+        lows, middle = ([how(c) for c in columns] for how in (verdict.lowest, verdict.median))
+        highs = _finite([verdict.highest(c) for c in columns])
+        axes.fill_between(frames, _finite(lows), highs, color=colour, alpha=0.18, linewidth=0)
         point = "o" if len(columns) == 1 else ""  # a curve of one point shows nothing
-        axes.plot(frames, _finite(middle), marker=point, color=colour, linewidth=2, label=name)
-        said.append(f"{name} {_span(list(map(_for_page, middle)))}")
+        label = name if name == "control" else _named(comparison)
+        axes.plot(frames, _finite(middle), marker=point, color=colour, linewidth=2, label=label)
+        words.append(f"{name} {_span(list(map(_for_page, middle)))}")
         if name == "control":
             limit = verdict.lowest(lows) - verdict.WORST_FRAME_MARGIN_DB
-            _draw_limit(axes, limit, "worst frame accepted", colours["limit"])
-            said.append(f"worst frame accepted {_db(limit)}")
+            words.append(_draw_limit(axes, limit, "worst frame accepted", colours["limit"]))
     axes.set(title="Per frame: median over prompts, and range", xlabel="frame", ylabel="PSNR, dB")
-    return f"Curves: PSNR of each frame, median over prompts. {'; '.join(said)}."
+    return f"Curves: PSNR of each frame, median over prompts. {'; '.join(words)}."
 
 
-def _per_step(
-    steps: Sequence[int],
-    axes: Axes,
-    results: Sequence[PromptResult],
-    colours: dict[str, str],
-) -> str:
-    said = []
-    for name, drifts in _runs(results):
+def _per_step(axes: Axes, comparison: Comparison, colours: dict[str, str]) -> str:
+    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
+    words = []
+    for name, drifts in _runs(comparison.results):
         colour = colours[name]
         for one in drifts:
             axes.plot(steps, one.steps, color=colour, linewidth=0.7, alpha=0.35)
         middle = [verdict.median(c) for c in zip(*(one.steps for one in drifts), strict=True)]
-        axes.plot(steps, middle, "o-", color=colour, linewidth=2, markersize=4, label=name)
-        said.append(f"{name} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
+        label = name if name == "control" else _named(comparison)
+        axes.plot(steps, middle, "o-", color=colour, linewidth=2, markersize=4, label=label)
+        words.append(f"{name} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
     axes.set_xticks(steps)
     axes.set_yscale("log")
     axes.set(
         title="Drift of the latents, step by step", xlabel="denoising step", ylabel="relative L2"
     )
-    return f"Curves: drift of the latents after each step, median. {'; '.join(said)}."
+    return f"Curves: drift of the latents after each step, median. {'; '.join(words)}."
 
 
-def _draw_limit(axes: Axes, limit: float, label: str, colour: str) -> None:
+def _named(comparison: Comparison) -> str:
+    # matplotlib leaves labels that begin with an underscore out of a legend.
+    return (comparison.attention_backend or "patched").lstrip("_")
+
+
+def _draw_limit(axes: Axes, limit: float, label: str, colour: str) -> str:
     axes.axhline(limit, color=colour, linestyle="--", linewidth=1)
     axes.annotate(
         label, (1, limit), xytext=(0, 4), textcoords="offset points",
         xycoords=axes.get_yaxis_transform(), ha="right", color=colour, fontsize=8.5,
     )  # fmt: skip
+    return f"{label} {_db(limit)}"
 
 
 def _finite(values: Sequence[float]) -> list[float]:

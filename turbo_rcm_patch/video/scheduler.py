@@ -1,29 +1,34 @@
-"""The few-step sampler of rCM models as a diffusers scheduler.
+"""The few-step sampler of distilled rectified flows as a diffusers scheduler.
 
-TrigFlow times atan(sigma_max), 1.5, 1.4, 1.0 and 0 are mapped to rectified-flow time t = sin/(cos
-+ sin), where the network predicts a velocity v and the clean sample is x0 = x - t v: the skip pair
-of the whole network, (c_skip, c_out) = (1, -t). A step closes that skip and adds noise up to the
-next time, which is one linear combination of x, v and noise and runs as one pass over them.
+The network predicts a velocity v at time t, and the clean sample is x0 = x - t v: the skip pair of
+the whole network, (c_skip, c_out) = (1, -t). A step closes that skip and adds noise up to the next
+time, which is one linear combination of x, v and noise and runs as one pass over them. rCM's times
+are TrigFlow's, atan(sigma_max), 1.5, 1.4, 1.0 and 0, mapped by t = sin/(cos + sin). Other students
+(Lightning, FastWan, Self-Forcing) take the same step at times of their own; `schedules.SCHEDULES`
+says where each is published.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import ClassVar, Final, Literal
+from collections.abc import Sequence
+from typing import ClassVar, Final, Literal, get_args
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.video.rcm_times import Sampler, noise_stream, rcm_times, step_coefficients
+from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
+from turbo_rcm_patch.video.schedules import SCHEDULES, Form, shifted
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
+_DTYPES: Final = ("float32", "bfloat16")
 
 
 def fingerprint(sample: torch.Tensor) -> int:
-    """A seed made of all values of a sample, the same on every device and for every layout.
+    """Compute a seed from all values of a sample, the same on every device and for every layout.
 
     The fp32 bits, in rows of `_ROW`, are added up by row and by column where the sample lies.
     Integers add up the same in any order, and only these sums leave the device.
@@ -38,7 +43,10 @@ def fingerprint(sample: torch.Tensor) -> int:
 
 
 class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
-    """A scheduler for 1 to 4 steps of an rCM model, in pipelines for flow matching.
+    """A scheduler for the few steps of a distilled model, in pipelines for flow matching.
+
+    Without `times` it is rCM's, for 1 to 4 steps. `RCMScheduler.named("lightning")` has the times
+    of another published student.
 
     The state x is updated in fp64 around a network of any dtype:
 
@@ -55,16 +63,22 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
 
     The pipelines do not scale the initial noise either. Pass
     `latents=scheduler.init_noise(noise)` to reproduce the published loop exactly. Otherwise the
-    noise of the first call is too strong by the factor 1 / t0 (1.2 % for sigma_max 80).
+    noise of the first call is too strong by the factor 1 / t0 (1.2 % for sigma_max 80, none where
+    the first time is 1000).
 
     Args:
         num_train_timesteps: Network time per unit of t. Wan's expert boundary is a fraction of it.
-        sigma_max: Noise level of the first step (80; 200 for Wan 2.2 I2V).
+        sigma_max: Noise level of the first step (80; 200 for Wan 2.2 I2V). Not read with `times`.
         sampler: "sde" or "ode".
         noise_seed: Seed of the re-noising of a whole batch; None takes one from the first sample
             for each video. `set_noise_seed` changes it later.
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
+        times: Network times of the steps, of 1000, from the noisiest down and without the 0 at the
+            end; None for rCM's. They are final: `schedules.shifted` applies a shift.
+
+    Raises:
+        ConfigError: An argument has another value.
     """
 
     _compatibles: ClassVar[list[str]] = [
@@ -78,27 +92,21 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self,
         num_train_timesteps: int = 1000,
         sigma_max: float = 80.0,
-        sampler: Sampler = "sde",
+        sampler: Form = "sde",
         noise_seed: int | None = None,
         timestep_dtype: Literal["float32", "bfloat16"] = "float32",
+        times: Sequence[float] | None = None,
     ) -> None:
-        if sampler not in ("sde", "ode"):
-            raise ConfigError("RCMScheduler.sampler", expected="'sde' or 'ode'", got=repr(sampler))
-        if timestep_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(
-                "RCMScheduler.timestep_dtype",
-                expected="'float32' or 'bfloat16'",
-                got=repr(timestep_dtype),
-            )
-        if not 0.0 < sigma_max < float("inf"):
-            raise ConfigError(
-                "RCMScheduler.sigma_max", expected="a positive number", got=repr(sigma_max)
-            )
-        if noise_seed is not None and not isinstance(noise_seed, int):
-            raise ConfigError(
-                "RCMScheduler.noise_seed", expected="an integer or None", got=repr(noise_seed)
-            )
-        self.init_noise_sigma = sigma_max / (1.0 + sigma_max)
+        for name, value, right, expected in (
+            ("sampler", sampler, sampler in get_args(Form), "'sde' or 'ode'"),
+            ("timestep_dtype", timestep_dtype, timestep_dtype in _DTYPES, f"one of {_DTYPES}"),
+            ("sigma_max", sigma_max, 0.0 < sigma_max < float("inf"), "a positive number"),
+            ("noise_seed", noise_seed, isinstance(noise_seed, int | None), "an integer or None"),
+        ):
+            if not right:
+                raise ConfigError(f"RCMScheduler.{name}", expected=expected, got=repr(value))
+        first = None if times is None else shifted(times)[0] / 1000
+        self.init_noise_sigma = sigma_max / (1.0 + sigma_max) if first is None else first
         self.num_inference_steps: int | None = None
         self.timesteps = torch.empty(0)
         self.sigmas = torch.empty(0, dtype=torch.float64)
@@ -107,6 +115,38 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self._coefficients = torch.empty(0, 3, dtype=torch.float64)
         self._noise_generator: torch.Generator | None = None
         self.set_noise_seed(noise_seed)
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        *,
+        shift: float | None = None,
+        sampler: Form | None = None,
+        noise_seed: int | None = None,
+    ) -> RCMScheduler:
+        """Make the scheduler of a published schedule.
+
+        Args:
+            name: A key of `schedules.SCHEDULES`: "lightning", "fastwan", "self-forcing".
+            shift: In place of the shift that it was trained with.
+            sampler: "sde" or "ode", in place of what its authors run.
+            noise_seed: As for the class.
+
+        Raises:
+            ConfigError: There is no such schedule, or the shift is not positive.
+        """
+        if name not in SCHEDULES:
+            raise ConfigError(
+                "schedule",
+                expected=f"one of {[*SCHEDULES]}",
+                got=repr(name),
+                remedy="RCMScheduler() is rCM's, and RCMScheduler(times=[...]) takes any times",
+            )
+        known = SCHEDULES[name]
+        times = shifted(known.times, known.shift if shift is None else shift)
+        made: RCMScheduler = cls(sampler=sampler or known.form, noise_seed=noise_seed, times=times)
+        return made
 
     @property
     def step_index(self) -> int | None:
@@ -151,11 +191,24 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         """Set the times of a generation and start the re-noising stream again.
 
         Args:
-            num_inference_steps: 1 to 4.
+            num_inference_steps: 1 to 4, or the number of `times`.
             device: Where `timesteps` will live; `sigmas` stay on the CPU, so that a step never
                 waits for the device.
+
+        Raises:
+            ConfigError: There are no times for this number of steps.
         """
-        times = rcm_times(num_inference_steps, float(self.config.sigma_max))
+        given = self.config.times
+        if given is None:
+            times = rcm_times(num_inference_steps, float(self.config.sigma_max))
+        elif num_inference_steps == len(given):
+            times = torch.tensor([*given, 0.0], dtype=torch.float64) / 1000
+        else:
+            raise ConfigError(
+                "num_inference_steps",
+                expected=f"{len(given)}, one for each of the times {[round(t, 1) for t in given]}",
+                got=repr(num_inference_steps),
+            )
         rounding = getattr(torch, self.config.timestep_dtype)
         network_times = (times[:-1] * self.config.num_train_timesteps).to(rounding)
         self.num_inference_steps = num_inference_steps
@@ -167,7 +220,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self.set_noise_seed(self._noise_seed)
 
     def init_noise(self, noise: torch.Tensor) -> torch.Tensor:
-        """The first sample: standard normal noise times t0, in fp64."""
+        """Return the first sample: standard normal noise times t0, in fp64."""
         return noise.to(torch.float64) * self.init_noise_sigma
 
     def scale_model_input(
@@ -191,30 +244,25 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             timestep: One of `timesteps`; read only on the first step after `set_timesteps`.
             sample: x, same shape, any float dtype.
             generator: Source of this step's noise; it takes precedence over all others.
-            return_dict: Whether to return an output object or a tuple.
+            return_dict: Return an output object; False returns a tuple.
 
         Returns:
             The next x in fp64.
         """
-        if self.num_inference_steps is None:
+        if self._step_index is None and self.num_inference_steps is not None:
+            given = self._begin_index
+            self._step_index = self._find_index(timestep) if given is None else given
+        if self._step_index is None or self._step_index >= len(self._coefficients):
             raise SamplingError(
-                "RCMScheduler.step came before set_timesteps",
-                remedy="Call set_timesteps(steps) first",
-            )
-        if self._step_index is None:
-            self._step_index = (
-                self._find_index(timestep) if self._begin_index is None else self._begin_index
-            )
-        if self._step_index >= self.num_inference_steps:
-            raise SamplingError(
-                "RCMScheduler.step was called more often than there are steps",
-                expected=f"{self.num_inference_steps} calls",
-                remedy="Call set_timesteps(steps) again before the next generation",
+                "RCMScheduler.step",
+                expected=f"set_timesteps before it, and {len(self._coefficients)} calls after",
+                got="none" if self._step_index is None else "one more call",
+                remedy="Call set_timesteps(steps) before each generation",
             )
         adds_noise = self.config.sampler == "sde" and float(self.sigmas[self._step_index + 1]) > 0
         noise = self._noise_like(sample, generator) if adds_noise else None
         if self._coefficients.device != sample.device:
-            # All steps at once, so that a later one waits for nothing.
+            # All steps at once, so that a later one does not wait.
             self._coefficients = self._coefficients.to(sample.device)
         c_skip, c_out, c_noise = self._coefficients[self._step_index].unbind()
         x = c_skip * sample.double() + c_out * model_output.double()
@@ -226,7 +274,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
     def add_noise(
         self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
     ) -> torch.Tensor:
-        """x_t = (1 - t) x0 + t eps at network times [B], in the dtype of the samples."""
+        """Compute x_t = (1 - t) x0 + t eps at network times [B], in the dtype of the samples."""
         t = timesteps.to(original_samples.device, torch.float64) / self.config.num_train_timesteps
         t = t.reshape(-1, *(1,) * (original_samples.ndim - 1))
         noisy: torch.Tensor = (1.0 - t) * original_samples + t * noise
@@ -250,13 +298,12 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return eps.to(sample.device, non_blocking=True)
 
     def _find_index(self, timestep: float | torch.Tensor) -> int:
-        wanted = float(timestep)
-        distance = (self.timesteps.to("cpu", torch.float64) - wanted).abs()
-        index = int(distance.argmin())
-        if float(distance[index]) > 1e-3 * max(1.0, wanted):
+        wanted, known = float(timestep), self.timesteps.tolist()
+        index = min(range(len(known)), key=lambda i: abs(known[i] - wanted))
+        if abs(known[index] - wanted) > 1e-3 * max(1.0, wanted):
             raise SamplingError(
                 "timestep",
-                expected=f"one of {[round(t, 3) for t in self.timesteps.tolist()]}",
+                expected=f"one of {[round(t, 3) for t in known]}",
                 got=f"{wanted:g}",
                 remedy="Iterate over scheduler.timesteps",
             )

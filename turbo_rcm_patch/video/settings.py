@@ -1,21 +1,27 @@
-"""`Settings`: what is generated and how. A model folder may bring defaults."""
+"""`Settings`: how a video is sampled. A model folder may bring defaults (`turbo_rcm.json`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
+from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.turbodiffusion.pipeline import stored_settings
+from turbo_rcm_patch.video.schedules import SCHEDULES, Form, Schedule, shifted
 
-Sampler = Literal["rcm", "scheduler"]
+Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
 
-#: What Wan's own scheduler is usually run with.
+#: Steps and guidance that Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
+#: The pipeline that FastVideo's distilled models name. It is Wan's with another sampler.
+FASTWAN: Final = "WanDMDPipeline"
+_STRENGTH: Final = "more than 0 and at most 1, and at least one step when times steps"
+#: Settings that belong to a sampler: a folder's go when another sampler is chosen.
+_OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,78 +29,96 @@ class Settings:
     """All settings of a generation but seed and what the video is made from.
 
     Attributes:
-        sampler: "rcm" (1 to 4 steps of a distilled model) or "scheduler" (the pipeline's own).
+        sampler: "scheduler" is the pipeline's own. The others are for distilled models: "rcm" (1
+            to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
+            (`schedules.SCHEDULES`), or "times".
         steps: Number of network calls (two per step under guidance).
+        times: Network times of the steps, of 1000, from the noisiest down. Giving them chooses
+            sampler="times".
+        shift: Shift of `times`, or of a named schedule in place of its own.
+        form: "sde" adds noise after each step of a few-step sampler, "ode" adds none. By default
+            the schedule's own, "sde" for "rcm" and "times".
+        sigma_max: First noise level of the rCM sampler.
         strength: How much of a given video is made anew: the last `strength * steps` steps run.
             None where no video is given, or for all of them.
-        form: "sde" or "ode" of the rCM sampler.
-        sigma_max: First noise level of the rCM sampler.
         height: Height in pixels.
         width: Width in pixels.
         num_frames: Number of frames; num_frames - 1 must be a multiple of the VAE's temporal
             factor.
         fps: Frames per second of the mp4.
-        guidance_scale: Classifier-free guidance; 1 switches it off. rCM models need none.
+        guidance_scale: Classifier-free guidance; 1 switches it off. Distilled models need none.
         guidance_scale_2: The same for the low-noise expert of Wan 2.2; None takes
             `guidance_scale`.
         negative_prompt: Used under guidance only.
         max_sequence_length: Largest number of prompt tokens.
+        lora: The LoRAs of the pipeline, each with its scale and a digest of its weights. For the
+            record: `settings_for` reads them off the pipeline, and loads none.
     """
 
-    sampler: Sampler = "rcm"
-    steps: int = 4
-    strength: float | None = None
-    form: Literal["sde", "ode"] = "sde"
+    sampler: Sampler = "scheduler"
+    steps: int = 50
+    times: tuple[float, ...] | None = None
+    shift: float | None = None
+    form: Form | None = None
     sigma_max: float = 80.0
+    strength: float | None = None
     height: int = 480
     width: int = 832
     num_frames: int = 81
     fps: int = 16
-    guidance_scale: float = 1.0
+    guidance_scale: float = 5.0
     guidance_scale_2: float | None = None
     negative_prompt: str = ""
     max_sequence_length: int = 512
+    lora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sampler not in get_args(Sampler):
-            raise ConfigError("sampler", expected="'rcm' or 'scheduler'", got=repr(self.sampler))
-        if self.form not in ("sde", "ode"):
-            raise ConfigError("form", expected="'sde' or 'ode'", got=repr(self.form))
-        for name in ("steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, expected="a positive whole number", got=repr(value))
-        for name in ("sigma_max", "guidance_scale", "guidance_scale_2"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value)) and (name, value) != (
-                "guidance_scale_2",
-                None,
-            ):
-                raise ConfigError(name, expected="a finite number", got=repr(value))
-        strength = self.strength
-        if strength is not None and not (
-            isinstance(strength, (int, float)) and 0 < strength <= 1 and self.steps_run
-        ):
-            raise ConfigError(
-                "strength",
-                expected="more than 0 and at most 1, and at least one step when times steps",
-                got=f"{strength!r} with {self.steps} steps",
-                remedy="Raise strength or steps",
-            )
-        if not isinstance(self.negative_prompt, str):
-            raise ConfigError("negative_prompt", expected="a text", got=repr(self.negative_prompt))
+        counts = ("steps", "height", "width", "num_frames", "fps", "max_sequence_length")
+        numbers = ("sigma_max", "guidance_scale", "guidance_scale_2")
+        rules: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+            (("sampler",), lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
+            (("form",), lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
+            (counts, lambda x: type(x) is int and x > 0, "a positive whole number"),
+            (numbers[2:], lambda x: x is None or _is_finite(x), "a finite number or None"),
+            (numbers[:2], _is_finite, "a finite number"),
+            (("strength",), lambda x: x is None or (_is_finite(x) and 0 < x <= 1), _STRENGTH),
+            (("negative_prompt",), lambda x: isinstance(x, str), "a text"),
+        )
+        for names, right, expected in rules:
+            for name in names:
+                if not right(value := getattr(self, name)):
+                    raise ConfigError(name, expected=expected, got=repr(value))
         for name in ("height", "width"):
-            if getattr(self, name) % 16:
-                value = getattr(self, name)
-                raise ConfigError(
-                    name,
-                    expected="a multiple of 16",
-                    got=str(value),
-                    remedy=f"Try {max(16, round(value / 16) * 16)}",
-                )
+            if (value := getattr(self, name)) % 16:
+                near = f"Try {max(16, round(value / 16) * 16)}"
+                raise ConfigError(name, expected="a multiple of 16", got=str(value), remedy=near)
+        if not self.steps_run:
+            got = f"{self.strength!r} with {self.steps} steps"
+            raise ConfigError("strength", expected=_STRENGTH, got=got, remedy="Raise one of them")
+        for name in ("times", "lora"):  # JSON has lists.
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        self._check_few_steps()
+
+    def _check_few_steps(self) -> None:
+        named = self.sampler in SCHEDULES
+        if (self.times is not None) != (self.sampler == "times"):
+            given = self.times is not None
+            raise ConfigError(
+                "times",
+                expected=f"{'none' if given else 'some'} with sampler={self.sampler!r}",
+                got=repr(self.times),
+                remedy="Choose sampler='times', or leave them out" if given else "",
+            )
+        if self.shift is not None and not (named or self.sampler == "times"):
+            raise ConfigError(
+                "shift",
+                expected=f"none with sampler={self.sampler!r}",
+                got=repr(self.shift),
+                remedy=f"It shifts the times of {', '.join(SCHEDULES)} and of times=[...]",
+            )
         if self.sampler == "rcm":
-            from turbo_rcm_patch.video.rcm_times import rcm_times
+            from turbo_rcm_patch.video.rcm_times import rcm_times  # imports torch
 
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:
@@ -104,11 +128,29 @@ class Settings:
                     got=str(self.guidance_scale),
                     remedy="Use sampler='scheduler' for guidance",
                 )
+        elif self.few_steps is not None and self.steps != len(self.few_steps["times"]):
+            raise ConfigError(
+                f"steps of sampler={self.sampler!r}",
+                expected=f"{len(self.few_steps['times'])}, one for each of its times",
+                got=str(self.steps),
+                remedy="Leave steps out, or give other times",
+            )
 
     @property
     def steps_run(self) -> int:
         """How many of the steps run."""
         return self.steps if self.strength is None else int(self.steps * self.strength)
+
+    @property
+    def few_steps(self) -> dict[str, Any] | None:
+        """Arguments of `RCMScheduler`, or None for the pipeline's own scheduler."""
+        if self.sampler == "scheduler":
+            return None
+        if self.sampler == "rcm":
+            return {"sigma_max": self.sigma_max, "sampler": self.form or "sde"}
+        known = SCHEDULES.get(self.sampler) or Schedule(self.times or ())
+        times = shifted(known.times, known.shift if self.shift is None else self.shift)
+        return {"times": times, "sampler": self.form or known.form}
 
     @classmethod
     def for_model(
@@ -119,37 +161,61 @@ class Settings:
         /,
         **given: object,
     ) -> Settings:
-        """Settings for a model: what is given, else what its folder says, else the defaults of its
-        family and of the sampler.
+        """Return the settings for a model: what is given, else what its folder says, else the
+        defaults of the sampler and of the model's family.
 
         Args:
             folder: The model's folder, or None or a hub id for a model without one.
-            family: Defaults of the model's family.
-            own: What the pipeline's own scheduler is run with; by default what Wan's is.
+            family: Defaults of the model's family, or of the pipeline; a folder's come before.
+            own: Steps and guidance for the pipeline's own scheduler; by default Wan's.
             **given: Fields of this class; None means "not given".
+
+        Raises:
+            ConfigError: A field does not exist, or has a value that it cannot have.
         """
         known = {field.name for field in fields(cls)}
         chosen = {name: value for name, value in given.items() if value is not None}
         if unknown := sorted(chosen.keys() - known):
             raise ConfigError(f"setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
-        defaults = dict(family) | folder_defaults(folder)
-        usual = defaults.get("sampler", "rcm")
-        if chosen.get("sampler", usual) == "scheduler":
-            # A folder's steps and guidance belong to the sampler it names.
-            if usual != "scheduler":
-                defaults = {k: v for k, v in defaults.items() if k not in own}
-            defaults = dict(own) | defaults
-        return replace(cls(), **(defaults | chosen))  # type: ignore[arg-type]
+        stored = dict(family) | folder_defaults(folder)
+        usual = stored.get("sampler", "scheduler")
+        sampler = chosen.get("sampler", "times" if "times" in chosen else usual)
+        if sampler != usual or "times" in chosen:
+            stored = {name: value for name, value in stored.items() if name not in _OF_SAMPLER}
+        defaults = dict(own) if sampler == "scheduler" else {"steps": 4, "guidance_scale": 1.0}
+        times: Any = chosen.get("times", stored.get("times"))
+        if isinstance(sampler, str) and sampler in SCHEDULES:
+            times = SCHEDULES[sampler].times
+        if isinstance(times, (list, tuple)) and times:
+            defaults["steps"] = len(times)
+        merged = defaults | stored | chosen | {"sampler": sampler}
+        return replace(cls(), **merged)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:
         """Fields by name, for JSON."""
         return asdict(self)
 
 
-def folder_defaults(folder: str | Path | None) -> dict[str, object]:
-    """The settings that a model folder brings along, empty if it brings none.
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
 
-    Keys that are not settings (notes for other readers) are left out.
+
+def folder_defaults(folder: str | Path | None) -> dict[str, object]:
+    """Read the settings that a model folder brings along, empty if it brings none.
+
+    Keys that are not settings (notes for other readers) are left out. A folder that names no
+    sampler means a few-step one if it has a `sigma_max` or `times`, or if its model_index.json
+    names FastVideo's pipeline for distilled models.
     """
-    known = {field.name for field in fields(Settings)}
-    return {name: value for name, value in stored_settings(folder).items() if name in known}
+    from turbo_rcm_patch.turbodiffusion.pipeline import read_json, stored_settings  # imports torch
+
+    known = {field.name for field in fields(Settings)} - {"lora"}
+    found = {name: value for name, value in stored_settings(folder).items() if name in known}
+    if "sampler" in found or folder is None:
+        return found
+    index = Path(folder) / "model_index.json"
+    if "times" in found or "sigma_max" in found:
+        found["sampler"] = "times" if "times" in found else "rcm"
+    elif index.is_file() and read_json(index).get("_class_name") == FASTWAN:
+        found["sampler"] = "fastwan"
+    return found

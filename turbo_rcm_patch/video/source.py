@@ -1,4 +1,4 @@
-"""`Source`: what a video is made from. A prompt, and for some pipelines an image or a video."""
+"""`Source`: a prompt, and for some pipelines an image or a video, to make a video from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST: Final = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What one video is made from. Each pipeline takes some of it; `PipelineFamily` says which.
+    """The source of one video. Each pipeline takes some of it; `PipelineFamily` says which.
 
     Files are read when a source is made, so that a missing or broken one is known before a model
     is loaded, and again when they are used: many sources hold few pixels. Pipelines resize what
@@ -44,9 +44,9 @@ class Source:
         pose: For Animate the poses, drawn as a video.
         face: For Animate the faces, one a frame.
         background: For Animate the video whose person is replaced.
-        identity: For ConsisID what its face models made of the image: `id_cond`, `id_vit_hidden.0`
-            to `.4` and, where the model takes keypoints, `face_kps`; a .safetensors file or
-            tensors by these names.
+        identity: For ConsisID the output of its face models on the image: `id_cond`,
+            `id_vit_hidden.0` to `.4` and, where the model takes keypoints, `face_kps`; a
+            .safetensors file or tensors by these names.
 
     Raises:
         SamplingError: A file is missing, unreadable, or smaller than 16 pixels a side.
@@ -75,14 +75,14 @@ class Source:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of what is given beside the prompt."""
-        names = (field.name for field in fields(self) if field.name != "prompt")
+        """Names of the fields that are given beside the prompt."""
+        names = [field.name for field in fields(self) if field.name != "prompt"]
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
     def media(self) -> Mapping[str, Any]:
-        """What is given beside the prompt, by name, read from its files: an image, a list of
-        images, or tensors by their names."""
+        """The other fields that are given, read from their files: an image, a list of images, or
+        tensors by their names."""
         read: dict[str, Any] = {}
         for name in self.given:
             value = getattr(self, name)
@@ -98,12 +98,12 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """A digest of every pixel that is given beside the prompt, "" if nothing is."""
+        """A digest of every pixel that is given beside the prompt, "" if none is."""
         return digest_of(self.media)
 
 
 def digest_of(media: Mapping[str, Any]) -> str:
-    """A digest of `Source.media`, "" if there is none."""
+    """Compute a digest of `Source.media`, "" if there is none."""
     if not media:
         return ""
     digest = hashlib.blake2b(digest_size=8)
@@ -116,16 +116,14 @@ def digest_of(media: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-#: What is one image.
+#: Fields that hold one image.
 _ONE: Final = ("image", "last_image")
-
-
-#: What ConsisID's transformer asks for.
+#: Tensors that ConsisID's transformer needs.
 _IDENTITY: Final = ("id_cond", *(f"id_vit_hidden.{i}" for i in range(5)))
 
 
 def _tensors(given: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an identity.
+    """Read the tensors of an identity.
 
     Raises:
         SamplingError: The file cannot be read, or lacks some.
@@ -151,7 +149,7 @@ def _tensors(given: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _images(media: Mapping[str, Any]) -> list[tuple[str, Image.Image]]:
-    """Every image with the name of what it belongs to."""
+    """List every image with the name of its field."""
     return [
         (name, one)
         for name, value in media.items()
@@ -165,7 +163,7 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
 
     Args:
         given: A file, or an image of PIL's.
-        name: What it is for, for messages.
+        name: Its field, for messages.
 
     Raises:
         SamplingError: The file is missing, or holds no image.
@@ -176,23 +174,22 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
     try:
         with Image.open(path) as image:
             return _as_rgb(image)
-    except UnidentifiedImageError as error:
-        raise SamplingError(
-            f"{name} {path} is no image that can be read",
-            expected="a PNG, JPEG, WebP or another file that Pillow reads",
-            remedy="Convert it, for instance with `ffmpeg -i FILE image.png`",
-        ) from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         why = getattr(error, "strerror", None) or str(error)
+        known = not isinstance(error, UnidentifiedImageError)
         raise SamplingError(
-            f"{name} {path} cannot be read ({why})",
-            expected="an image file",
-            remedy="Check its name, its permissions and whether it is complete",
+            f"{name} {path} cannot be read ({why})"
+            if known
+            else f"{name} {path} is no image that can be read",
+            expected="a PNG, JPEG, WebP or another file that Pillow reads",
+            remedy="Check its name, its permissions and whether it is complete"
+            if known
+            else "Convert it, for instance with `ffmpeg -i FILE image.png`",
         ) from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """An image the way up that its EXIF data say, in 8 bits a channel."""
+    """Turn an image the way up that its EXIF data say, in 8 bits a channel."""
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255.
@@ -205,7 +202,7 @@ def sources_of(
     prompts: str | Source | Sequence[str | Source],
     images: ImageLike | Sequence[ImageLike] | None = None,
 ) -> list[Source]:
-    """One source a prompt.
+    """Return one source a prompt.
 
     Args:
         prompts: One or many; a source stays what it is.

@@ -1,4 +1,4 @@
-"""The verdict on a patched model, and all of its limits."""
+"""The verdict on a changed model, and all of its limits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from turbo_rcm_patch.video.measures import Drift
 MEDIAN_MARGIN_DB: Final = 6.0
 #: The worst frame of all prompts may be this much below the control's worst frame.
 WORST_FRAME_MARGIN_DB: Final = 9.0
-#: What the margins may not excuse, however far the control drifts. At 20 dB frames differ by a
-#: tenth of the range of a pixel (root mean square): a layout is the same, details are not. Two
-#: frames that share nothing but brightness and contrast are some 9 to 12 dB apart, so a worst
-#: frame under 15 dB has lost its picture, and a median there compares two videos.
+#: The least that is accepted however far the control drifts. At 20 dB frames differ by a tenth of
+#: the range of a pixel (root mean square): a layout is the same, details are not. Two frames that
+#: share nothing but brightness and contrast are some 9 to 12 dB apart, so a worst frame under
+#: 15 dB has lost its picture, and a median there compares two videos.
 MEDIAN_FLOOR_DB: Final = 20.0
 WORST_FRAME_FLOOR_DB: Final = 15.0
-#: Error of the patched network against fp32 truth, in units of the unpatched network's own bf16
+#: Error of the judged network against fp32 truth, in units of the unpatched network's own bf16
 #: error.
 NETWORK_LIMIT: Final = 2.0
 #: The same for "similar": twice the error that "unchanged" admits (6 dB are a factor of two).
@@ -33,12 +33,11 @@ SIMILAR_NETWORK_LIMIT: Final = 4.0
 #: Relative L2 of fused against unfused, fp32 in and out, over the same quantised attention.
 FUSION_LIMIT: Final = 3e-6
 
-#: Margins of "unchanged" and of "similar", and the floor.
-_MEDIAN: Final = (MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB)
-_WORST: Final = (WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB, WORST_FRAME_FLOOR_DB)
-#: Limits of "unchanged" and of "similar".
-_NETWORK: Final = (NETWORK_LIMIT, SIMILAR_NETWORK_LIMIT)
-_FUSION: Final = (FUSION_LIMIT, FUSION_LIMIT)
+#: Names of the conditions.
+MEDIAN: Final = "median PSNR over prompts"
+WORST: Final = "worst frame"
+NETWORK: Final = "error of the network, patched / unpatched"
+FUSION: Final = "fused against unfused, relative L2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,11 @@ class Check:
     """One condition of the verdict: `value` must be at least, or at most, a limit.
 
     Attributes:
-        name: What is measured.
-        value: What was measured.
-        limit: For "unchanged".
-        similar_limit: For "similar"; the same where nothing wider is accepted.
-        at_least: Whether the limits are lower ones.
+        name: The quantity.
+        value: Its measured value.
+        limit: The limit for "unchanged".
+        similar_limit: The limit for "similar"; equal to `limit` where nothing wider is accepted.
+        at_least: True for lower limits, False for upper ones.
         unit: Of all three.
     """
 
@@ -63,22 +62,22 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it holds for "unchanged". It does not for a NaN."""
+        """True if the value is accepted as "unchanged". A NaN never is."""
         return self._within(self.limit)
 
     @property
     def similar(self) -> bool:
-        """Whether it holds for "similar"."""
+        """True if the value is accepted as "similar"."""
         return self._within(self.similar_limit)
 
     @property
     def accepted(self) -> str:
-        """What "unchanged" admits, in words."""
+        """The values that "unchanged" admits, in words."""
         return self._words(self.limit)
 
     @property
     def accepted_similar(self) -> str:
-        """What "similar" admits, in words."""
+        """The values that "similar" admits, in words."""
         return self._words(self.similar_limit)
 
     def _within(self, limit: float) -> bool:
@@ -89,8 +88,8 @@ class Check:
 
     def __str__(self) -> str:
         beyond = f"{'below' if self.at_least else 'above'} {self.limit:.4g}{self.unit}"
-        said = self.accepted if self.passed else beyond
-        return f"{self.name} {self.value:.4g}{self.unit}, {said}"
+        words = self.accepted if self.passed else beyond
+        return f"{self.name} {self.value:.4g}{self.unit}, {words}"
 
 
 Word = Literal["unchanged", "similar", "changed", "undecided"]
@@ -98,7 +97,7 @@ Word = Literal["unchanged", "similar", "changed", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether anything visible changed.
+    """The decision about a change, with its conditions.
 
     Attributes:
         word: "unchanged" if every condition holds, "similar" if the wider limits hold, else
@@ -106,7 +105,7 @@ class Verdict:
             measured, and in place of the first if the control itself is below an absolute limit,
             so that a comparison with it says nothing.
         checks: The conditions.
-        missing: What could not be measured, and why.
+        missing: The numbers that could not be measured, and why.
     """
 
     word: Word
@@ -128,19 +127,19 @@ def judge(
     fusion: float | None = None,
     missing: Sequence[str] = (),
 ) -> Verdict:
-    """Compare the drift of the patched model with that of the same model under another exact
+    """Compare the drift of a changed model with that of the same model under another exact
     attention backend.
 
     Args:
-        patched: Patched against baseline, one entry per prompt.
+        patched: Changed model against baseline, one entry per prompt.
         control: Control against baseline, same prompts.
-        network_ratio: e(patched)/e(unpatched) of one network call, if it was measured.
+        network_ratio: e(changed)/e(unpatched) of one network call, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
-        missing: What could not be measured, and why. A number that was left out on request is not
-            missing.
+        missing: The numbers that could not be measured, and why. A number that was left out on
+            request is not missing.
 
-    Returns:
-        See `Verdict`.
+    Raises:
+        SamplingError: The runs are not paired, or the control equals the baseline or holds NaN.
     """
     if not patched or len(patched) != len(control):
         raise SamplingError(
@@ -155,32 +154,25 @@ def judge(
             f"the control run {what}, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
-    sizes = (
-        ("median PSNR over prompts", _median, _MEDIAN),
-        ("worst frame", _worst, _WORST),
-    )
-    margins = [
-        Check(name, of(patched), of(control) - limit, of(control) - wider, True, " dB")
-        for name, of, (limit, wider, _) in sizes
-    ]
-    floors = [
-        Check(f"{name}, whatever the control does", of(patched), floor, floor, True, " dB")
-        for name, of, (*_, floor) in sizes
-    ]
-    given = (
-        ("error of the network, patched / unpatched", network_ratio, _NETWORK),
-        ("fused against unfused, relative L2", fusion, _FUSION),
-    )
+    margins, floors, counted = [], [], []
+    for name, of, margin, wider, floor in (
+        (MEDIAN, _median, MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        (WORST, _worst, WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
+         WORST_FRAME_FLOOR_DB),
+    ):  # fmt: skip
+        value, other = of(patched), of(control)
+        margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
+        whatever = f"{name}, whatever the control does"
+        floors.append(Check(whatever, value, floor, floor, True, " dB"))
+        # Where the control is below a floor too, the change is not to blame for it.
+        counted += floors[-1:] if other >= floor else []
     numbers = [
-        Check(name, value, *limits, at_least=False)
-        for name, value, limits in given
+        Check(name, value, limit, wider, at_least=False)
+        for name, value, limit, wider in (
+            (NETWORK, network_ratio, NETWORK_LIMIT, SIMILAR_NETWORK_LIMIT),
+            (FUSION, fusion, FUSION_LIMIT, FUSION_LIMIT),
+        )
         if value is not None
-    ]
-    # Where the control is no nearer than a floor either, the patch is not what changed the video.
-    counted = [
-        check
-        for check, (_, of, _) in zip(floors, sizes, strict=True)
-        if of(control) >= check.limit
     ]
     checks = (*margins, *floors, *numbers)
     word: Word = "changed"
@@ -193,17 +185,17 @@ def judge(
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN if one of the values is, or where there is none."""
+    """Return the median; NaN if one of the values is NaN, or if there is none."""
     return _or_nan(statistics.median, values)
 
 
 def lowest(values: Sequence[float]) -> float:
-    """As `median`."""
+    """Return the minimum; NaN as for `median`."""
     return _or_nan(min, values)
 
 
 def highest(values: Sequence[float]) -> float:
-    """As `median`."""
+    """Return the maximum; NaN as for `median`."""
     return _or_nan(max, values)
 
 

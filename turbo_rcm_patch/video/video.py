@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import IO, Final, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.interrupts import held_back
 from turbo_rcm_patch.output import atomic
 
 #: Files that can hold h264.
@@ -28,7 +29,7 @@ MAX_WIDTH: Final = 1920
 #: Panes of the report's player are at most this wide: a report is sent around, and phones decode
 #: no video that is wider than some 4,000 pixels.
 MAX_PANE: Final = 832
-#: What the panes show and where: column and row.
+#: Video of a pane -> its column and row.
 PANES: Final = {
     "baseline": (0, 0),
     "patched": (1, 0),
@@ -36,7 +37,7 @@ PANES: Final = {
     "patched difference": (1, 1),
     "control difference": (2, 1),
 }
-#: Frames between two of which each can be shown without those before it, so that seeking is quick.
+#: Every so many frames one can be shown without those before it, so that seeking is quick.
 SEEK_EVERY: Final = 8
 #: Differences are amplified by one of these where they are shown.
 GAINS: Final = (4, 8, 16, 32, 64, 128)
@@ -54,7 +55,7 @@ PAPER: Final = (255, 255, 255)
 
 
 def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: float) -> torch.Tensor:
-    """|a - b| * gain, clipped to 0..1; both [F, H, W, 3]."""
+    """Return |a - b| * gain, clipped to 0..1; both [F, H, W, 3]."""
     return ((a - b).abs() * gain).clamp(0, 1)
 
 
@@ -72,14 +73,13 @@ def choose_gain(differences: Sequence[torch.Tensor]) -> int:
 
 
 def as_bytes(frames: torch.Tensor) -> np.ndarray:
-    """Frames [F, H, W, 3], float in 0..1, as uint8; NaN is black."""
+    """Return frames [F, H, W, 3], float in 0..1, as uint8; NaN becomes black."""
     bytes_of = (frames.clamp(0, 1).nan_to_num() * 255).round().to(torch.uint8)
     return bytes_of.cpu().numpy()
 
 
 def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth") -> np.ndarray:
-    """Frames as bytes, enlarged by a whole factor to at least `MIN_SIDE` pixels on the shorter
-    side.
+    """Enlarge frames by a whole factor to at least `MIN_SIDE` pixels on the shorter side.
 
     Args:
         frames: [F, H, W, 3], float in 0..1.
@@ -99,38 +99,37 @@ def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth
 
 
 def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
-    """Videos of one size, each under its label: next to each other, or in two columns if that
+    """Put videos of one size next to each other, each under its label, or in two columns if that
     would be wider than `MAX_WIDTH`; uint8, [F, H', W', 3]."""
-    height, width = next(iter(videos.values())).shape[1:3]
+    count, width = min(map(len, videos.values())), next(iter(videos.values())).shape[2]
     columns = len(videos) if len(videos) * (width + GAP) <= MAX_WIDTH else 2
-    rows = math.ceil(len(videos) / columns)
-    cell_height, cell_width = height + LABEL_HEIGHT, width + GAP
-    size = (columns * cell_width - GAP, rows * cell_height)
-    paper = Image.new("RGB", size, PAPER)
-    pen = ImageDraw.Draw(paper)
+    gap = [(0, 0), (0, 0), (0, GAP), (0, 0)]
+    cells = [np.pad(_labelled(*one), gap, constant_values=255)[:count] for one in videos.items()]
+    cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
+    rows = [np.concatenate(cells[i : i + columns], 2) for i in range(0, len(cells), columns)]
+    return np.concatenate(rows, 1)[:, :, :-GAP]
+
+
+def _labelled(label: str, video: np.ndarray) -> np.ndarray:
+    """Put a label above a video, uint8 [F, H, W, 3]."""
+    strip = Image.new("RGB", (video.shape[2], LABEL_HEIGHT), PAPER)
     font = ImageFont.load_default(size=15)
-    places = [(i // columns * cell_height, i % columns * cell_width) for i in range(len(videos))]
-    for label, (top, left) in zip(videos, places, strict=True):
-        pen.text((left, top + 4), label, fill=INK, font=font)
-    canvas = np.repeat(np.asarray(paper)[None], min(len(v) for v in videos.values()), axis=0)
-    for video, (top, left) in zip(videos.values(), places, strict=True):
-        top += LABEL_HEIGHT
-        canvas[:, top : top + height, left : left + width] = video[: len(canvas)]
-    return canvas
+    ImageDraw.Draw(strip).text((0, 4), label, fill=INK, font=font)
+    return np.concatenate([np.repeat(np.asarray(strip)[None], len(video), 0), video], 1)
 
 
 def pane_size(height: int, width: int) -> tuple[int, int]:
-    """Height and width of a pane of the report's player, both even, of a video of this size."""
+    """Return height and width, both even, of a pane of the report's player for such a video."""
     factor = math.ceil(MIN_SIDE / min(height, width))
     scale = min(factor, MAX_PANE / width)
     return round(height * scale / 2) * 2, round(width * scale / 2) * 2
 
 
 def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray:
-    """One video that holds several, so that a player cannot show different frames of them.
+    """Join videos to one, so that a player cannot show different frames of them.
 
     Args:
-        videos: What each pane of `PANES` shows; uint8, [F, H, W, 3], of one size.
+        videos: Name in `PANES` -> its video; uint8, [F, H, W, 3], of one size.
         size: Height and width of a pane.
 
     Returns:
@@ -138,15 +137,13 @@ def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray
     """
     height, width = size
     columns, rows = (1 + max(place[i] for place in PANES.values()) for i in (0, 1))
-    count = min(len(video) for video in videos.values())
+    count = min(map(len, videos.values()))
     canvas = np.zeros((count, rows * height, columns * width, 3), np.uint8)
     for name, (column, row) in PANES.items():
-        top, left = row * height, column * width
-        for target, frame in zip(canvas, videos[name], strict=False):
-            if frame.shape[:2] != size:
-                picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BOX)
-                frame = np.asarray(picture)
-            target[top : top + height, left : left + width] = frame
+        place = canvas[:, row * height :, column * width :][:, :height, :width]
+        for i, frame in enumerate(videos[name][:count]):
+            picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BOX)
+            place[i] = frame if frame.shape[:2] == size else np.asarray(picture)
     return canvas
 
 
@@ -162,11 +159,9 @@ def find_ffmpeg() -> str:
 
         return str(imageio_ffmpeg.get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
-        raise MissingPackageError(
-            "no ffmpeg to write mp4 with",
-            got=str(error),
-            remedy="Run `pip install --force-reinstall imageio-ffmpeg`, which brings one",
-        ) from error
+        what, got = "no ffmpeg to write mp4 with", str(error)
+        remedy = "Run `pip install --force-reinstall imageio-ffmpeg`, which brings one"
+        raise MissingPackageError(what, got=got, remedy=remedy) from error
 
 
 def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | None = None) -> None:
@@ -176,20 +171,16 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | Non
         frames: uint8, [F, H, W, 3].
         path: The file, replaced only by one that is complete and can be read again.
         fps: Frames a second.
-        seek_every: Most frames between two that can be shown without those before them.
+        seek_every: The most frames from one that can be shown by itself to the next.
 
     Raises:
-        SamplingError: The ending is one that has no place for h264.
-        OutputError: ffmpeg failed, for instance on a full disk; what was there is as it was.
+        SamplingError: A file with this ending cannot hold h264.
+        OutputError: ffmpeg failed, for instance on a full disk; an existing file is unchanged.
         MissingPackageError: There is no ffmpeg.
     """
-    ending = path.suffix.lower()
-    if ending not in ENDINGS:
-        raise SamplingError(
-            f"{path} cannot be written as h264",
-            expected=f"a file name that ends in one of {ENDINGS}",
-            got=path.suffix or "no ending",
-        )
+    if (ending := path.suffix.lower()) not in ENDINGS:
+        expected = f"a file name that ends in one of {ENDINGS}"
+        raise SamplingError(f"{path} cannot be written as h264", expected=expected, got=ending)
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
     frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))
     count, height, width = frames.shape[:3]
@@ -205,12 +196,9 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | Non
         run_ffmpeg(arguments, f"{path} was not written", frames)
         found = _count_frames(temporary, path)
         if found != count:
-            raise OutputError(
-                f"{path} was not written: ffmpeg reported success, but its file lacks frames",
-                expected=f"{count} frames",
-                got=str(found),
-                remedy=_REMEDY,
-            )
+            what = f"{path} was not written: ffmpeg reported success, but its file lacks frames"
+            expected = f"{count} frames"
+            raise OutputError(what, expected=expected, got=str(found), remedy=_REMEDY)
 
 
 def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
@@ -226,43 +214,24 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
     """
     path = path.expanduser()
     if not path.is_file():
-        raise SamplingError(
-            f"{name} {path} cannot be read (there is no such file)",
-            expected="a video file",
-            remedy="Check its name",
-        )
-    command = [find_ffmpeg(), "-v", "error", "-i", _file(path), "-map", "0:v:0"]
-    command += ["-fps_mode", "passthrough", "-frames:v", str(MOST_FRAMES)]
-    command += ["-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
-    frames: list[Image.Image] = []
-    with tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
-            )
-        except OSError as error:
-            raise _no_program(command[0], error) from error
-        with process:
-            assert process.stdout is not None
-            try:
-                frames += _pictures(process.stdout)
-            except BaseException:
-                process.kill()
-                raise
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-    if process.returncode or not frames:
+        what, remedy = f"{name} {path} cannot be read (there is no such file)", "Check its name"
+        raise SamplingError(what, expected="a video file", remedy=remedy)
+    reads = ["-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
+    reads += ["-frames:v", str(MOST_FRAMES), "-f", "image2pipe", "-c:v", "ppm"]
+    code, out, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"])
+    frames = list(_pictures(io.BytesIO(out)))
+    if code or not frames:
         raise SamplingError(
             f"{name} {path} cannot be read",
             expected="a video file",
-            got=f"from ffmpeg: {said[-1][:200] if said else 'no frame'}",
+            got=f"from ffmpeg: {said.splitlines()[-1][:200] if said else 'no frame'}",
             remedy="Check whether it is complete, or convert it to mp4",
         )
     return frames
 
 
 def _pictures(stream: IO[bytes]) -> Iterator[Image.Image]:
-    """The pictures of binary PPM files in a row, until they end or are cut off."""
+    """Yield the pictures of binary PPM files in a row, until they end or are cut off."""
     while True:
         _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
         if len(sides) != 2:
@@ -275,15 +244,12 @@ def _pictures(stream: IO[bytes]) -> Iterator[Image.Image]:
 
 
 def _count_frames(video: Path, told: Path) -> int:
-    """Count the frames of a video by reading all of it."""
+    """Count the frames of a video by decoding all of it."""
     whole = ["-xerror", "-i", _file(video), "-map", "0:v:0"]
     to_nothing = ["-f", "null", "-nostats", "-progress", "pipe:1", "-"]
-    for how in (["-c", "copy"], []):  # ffmpeg 7.0 counts only frames that it decodes.
-        said, _ = run_ffmpeg([*whole, *how, *to_nothing], f"{told} was not written")
-        counts = [line for line in said.splitlines() if line.startswith("frame=")]
-        if counts:
-            return int(counts[-1].partition("=")[2])
-    return 0
+    said, _ = run_ffmpeg([*whole, *to_nothing], f"{told} was not written")
+    counts = [line for line in said.splitlines() if line.startswith("frame=")]
+    return int(counts[-1].partition("=")[2]) if counts else 0
 
 
 def _file(path: Path) -> str:
@@ -295,12 +261,12 @@ def _file(path: Path) -> str:
 def run_ffmpeg(
     arguments: Sequence[str], failed: str, given: np.ndarray | None = None
 ) -> tuple[str, str]:
-    """Run ffmpeg, and end it if we are interrupted.
+    """Run ffmpeg to its end, or end it if this process is interrupted.
 
     Args:
         arguments: Of ffmpeg; `-v error` comes before them.
-        failed: What an error says first.
-        given: What it reads, if anything.
+        failed: How an error begins.
+        given: Its input, if there is any.
 
     Returns:
         What it printed, and what it logged.
@@ -309,61 +275,53 @@ def run_ffmpeg(
         OutputError: It failed.
         MissingPackageError: There is no ffmpeg.
     """
-    program = find_ffmpeg()
-    try:
-        done = subprocess.run(
-            [program, "-v", "error", *arguments],
-            input=b"" if given is None else given.data.cast("B"),
-            capture_output=True,
-            check=False,
-        )
-    except OSError as error:
-        raise _no_program(program, error) from error
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
+    code, out, said = _ffmpeg(arguments, given)
+    if code:
         # The first lines say what happened, the last that therefore nothing else did.
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
-        raise OutputError(
-            f"{failed}: ffmpeg failed",
-            got=f"{how}, {' / '.join(said[:3])[:400] or 'no message'}",
-            remedy=_REMEDY,
-        )
-    return done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        how = f"signal {-code}" if code < 0 else f"exit {code}"
+        got = f"{how}, {' / '.join(said.splitlines()[:3])[:400] or 'no message'}"
+        raise OutputError(f"{failed}: ffmpeg failed", got=got, remedy=_REMEDY)
+    return out.decode(errors="replace"), said
 
 
-def _no_program(program: str, error: OSError) -> MissingPackageError:
-    """IMAGEIO_FFMPEG_EXE may name anything."""
-    return MissingPackageError(
-        "no ffmpeg to read and write videos with",
-        got=f"{program} ({error.strerror})",
-        remedy="Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg",
-    )
+def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[int, bytes, str]:
+    """Return the exit code of ffmpeg, its output, and what it logged."""
+    program, process = find_ffmpeg(), None
+    try:
+        # Its own session: Ctrl-C in a terminal reaches this process alone, which ends it.
+        with held_back():
+            command = [program, "-v", "error", *arguments]
+            process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+        out, said = process.communicate(b"" if given is None else given.tobytes())
+    except BaseException as error:
+        if process is not None:
+            with held_back(), process:  # which closes its pipes and waits
+                process.kill()
+        elif isinstance(error, OSError):  # IMAGEIO_FFMPEG_EXE may name anything.
+            what, got = "no ffmpeg to read and write videos with", f"{program} ({error.strerror})"
+            remedy = "Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg"
+            raise MissingPackageError(what, got=got, remedy=remedy) from error
+        raise
+    return process.returncode, out, said.decode(errors="replace").strip()
 
 
 def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
-    """Some frames of each video, one labelled row a video, as a PNG.
+    """Write some frames of each video as a PNG, one labelled row a video.
 
     Args:
         rows: Label to uint8 frames [F, H, W, 3], all of one size.
         path: The file, replaced only when complete.
     """
-    frames = next(iter(rows.values()))
-    count, height, width = frames.shape[:3]
-    columns = min(count, COLUMNS)
-    picks = [round(i * (count - 1) / max(1, columns - 1)) for i in range(columns)]
+    count, height, width = next(iter(rows.values())).shape[:3]
+    picks = np.linspace(0, count - 1, min(count, COLUMNS)).round().astype(int)
     scale = min(1.0, 220 / width)
-    width, height = round(width * scale), round(height * scale)
-    sheet = Image.new(
-        "RGB",
-        (len(picks) * (width + GAP) + GAP, len(rows) * (height + LABEL_HEIGHT) + GAP),
-        PAPER,
-    )
-    pen = ImageDraw.Draw(sheet)
-    for r, (label, video) in enumerate(rows.items()):
-        top = r * (height + LABEL_HEIGHT)
-        pen.text((GAP, top + 5), label, fill=INK, font=ImageFont.load_default(size=14))
-        for c, index in enumerate(picks):
-            tile = Image.fromarray(video[index]).resize((width, height), Image.Resampling.LANCZOS)
-            sheet.paste(tile, (GAP + c * (width + GAP), top + LABEL_HEIGHT))
+    size = (round(width * scale), round(height * scale))
+    gap = [(0, 0), (0, GAP), (0, 0)]
+    lines = []
+    for label, video in rows.items():
+        tiles = [Image.fromarray(video[i]).resize(size, Image.Resampling.LANCZOS) for i in picks]
+        padded = [np.pad(np.asarray(tile), gap, constant_values=255) for tile in tiles]
+        lines.append(_labelled(label, np.concatenate(padded, 1)[None])[0])
+    sheet = np.pad(np.concatenate(lines), [(0, GAP), (GAP, 0), (0, 0)], constant_values=255)
     with atomic(path) as temporary:
-        sheet.save(temporary, format="PNG")
+        Image.fromarray(sheet).save(temporary, format="PNG")

@@ -239,6 +239,14 @@ class CogVideoXBlockForward(PatchedBlock):
 
     # --- for the report --------------------------------------------------------------------------
 
+    def unused_backend(self) -> str:
+        return parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+
+    def notes(self) -> list[str]:
+        chosen = self.unused_backend() or self.backend
+        told = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
+        return [f"the attention backend {chosen!r} {told}"] if chosen else []
+
     def linears(self) -> dict[str, Any]:
         attn = self.block.attn1
         if type(attn) is not Attention:

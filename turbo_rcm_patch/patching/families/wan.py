@@ -254,16 +254,15 @@ class WanBlock(PatchedBlock):
 
     def notes(self) -> list[str]:
         processor = getattr(self.block.attn1, "processor", None)
-        split, chosen = context_parallel(processor), parts.chosen_backend(processor)
+        split = context_parallel(processor)
         if split is not None:
             by = "its own code" if exchanges_itself(processor) else "two exchanges an attention"
             return [f"parallel over {split._flattened_mesh.size()} ranks, by {by}"]
-        if not chosen or self.config.attention == "exact":
-            return []
-        return [
-            f"the attention backend {chosen!r} is chosen and not used, because the model is "
-            f"patched with attention={self.config.attention!r}; attention='exact' uses it"
-        ]
+        return super().notes()
+
+    def unused_backend(self) -> str:
+        exact = self.config.attention == "exact"
+        return "" if exact else parts.chosen_backend(getattr(self.block.attn1, "processor", None))
 
     def linears(self) -> dict[str, Any]:
         block = self.block

@@ -1,15 +1,13 @@
-"""One class for each pipeline of diffusers that `generate` and `compare` run, for what differs
+"""One class for each pipeline of diffusers that `generate` and `compare` run, with the differences
 between them; one module a family.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -17,44 +15,15 @@ import torch
 from turbo_rcm_patch.errors import NotAModelError, SamplingError
 
 if TYPE_CHECKING:
-    from diffusers import (
-        ChronoEditPipeline,
-        CogVideoXImageToVideoPipeline,
-        CogVideoXPipeline,
-        CogVideoXVideoToVideoPipeline,
-        ConsisIDPipeline,
-        SkyReelsV2Pipeline,
-        WanAnimatePipeline,
-        WanImageToVideoPipeline,
-        WanPipeline,
-        WanVACEPipeline,
-        WanVideoToVideoPipeline,
-    )
+    from diffusers import DiffusionPipeline
 
-    from turbo_rcm_patch.config import Form
     from turbo_rcm_patch.video.generation import Conditioning
-    from turbo_rcm_patch.video.settings import Sampler, Settings
+    from turbo_rcm_patch.video.settings import Settings
     from turbo_rcm_patch.video.source import Source
 
-__all__ = [
-    "FAMILIES",
-    "BlockProbe",
-    "Job",
-    "PipelineFamily",
-    "States",
-    "VideoPipeline",
-    "draw",
-    "family_named",
-    "family_of",
-]
-
-#: What `generate` and `compare` run, for annotations.
-VideoPipeline: TypeAlias = (
-    "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
-    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
-    "SkyReelsV2Pipeline | ChronoEditPipeline | WanAnimatePipeline | ConsisIDPipeline"
-)
-#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
+#: A pipeline of one of the classes in `FAMILIES`, for annotations.
+VideoPipeline: TypeAlias = "DiffusionPipeline"
+#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of its family.
 FAMILIES: Final = {
     "WanPipeline": "wan.Wan",
     "WanImageToVideoPipeline": "wan.WanImage",
@@ -71,35 +40,14 @@ FAMILIES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class BlockProbe:
-    """A transformer cut down to its first block, and one call of it.
-
-    Attributes:
-        network: The transformer, in fp32.
-        block: Its only block.
-        inputs: Keyword arguments of a call.
-        tokens: Video tokens of that call.
-        branch: What the block adds to its input, of its (arguments, keyword arguments, output).
-        forms: The ways in which this family's pairs can be closed.
-    """
-
-    network: torch.nn.Module
-    block: torch.nn.Module
-    inputs: Mapping[str, object]
-    tokens: int
-    branch: Callable[[Any, Any, Any], torch.Tensor]
-    forms: tuple[Form, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """A video that is to be made.
 
     Attributes:
         pipe: The pipeline.
-        seed: Of its noise.
-        conditioning: What it is made from.
-        settings: How.
+        seed: Seed of its noise.
+        conditioning: The encoded source.
+        settings: How it is sampled.
     """
 
     pipe: Any
@@ -113,44 +61,44 @@ States = list[tuple[torch.Tensor, float]]
 
 
 class PipelineFamily(ABC):
-    """What differs between pipelines.
+    """The differences between pipelines.
 
     Attributes:
-        SAMPLERS: What `Settings.sampler` may be.
+        FEW_STEPS: True if its networks predict a rectified flow's velocity, as few-step samplers
+            need.
         DEFAULTS: Settings where neither the caller nor the model's folder says.
-        OWN: What the pipeline's own scheduler is usually run with.
-        NEEDS: What a `Source` must have beside its prompt.
-        MAY: What it may have.
-        TRANSFORMER: The class of diffusers that `block_probe` takes.
+        OWN: Steps and guidance that the pipeline's own scheduler is usually run with.
+        NEEDS: Fields that a `Source` must have beside its prompt.
+        MAY: Fields that it may have.
     """
 
-    SAMPLERS: ClassVar[tuple[Sampler, ...]]
-    DEFAULTS: ClassVar[Mapping[str, object]]
+    FEW_STEPS: ClassVar[bool] = True
+    DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]]
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
-    TRANSFORMER: ClassVar[str]
 
     @abstractmethod
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
-        """Shape of one video's latents in the denoising loop, with the pipeline's order of axes.
-        Some pipelines add a frame for each reference of `conditioning`."""
+        """Return the shape of one video's latents in the denoising loop, with the pipeline's order
+        of axes. Some pipelines add a frame for each reference of `conditioning`."""
 
     def frames_made(self, pipe: Any, asked: int) -> int:
-        """How many frames the VAE makes where so many are asked for."""
+        """Return how many frames the VAE makes where so many are asked for."""
         span = int(pipe.vae_scale_factor_temporal)
         return (asked - 1) // span * span + 1
 
     @abstractmethod
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """What the pipeline's `__call__` takes beside what all take: `latents`, made of the
-        standard normal noise of the seed, and what the video is made from."""
+        """Return the arguments that this pipeline's `__call__` takes beside those that all take:
+        `latents`, made of the standard normal noise of the seed, and the video's source."""
 
-    @abstractmethod
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """Of denoised latents, those of the video."""
+        """Cut denoised latents to those of the video."""
+        del job
+        return latents
 
     @abstractmethod
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -158,44 +106,11 @@ class PipelineFamily(ABC):
 
     @abstractmethod
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
-        """Latents at the three times of the network number."""
-
-    def check_probe(self, folder: Path) -> None:
-        """Raise if `block_probe` does not take the transformer of a pipeline folder.
-
-        Raises:
-            SamplingError: It is of another class.
-        """
-        config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
-        if config.get("_class_name") != self.TRANSFORMER:
-            raise SamplingError(
-                "the check of one block",
-                expected=f"a {self.TRANSFORMER}",
-                got=f"a {config.get('_class_name')} in {folder}",
-                remedy="Use compare, which takes this model too",
-            )
-
-    def block_probe(self, folder: Path) -> BlockProbe:
-        """The first block of a pipeline folder's transformer, with an input of odd size.
-
-        Raises:
-            SamplingError: The transformer is of another class.
-        """
-        import diffusers
-
-        self.check_probe(folder)
-        network = getattr(diffusers, self.TRANSFORMER).from_pretrained(
-            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-        )
-        return self._probe(network)
-
-    @abstractmethod
-    def _probe(self, network: Any) -> BlockProbe:
-        """Of a transformer, which is cut down."""
+        """Return latents at the three times of the network number."""
 
     @staticmethod
     def from_video(job: Job) -> dict[str, object]:
-        """`call_inputs` of a pipeline that draws the noise and adds it to a video."""
+        """Return `call_inputs` of a pipeline that draws the noise and adds it to a video."""
         return {
             "video": job.conditioning.frames("video", job.settings),
             "strength": 1.0 if job.settings.strength is None else job.settings.strength,
@@ -207,7 +122,7 @@ class PipelineFamily(ABC):
 
         Args:
             pipeline: The class of the pipeline, for messages.
-            sources: What videos are to be made from.
+            sources: The sources of the videos.
 
         Raises:
             SamplingError: One lacks what the pipeline needs, or has what it does not take.
@@ -235,12 +150,12 @@ class PipelineFamily(ABC):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What a `Source` can have beside its prompt."""
+        """The fields that a `Source` can have beside its prompt."""
         return (*self.NEEDS, *self.MAY)
 
 
 def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
+    """Draw standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 

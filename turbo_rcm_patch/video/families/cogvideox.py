@@ -1,51 +1,41 @@
 """diffusers' CogVideoX pipelines: 2B, 5B and 1.5, from text, from an image and from a video, with
 their own schedulers.
 
-The networks predict v = alpha noise - sigma x0 of a variance-preserving process, so the rCM
-sampler, which is a rectified flow's, is not for them. Latents are [B, F, C, H, W], as the pipeline
-has them, and are kept in the network's dtype from step to step, as the pipeline does.
+The networks predict v = alpha noise - sigma x0 of a variance-preserving process, so few-step
+samplers, which are a rectified flow's, are not for them. Latents are [B, F, C, H, W], as the
+pipeline has them, and are kept in the network's dtype from step to step, as the pipeline does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.families import BlockProbe, Job, PipelineFamily, States, draw
+from turbo_rcm_patch.video.families import Job, PipelineFamily, States, draw
 from turbo_rcm_patch.video.measures import TIMES
-from turbo_rcm_patch.video.settings import Sampler, Settings
+from turbo_rcm_patch.video.settings import Settings
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import Conditioning
-
-#: Tokens along frames, height and width: with 13 of text 277 in all, no multiple of any block.
-GRID: Final = (3, 8, 11)
-TEXT: Final = 13
 
 
 class CogVideoX(PipelineFamily):
     """`CogVideoXPipeline`: from text alone."""
 
-    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("scheduler",)
-    #: Of CogVideoX 1.0, 2B and 5B.
+    FEW_STEPS: ClassVar[bool] = False
+    #: Those of CogVideoX 1.0, 2B and 5B.
     DEFAULTS: ClassVar[Mapping[str, object]] = {
-        "sampler": "scheduler",
-        "height": 480,
-        "width": 720,
-        "num_frames": 49,
-        "fps": 8,
-        "max_sequence_length": 226,
-    }
+        "height": 480, "width": 720, "num_frames": 49, "fps": 8, "max_sequence_length": 226
+    }  # fmt: skip
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
-    TRANSFORMER: ClassVar[str] = "CogVideoXTransformer3DModel"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
-        """[1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
+        """Return [1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
         del conditioning
         # ConsisID's class has no patches in time.
         patch = pipe.transformer.config.get("patch_size_t") or 1
@@ -59,28 +49,30 @@ class CogVideoX(PipelineFamily):
         )
 
     def frames_made(self, pipe: Any, asked: int) -> int:
-        """The VAE takes latents in pairs, and the first of an odd number alone."""
+        """Return how many frames the VAE makes: it takes latents in pairs, and the first of an odd
+        number alone."""
         span = int(pipe.vae_scale_factor_temporal)
         latents = (asked - 1) // span + 1
         return span * latents if latents % 2 == 0 else span * (latents - 1) + 1
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipelines scale the noise that they are given, and do not cast it."""
+        """Return the noise in the network's dtype: the pipelines scale it, and do not cast it."""
         noise = draw(self.latent_shape(job.pipe, job.settings, job.conditioning), job.seed)
         latents = noise.to(job.conditioning.embeds.dtype)
         return {"latents": latents, "num_frames": job.settings.num_frames}
 
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """Without the first frames, which only fill a patch in time."""
+        """Cut the first frames off, which only fill a patch in time."""
         return latents[:, latents.shape[1] - _latent_frames(job.pipe, job.settings) :]
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Video [B, 3, F, H, W] in about -1..1."""
+        """Return the video [B, 3, F, H, W] in about -1..1."""
         video: torch.Tensor = pipe.decode_latents(latents)
         return video
 
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
-        """At those times of the pipeline's schedule whose noise levels are those of `TIMES`.
+        """Return latents at those times of the pipeline's schedule whose noise levels are those of
+        `TIMES`.
 
         Raises:
             SamplingError: The pipeline's scheduler has no such schedule.
@@ -105,43 +97,6 @@ class CogVideoX(PipelineFamily):
             found.append((noisy.to(pipe.transformer.dtype), step))
         return found
 
-    def _probe(self, network: Any) -> BlockProbe:
-        """The first block, with 264 video tokens and 13 of text."""
-        from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-        network.transformer_blocks = network.transformer_blocks[:1]
-        config = network.config
-        frames, rows, columns = GRID
-        patch = config.patch_size
-        span = frames * (config.patch_size_t or 1)
-        generator = torch.Generator("cpu").manual_seed(0)
-        shape = (1, span, config.in_channels, rows * patch, columns * patch)
-        inputs: dict[str, object] = {
-            "hidden_states": torch.randn(shape, generator=generator),
-            "encoder_hidden_states": torch.randn(
-                1, TEXT, config.text_embed_dim, generator=generator
-            ),
-            "timestep": torch.tensor([749]),
-        }
-        if config.ofs_embed_dim is not None:
-            inputs["ofs"] = torch.tensor([2.0])
-        if config.use_rotary_positional_embeddings:
-            inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(
-                embed_dim=config.attention_head_dim,
-                crops_coords=((0, 0), (rows, columns)),
-                grid_size=(rows, columns),
-                temporal_size=frames,
-            )
-        return BlockProbe(
-            network=network,
-            block=network.transformer_blocks[0],
-            inputs=inputs,
-            tokens=frames * rows * columns,
-            branch=_both_streams,
-            # A pair with two residual streams is never closed in one launch.
-            forms=("two-launch",),
-        )
-
 
 class CogVideoXImage(CogVideoX):
     """`CogVideoXImageToVideoPipeline`: the image's latents are channels beside the noise."""
@@ -149,7 +104,7 @@ class CogVideoXImage(CogVideoX):
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """With the image, which the pipeline resizes."""
+        """Return the noise and the image, which the pipeline resizes."""
         return super().call_inputs(job) | dict(job.conditioning.media)
 
 
@@ -159,7 +114,7 @@ class ConsisID(CogVideoXImage):
     NEEDS: ClassVar[tuple[str, ...]] = ("image", "identity")
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """With the identity, in the places that the pipeline has for it."""
+        """Return image and identity, in the places that the pipeline has for it."""
         call = super().call_inputs(job)
         identity = call.pop("identity")
         assert isinstance(identity, dict)
@@ -177,7 +132,7 @@ class CogVideoXVideo(CogVideoX):
     NEEDS: ClassVar[tuple[str, ...]] = ("video",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipeline draws the noise and adds it to the video.
+        """Return the video. The pipeline draws the noise and adds it.
 
         Raises:
             SamplingError: CogVideoX 1.5 has no whole number of its patches in time.
@@ -197,15 +152,3 @@ class CogVideoXVideo(CogVideoX):
 
 def _latent_frames(pipe: Any, settings: Settings) -> int:
     return (settings.num_frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
-
-
-def _both_streams(
-    given: tuple[object, ...],
-    named: dict[str, torch.Tensor],
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    del given
-    video, text = out
-    return torch.cat(
-        [text - named["encoder_hidden_states"], video - named["hidden_states"]], dim=1
-    )

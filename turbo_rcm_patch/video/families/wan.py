@@ -1,40 +1,34 @@
 """diffusers' Wan pipelines: rectified flow, with one expert or two; from text, from an image, and
-from a video. And those of its relatives, VACE, SkyReels-V2 and ChronoEdit.
+from a video. And those of its relatives, VACE, Animate, SkyReels-V2 and ChronoEdit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from PIL import Image
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.families import BlockProbe, Job, PipelineFamily, States, draw
+from turbo_rcm_patch.video.families import Job, PipelineFamily, States, draw
 from turbo_rcm_patch.video.measures import TIMES
 from turbo_rcm_patch.video.scheduler import RCMScheduler
-from turbo_rcm_patch.video.settings import WAN_OWN, Sampler, Settings
+from turbo_rcm_patch.video.settings import WAN_OWN, Settings
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import Conditioning
-
-#: Tokens along frames, height and width: 264 in all, no multiple of any block.
-GRID: Final = (3, 8, 11)
 
 
 class Wan(PipelineFamily):
     """`WanPipeline`: from text alone."""
 
-    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("rcm", "scheduler")
-    DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
-    TRANSFORMER: ClassVar[str] = "WanTransformer3DModel"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
-        """[1, C, F, H, W]."""
+        """Return [1, C, F, H, W]."""
         del conditioning
         network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
         space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
@@ -48,9 +42,9 @@ class Wan(PipelineFamily):
         )
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipelines do not scale the latents that they are given, and keep them in fp32."""
+        """Return the noise in fp32, scaled for a few-step sampler: the pipelines do neither."""
         pipe, settings = job.pipe, job.settings
-        # The pipelines round a number that their VAE cannot make to another one than we do.
+        # The pipelines round a number that their VAE cannot make to another one.
         assert settings.num_frames == self.frames_made(pipe, settings.num_frames)
         noise = draw(self.latent_shape(pipe, settings, job.conditioning), job.seed)
         if isinstance(pipe.scheduler, RCMScheduler):
@@ -61,19 +55,15 @@ class Wan(PipelineFamily):
             "num_frames": settings.num_frames,
         }
 
-    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """All of them are the video's."""
-        return latents
-
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Video [B, 3, F, H, W] in about -1..1."""
+        """Return the video [B, 3, F, H, W] in about -1..1."""
         mean, std = self.scales(pipe, latents)
         video: torch.Tensor = pipe.vae.decode(latents * std + mean, return_dict=False)[0]
         return video
 
     @staticmethod
     def scales(pipe: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation [1, C, 1, 1, 1] of the VAE's latents."""
+        """Return mean and standard deviation [1, C, 1, 1, 1] of the VAE's latents."""
         config = pipe.vae.config
         shape = (1, config.z_dim, 1, 1, 1)
         mean, std = (
@@ -82,33 +72,9 @@ class Wan(PipelineFamily):
         return mean, std
 
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
-        """(1 - t) clean + t noise."""
+        """Return (1 - t) clean + t noise."""
         del pipe
         return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in TIMES]
-
-    def _probe(self, network: Any) -> BlockProbe:
-        """The first block, with 264 tokens."""
-        network.blocks = network.blocks[:1]
-        config = network.config
-        generator = torch.Generator("cpu").manual_seed(0)
-        shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
-        inputs: dict[str, object] = {
-            "hidden_states": torch.randn(1, config.in_channels, *shape, generator=generator),
-            "encoder_hidden_states": torch.randn(1, 13, config.text_dim, generator=generator),
-            "timestep": torch.tensor([933.78]),
-        }
-        if config.image_dim is not None:
-            inputs["encoder_hidden_states_image"] = torch.randn(
-                1, 17, config.image_dim, generator=generator
-            )
-        return BlockProbe(
-            network=network,
-            block=network.blocks[0],
-            inputs=inputs,
-            tokens=GRID[0] * GRID[1] * GRID[2],
-            branch=lambda given, _, out: out - given[0],
-            forms=("one-launch", "two-launch"),
-        )
 
 
 class WanImage(Wan):
@@ -119,7 +85,7 @@ class WanImage(Wan):
     MAY: ClassVar[tuple[str, ...]] = ("last_image",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """With the image, which the pipeline resizes.
+        """Return the noise and the image, which the pipeline resizes.
 
         Raises:
             SamplingError: The model takes one image and there are two, or the other way round.
@@ -145,32 +111,32 @@ class WanImage(Wan):
 class WanVideo(Wan):
     """`WanVideoToVideoPipeline`: the video with noise of some step, denoised from there."""
 
-    DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler", "strength": 0.8}
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"strength": 0.8}
     NEEDS: ClassVar[tuple[str, ...]] = ("video",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipeline draws the noise, of the same numbers, and adds it to the video."""
+        """Return the video. The pipeline draws the noise, of the same numbers, and adds it."""
         return self.from_video(job)
 
 
 class Vace(Wan):
-    """`WanVACEPipeline`: from text, and with a video, its mask and images of what to show."""
+    """`WanVACEPipeline`: from text, with a video, its mask, and images of things to show."""
 
     MAY: ClassVar[tuple[str, ...]] = ("video", "mask", "reference")
 
     def before_video(self, conditioning: Conditioning | None) -> int:
-        """Frames of latents before those of the video."""
+        """Return how many frames of latents come before those of the video."""
         return 0 if conditioning is None else len(conditioning.media.get("reference", ()))
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
-        """[1, C, F, H, W], the references before the video."""
+        """Return [1, C, F, H, W], the references before the video."""
         one, channels, frames, *size = super().latent_shape(pipe, settings)
         return (one, channels, frames + self.before_video(conditioning), *size)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipeline keeps the shape of a video, so what it is given has the video's size.
+        """Return noise and images in the video's size: the pipeline keeps the shape of a video.
 
         Raises:
             SamplingError: There is a mask and no video.
@@ -196,11 +162,11 @@ class Vace(Wan):
         return call
 
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """Without the references."""
+        """Cut the references off."""
         return latents[:, :, self.before_video(job.conditioning) :]
 
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
-        """(1 - t) clean + t noise, with the first frame in the place of references."""
+        """Return (1 - t) clean + t noise, with the first frame in the place of references."""
         more = noise.shape[2] - clean.shape[2]
         whole = torch.cat([clean[:, :, :1].expand(-1, -1, more, -1, -1), clean], dim=2)
         return super().noised(pipe, whole, noise)
@@ -211,18 +177,18 @@ class Animate(Vace):
     of another; or replaces the person of a video. One segment, as long as the video."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {
-        "sampler": "scheduler", "height": 720, "width": 1280, "num_frames": 77, "fps": 30
+        "height": 720, "width": 1280, "num_frames": 77, "fps": 30
     }  # fmt: skip
     OWN: ClassVar[Mapping[str, object]] = {"steps": 20, "guidance_scale": 1.0}
     NEEDS: ClassVar[tuple[str, ...]] = ("image", "pose", "face")
     MAY: ClassVar[tuple[str, ...]] = ("background", "mask")
 
     def before_video(self, conditioning: Conditioning | None) -> int:
-        """The image's."""
+        """Return 1, for the image's frame."""
         return 1
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """The pipeline makes as many frames as the pose video has.
+        """Return image, poses and faces; the pipeline makes as many frames as there are poses.
 
         Raises:
             SamplingError: There is a mask without a background, or the other way round.
@@ -255,8 +221,8 @@ class Animate(Vace):
         return call
 
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
-        """Without the image's, and as the loop holds them: the pipeline returns what its VAE
-        takes."""
+        """Cut the image's frame off, and undo the scale that the pipeline has put on for its
+        VAE."""
         latents = super().trim(job, latents)
         mean, std = self.scales(job.pipe, latents)
         return (latents - mean) / std
@@ -265,18 +231,14 @@ class Animate(Vace):
 class SkyReels(Wan):
     """`SkyReelsV2Pipeline`: from text alone."""
 
-    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("scheduler",)
+    FEW_STEPS: ClassVar[bool] = False
     DEFAULTS: ClassVar[Mapping[str, object]] = {
-        "sampler": "scheduler",
-        "height": 544,
-        "width": 960,
-        "num_frames": 97,
-        "fps": 24,
-    }
+        "height": 544, "width": 960, "num_frames": 97, "fps": 24
+    }  # fmt: skip
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """It has one expert."""
+        """Return the noise; the pipeline has one expert."""
         call = super().call_inputs(job)
         del call["guidance_scale_2"]
         return call
@@ -285,10 +247,10 @@ class SkyReels(Wan):
 class ChronoEdit(SkyReels):
     """`ChronoEditPipeline`: from the image that is edited, without temporal reasoning."""
 
-    DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler"}
+    DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """With the image, which the pipeline resizes."""
+        """Return the noise and the image, which the pipeline resizes."""
         return super().call_inputs(job) | dict(job.conditioning.media)

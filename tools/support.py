@@ -1,12 +1,16 @@
-"""What is supported: the registered classes with the pairs of their published models, and for
-every class what was proven with it.
+"""Write the support matrix: the registered classes with the pairs of their published models, and
+the capabilities that tests prove for every class.
 
-A mark is a claim that a test backs: tests/test_support.py compares every mark with the tests that
-carry `pytest.mark.supports(class, capability)`, and docs/support.md with what is printed here.
+    python -m tools.support docs/support.md
+
+replaces the generated part of the page. A mark is a claim that a test backs: tests/test_support.py
+compares every mark with the tests that carry `pytest.mark.supports(class, capability)`, and the
+page with this script.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,8 +21,6 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch.config import Kind
-from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.output import write_text
 from turbo_rcm_patch.patching import find_pairs
 
 
@@ -29,8 +31,8 @@ class Published:
     Attributes:
         name: As its authors call it.
         config: Arguments of its class.
-        kinds: Of the pairs of one block, for a class that is run from a checkout and cannot be
-            built here.
+        kinds: The kinds of pairs of one block, for a class that is run from a checkout and cannot
+            be built here.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Published:
     kinds: tuple[Kind, ...] = ()
 
     def build(self, cls: str) -> nn.Module:
-        """The network on torch's current default device, its weights random or on "meta" none.
+        """Return the network on torch's current default device.
 
         Args:
             cls: "module.Class", a key of `PUBLISHED`.
@@ -104,7 +106,7 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
     "WanModel": (
         Published("a block", kinds=("self", "cross", "feed-forward")),
         Published("a block of Wan 2.1 I2V", kinds=("self", "cross", "image", "feed-forward")),
-        Published("one with SLA or SageSLA", kinds=("self", "cross", "self", "feed-forward")),
+        Published("one with SLA or SageSLA", kinds=("self", "self", "cross", "feed-forward")),
     ),
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": (
         Published("a module of this library", {"dim": 128, "num_heads": 2}),
@@ -114,11 +116,11 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
 
 #: "yes": proven by a test on a CPU, where the reference or Triton's interpreter runs in place of
 #: the kernels. "gpu": proven by a test that needs a GPU. "exact", "left" (to the author's code)
-#: and "refused": what happens instead, proven on a CPU. "untested": nothing is claimed. "-": the
-#: class has no such thing.
-Mark = Literal["yes", "gpu", "exact", "left", "refused", "untested", "-"]
+#: and "refused" happen instead, proven on a CPU. "no": nothing is claimed. "-": the class
+#: has no such thing.
+Mark = Literal["yes", "gpu", "exact", "left", "refused", "no", "-"]
 
-_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "untested": "not tested", "-": "–"}
+_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "no": "not tested", "-": "–"}
 
 #: Class, without its module -> head of its column.
 CLASSES: Final = {
@@ -136,34 +138,34 @@ CLASSES: Final = {
 #: Group -> capability -> a mark for each of `CLASSES`, in their order.
 GROUPS: Final = {
     "fused": {
-        "self-attention":    "yes yes  yes  yes  yes  yes yes  yes yes",
-        "cross-attention":   "yes yes  yes  yes  yes  -   -    yes -",
-        "image branch":      "yes yes  yes  yes  yes  -   -    yes -",
-        "feed-forward":      "yes yes  yes  yes  yes  yes yes  yes -",
-        "control, faces":    "-   yes  left -    -    -   left -   -",
-        "int8 Linears":      "yes yes  yes  yes  yes  yes yes  yes yes",
-        "SLA":               "yes yes  yes  yes  yes  -   -    yes -",
-        "attention mask":    "-   -    -    -    exact -  -    -   -",
-        "gate per token":    "yes -    -    yes  yes  -   -    -   -",
-        "fused QKV":         "yes yes  yes  yes  yes  yes yes  -   -",
+        "self-attention":       "yes yes yes  yes yes yes     yes  yes yes",
+        "cross-attention":      "yes yes yes  yes yes -       -    yes -",
+        "image branch":         "yes yes yes  yes yes -       -    yes -",
+        "feed-forward":         "yes yes yes  yes yes yes     yes  yes -",
+        "faces":                "-   -   left -   -   -       left -   -",
+        "int8 Linears":         "yes yes yes  yes yes yes     yes  yes no",
+        "SLA":                  "yes yes yes  yes yes -       -    yes -",
+        "attention mask":       "-   -   -    -   no  -       -    -   -",
+        "gate per token":       "yes -   -    no  no  -       -    -   -",
+        "fused QKV":            "yes no  no   no  no  yes     no   -   -",
     },
     "with": {
-        "LoRA":              "yes yes  yes  yes  yes  yes yes  yes yes",
-        "training":          "yes yes  yes  yes  yes  yes yes  yes yes",
-        "torch.compile":     "yes yes  yes  yes  yes  yes yes  yes yes",
-        "FirstBlockCache":   "yes yes  -    -    -    yes -    -   -",
-        "PAB, FasterCache":  "yes yes  yes  yes  yes  yes -    -   -",
-        "offloading, casting": "yes yes yes yes  yes  yes yes  -   -",
-        "context parallel":  "yes yes  yes  yes  yes  yes yes  yes -",
+        "LoRA":                 "yes no  no   no  no  yes     no   no  no",
+        "training":             "yes no  no   no  no  yes     no   no  no",
+        "torch.compile":        "yes no  no   no  no  yes     no   no  no",
+        "FirstBlockCache":      "yes no  -    -   -   yes     -    -   -",
+        "PAB, FasterCache":     "yes no  no   no  no  yes     -    -   -",
+        "offloading, casting":  "yes no  no   no  no  yes     no   -   -",
+        "context parallel":     "yes no  no   yes no  no      no   no  -",
     },
     "proof": {
-        "the guard":         "yes yes  yes  yes  yes  yes yes  yes yes",
-        "unpatched, bit-equal": "yes yes yes yes yes  yes yes  yes yes",
-        "its pipeline":      "yes yes  yes  yes  yes  yes yes  -   -",
-        "rCM sampler":       "yes yes  yes  untested untested refused - - -",
-        "generate, compare": "yes yes  yes  yes  yes  yes yes  -   -",
-        "Triton kernels":    "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu gpu",
-        "full size":         "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu -",
+        "the guard":            "yes yes yes  yes yes yes     yes  yes yes",
+        "unpatched, bit-equal": "yes yes yes  yes yes yes     yes  yes yes",
+        "its pipeline":         "yes yes yes  yes yes yes     yes  -   -",
+        "rCM sampler":          "yes yes yes  no  no  refused -    -   -",
+        "generate, compare":    "yes yes yes  yes yes yes     yes  -   -",
+        "Triton kernels":       "gpu gpu gpu  gpu gpu gpu     gpu  no  gpu",
+        "full size":            "gpu gpu gpu  gpu gpu gpu     gpu  gpu -",
     },
 }  # fmt: skip
 
@@ -173,13 +175,13 @@ _LEGEND: Final = (
     "have. Every sign has its tests: `grep -rn supports tests`."
 )
 
-#: What stands around the generated part of a file.
-BEGIN: Final = "<!-- generated: python -m turbo_rcm_patch support --write docs/support.md -->"
+#: The marks around the generated part of a page.
+BEGIN: Final = "<!-- generated: python -m tools.support docs/support.md -->"
 END: Final = "<!-- end of what is generated -->"
 
 
 def marks() -> dict[tuple[str, str], Mark]:
-    """The mark of every (class, capability).
+    """Return the mark of every (class, capability).
 
     Raises:
         ValueError: A line has fewer or more marks than there are classes, or an unknown one.
@@ -195,17 +197,17 @@ def marks() -> dict[tuple[str, str], Mark]:
 
 
 def text() -> str:
-    """The generated part: the published models with their pairs, and the matrix."""
+    """Return the generated part: the published models with their pairs, and the matrix."""
     return f"{_models()}\n\n{matrix()}\n\n{_LEGEND}\n"
 
 
 def short_name(cls: str) -> str:
-    """The class of a key of `PUBLISHED`, without its module."""
+    """Return the class of a key of `PUBLISHED`, without its module."""
     return cls.rpartition(".")[2]
 
 
 def count_pairs(cls: str, model: Published) -> tuple[int, int]:
-    """How many pairs of a published model are fused, and how many are left as written."""
+    """Return how many pairs of a published model are fused, and how many are left as written."""
     if model.kinds:
         return len(model.kinds), 0
     with torch.device("meta"):
@@ -220,7 +222,7 @@ def _models() -> str:
 
 
 def _counts(cls: str, models: Sequence[Published]) -> str:
-    """ "a, b: 90; c: 120 and 15 left", models with equal counts together."""
+    """Return "a, b: 90; c: 120 and 15 left", models with equal counts together."""
     names: dict[tuple[int, int], list[str]] = {}
     for model in models:
         names.setdefault(count_pairs(cls, model), []).append(model.name)
@@ -231,7 +233,7 @@ def _counts(cls: str, models: Sequence[Published]) -> str:
 
 
 def matrix() -> str:
-    """A table of capabilities and classes."""
+    """Return a table of capabilities and classes."""
     found = marks()
     rows: list[tuple[str, ...]] = [("", *CLASSES.values())]
     for group, capabilities in GROUPS.items():
@@ -243,32 +245,28 @@ def matrix() -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """A table that reads well as text and as Markdown."""
+    """Return a table that reads well as text and as Markdown."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)).rstrip() + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 
-def replace_in(path: Path) -> None:
-    """Write the generated part of a file again.
+def replaced(page: str) -> str:
+    """Return a page with its generated part written anew.
 
     Raises:
-        ConfigError: The file cannot be read or has no place for it.
-        OutputError: It cannot be written.
+        ValueError: It has no marks around one.
     """
-    try:
-        whole = path.read_text(encoding="utf-8")
-        before, _, rest = whole.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not end:
-            raise ConfigError("--write", expected=f"a file with {BEGIN} and {END}", got=str(path))
-    except OSError as error:
-        raise ConfigError(
-            "--write",
-            expected=f"an existing page with the marks {BEGIN} and {END}",
-            got=f"{path}: {error.strerror}",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("--write", expected="a text in UTF-8", got=str(path)) from error
-    write_text(path, f"{before}{BEGIN}\n\n{text()}\n{END}{after}")
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"expected a page with the marks {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{text()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Replace the generated part of a page.")
+    parser.add_argument("page", type=Path)
+    path = parser.parse_args().page
+    path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,82 @@
+"""`doctor`: versions with their remedies, and an attention that the kernels really compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.ops import sage
+from turbo_rcm_patch.video import doctor
+from turbo_rcm_patch.video.doctor import LIMIT, KernelCheck, check_kernels, check_version, examine
+
+
+@pytest.mark.slow
+def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    found = examine(told.append)
+    text = "\n".join(told)
+    assert found.healthy and text.endswith("everything that is needed works")
+    for topic in ("python", "torch", "triton", "diffusers", "sageattention", "gpu", "kernels"):
+        assert any(one.topic.startswith(topic) for one in found.findings)
+    if not torch.cuda.is_available():
+        assert "by the Triton kernels in Triton's interpreter on the CPU" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state"),
+    [
+        *(("transformers", "4.57.1", "missing"), ("transformers", "5.0.0", "ok")),
+        *(("diffusers", "0.41.9", "missing"), ("diffusers", "0.42.1", "ok")),
+        *(("diffusers", "0.43.0.dev0", "note"), ("torch", "2.7.1+cu128", "missing")),
+        *(("torch", "2.13.0+cpu", "ok"), ("imageio-ffmpeg", "0.6.0", "missing")),
+        *(("triton", "3.10.0", "ok"), ("accelerate", "unknown", "missing")),
+        *(("peft", "0.17.1", "missing"), ("peft", None, "note")),
+        *(("safetensors", None, "missing"), ("transformers", None, "note")),
+    ],
+)
+def test_versions_are_compared(name: str, version: str | None, state: str) -> None:
+    found = check_version(name, version)
+    assert found.state == state and (version or "not installed") in found.text
+    assert bool(found.remedy) == (state != "ok")
+    assert f"{name}>=" in found.remedy or state == "ok" or version is None
+
+
+@pytest.mark.parametrize(("system", "state"), [("linux", "missing"), ("win32", "note")])
+def test_triton_is_needed_where_there_is_one(system: str, state: str, monkeypatch) -> None:
+    monkeypatch.setattr(doctor.sys, "platform", system)
+    assert check_version("triton", None).state == state
+
+
+def test_a_sageattention_that_returns_noise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage, "broken_sage", lambda: "it returns noise on Hopper", raising=False)
+    monkeypatch.setattr(doctor, "version_of", lambda name: "99.2.0")
+    monkeypatch.setattr(doctor, "check_kernels", lambda: KernelCheck(0.01, 200, True))
+    found = examine()
+    (one,) = (one for one in found.findings if one.topic == "sageattention")
+    assert one.state == "missing" and "99.2.0: it returns noise" in one.text and one.remedy
+    assert not found.healthy
+
+
+@pytest.mark.parametrize(
+    ("error", "healthy"), [(LIMIT, True), (2 * LIMIT, False), (float("nan"), False)]
+)
+def test_wrong_kernels_are_told(
+    error: float, healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = json.dumps({"relative_l2": error, "tokens": 200, "interpreted": True})
+    done = subprocess.CompletedProcess([], 0, stdout=f"a warning\n{printed}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert examine().healthy == healthy
+
+
+def test_kernels_that_do_not_run_are_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nOSError: no gcc\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(SamplingError, match="OSError: no gcc.*apt-get install gcc"):
+        check_kernels()
+    found = examine()
+    assert not found.healthy and "OSError: no gcc" in str(found.findings[-1])

@@ -1,0 +1,205 @@
+"""LoRAs beside the weights: into one or two experts, with int8 bases, and what goes wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+from tests.measures import relative_l2
+from tests.video.micro import SMALL, TRANSFORMER, micro_pipe, save
+from turbo_rcm_patch import PatchConfig, find_pairs, patched
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
+from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video import compare, generate, lora
+from turbo_rcm_patch.video.generation import settings_for
+from turbo_rcm_patch.video.load import load_pipeline, load_skeleton
+from turbo_rcm_patch.video.lora import LoRA, add_loras, loras_of, parse_lora
+
+PROMPT = "a red circle moves left"
+LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"]
+#: How large a LoRA's update is, against the weight.
+SIZE = 0.25
+
+
+def write_lora(path: Path, network: Any, seed: int = 0) -> Path:
+    """A LoRA of every Linear of the blocks, in the form that diffusers saves."""
+    path.parent.mkdir(exist_ok=True)
+    network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=LINEARS), "made")
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if "made" in getattr(module, "lora_A", {}):
+            a, b = module.lora_A["made"].weight.data, module.lora_B["made"].weight.data
+            a.normal_(generator=generator)
+            b.normal_(generator=generator)
+            b *= SIZE * float(module.base_layer.weight.data.norm() / (b @ a).norm())
+    WanPipeline.save_lora_weights(
+        path.parent,
+        transformer_lora_layers=get_peft_model_state_dict(network, adapter_name="made"),
+        weight_name=path.name,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipelines, and a LoRA for each expert."""
+    place = tmp_path_factory.mktemp("lora")
+    save(micro_pipe(), place / "one")
+    save(micro_pipe(experts=True), place / "two")
+    pipe = micro_pipe(experts=True)
+    write_lora(place / "a_high_noise.safetensors", pipe.transformer, 1)
+    write_lora(place / "a_low_noise.safetensors", pipe.transformer_2, 2)
+    shutil.copy(place / "a_low_noise.safetensors", place / "other.safetensors")
+    return place
+
+
+def scales(network: Any) -> list[float]:
+    """The scales of the active LoRAs of a transformer's first Linear."""
+    linear = network.blocks[0].attn1.to_q
+    return [linear.scaling[name] for name in getattr(linear, "active_adapters", ())]
+
+
+def test_each_expert_gets_its_own(files: Path) -> None:
+    high, low = files / "a_high_noise.safetensors", files / "a_low_noise.safetensors"
+    other = files / "other.safetensors"
+    pipe = load_pipeline(files / "two", device="cpu", lora=[f"{high}:0.5", f"{low}"])
+    assert (scales(pipe.transformer), scales(pipe.transformer_2)) == ([0.5], [1.0])
+    assert pipe.transformer.blocks[0].scale_shift_table.dtype == torch.float32, "kept in fp32"
+    add_loras(pipe, [f"{other}:-2", f"transformer_2={other}:3"])
+    assert scales(pipe.transformer) == [0.5, -2.0]
+    assert scales(pipe.transformer_2) == [1.0, -2.0, 3.0]
+    one = load_pipeline(files / "one", device="cpu", lora=[str(high)])
+    assert scales(one.transformer) == [1.0]
+
+
+def test_a_lora_does_what_its_formula_says(files: Path) -> None:
+    pipe = load_pipeline(files / "one", dtype=torch.float32, device="cpu")
+    linear, x = pipe.transformer.blocks[1].ffn.net[2], torch.randn(3, 128)
+    before = linear(x)
+    add_loras(pipe, [f"{files / 'other.safetensors'}:0.5"])
+    with torch.no_grad():
+        wrapped = pipe.transformer.blocks[1].ffn.net[2]
+        (name,) = wrapped.active_adapters
+        update = wrapped.lora_B[name].weight @ wrapped.lora_A[name].weight
+        torch.testing.assert_close(wrapped(x), before + 0.5 * x @ update.T)
+
+
+def test_a_run_is_identified_by_its_loras(files: Path) -> None:
+    """By scale and weights, whoever loaded them and under whatever name."""
+    high, low = files / "a_high_noise.safetensors", files / "other.safetensors"
+
+    def recorded(*given: str) -> object:
+        pipe = load_pipeline(files / "one", device="cpu", lora=given)
+        return settings_for(pipe, sampler="lightning", **SMALL).as_dict()["lora"]
+
+    assert recorded() == ()
+    made = [recorded(str(high)), recorded(f"{high}:0.5"), recorded(str(low)), recorded()]
+    assert len({*made}) == 4
+    pipe = load_pipeline(files / "one", device="cpu")
+    pipe.load_lora_weights(str(files), weight_name=high.name, adapter_name="mine")
+    assert settings_for(pipe, **SMALL).lora == made[0] == loras_of(pipe)
+
+
+def test_pairs_take_loras_without_weights(files: Path) -> None:
+    plain = load_skeleton(files / "two")
+    pipe = load_skeleton(files / "two", lora=[str(files / "a_high_noise.safetensors")])
+    assert scales(pipe.transformer) == [1.0] and scales(pipe.transformer_2) == []
+    assert len(find_pairs(pipe)) == len(find_pairs(plain))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a/b", LoRA("a/b", "", 1.0, ("transformer", "transformer_2"))),
+        ("a/b:0.8", LoRA("a/b", "", 0.8, ("transformer", "transformer_2"))),
+        ("a/b/low-noise.safetensors",
+         LoRA("a/b", "low-noise.safetensors", 1.0, ("transformer_2",))),
+        ("a/b/V1/HIGH_noise_model.safetensors:2",
+         LoRA("a/b", "V1/HIGH_noise_model.safetensors", 2.0, ("transformer",))),
+        ("transformer_2=a/b/high_noise.safetensors",
+         LoRA("a/b", "high_noise.safetensors", 1.0, ("transformer_2",))),
+    ],
+)  # fmt: skip
+def test_names_of_the_hub(text: str, expected: LoRA) -> None:
+    assert parse_lora(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("{}/none.safetensors", ModelFolderError, "no such LoRA: .*none.safetensors"),
+        ("{}/a_high_noise.safetensors:abc", ConfigError, "scale of the LoRA .*got abc"),
+        ("{}/a_high_noise.safetensors:nan", ConfigError, "finite number"),
+        ("{}/a_low_noise.safetensors", ConfigError, "Write transformer=FILE"),
+        ("transformer_2={}/other.safetensors", ConfigError, "which a WanPipeline has"),
+        ("{}/one/vae/diffusion_pytorch_model.safetensors", ModelFolderError, "Invalid LoRA"),
+        ("{}/wide/wide.safetensors", ModelFolderError, "size mismatch|Error"),
+        ("", ConfigError, "PATH_OR_ID"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_nothing_is_loaded(
+    given: str, error: type[Exception], text: str, files: Path
+) -> None:
+    if "wide" in given:
+        wide = WanTransformer3DModel(**TRANSFORMER | {"num_attention_heads": 4})
+        write_lora(files / "wide" / "wide.safetensors", wide)
+    pipe = load_pipeline(files / "one", device="cpu")
+    names = [name for name, _ in pipe.transformer.named_parameters()]
+    with pytest.raises(error, match=text):
+        add_loras(pipe, [str(files / "a_high_noise.safetensors"), given.format(files)])
+    assert [name for name, _ in pipe.transformer.named_parameters()] == names
+
+
+def test_one_text_is_no_list(files: Path) -> None:
+    with pytest.raises(ConfigError, match="a tuple of texts"):
+        load_pipeline(files / "one", device="cpu", lora="a/b")
+
+
+def test_without_peft_its_name_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "find_spec", lambda _: None)
+    with pytest.raises(MissingPackageError, match="pip install peft"):
+        load_pipeline(files / "one", device="cpu", lora=[str(files / "other.safetensors")])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A LoRA of the shipped model, which is trained; for four steps at Lightning's times."""
+    pipe = load_pipeline(TINY_WAN, dtype=torch.float32, device="cpu")
+    path = tmp_path_factory.mktemp("tiny") / "four_steps.safetensors"
+    return [f"{write_lora(path, pipe.transformer)}:0.2"]
+
+
+def test_int8_bases_beside_a_lora_leave_the_video_unchanged(
+    trained: list[str], tmp_path: Path, no_pictures: None
+) -> None:
+    pipe = load_pipeline(TINY_WAN, device="cpu", lora=trained)
+    found = compare(
+        pipe, DEMO_PROMPTS[:1], out=tmp_path, sampler="lightning", num_frames=9,
+        network_number=False, config=PatchConfig(linear="int8"),
+    )  # fmt: skip
+    assert found.verdict == "unchanged", str(found)
+    assert "lora" in found.identity["settings"]
+
+
+def test_int8_beside_a_lora_is_nearer_than_one_fused_and_quantised(files: Path) -> None:
+    given = {"sampler": "lightning", "seed": 1, **SMALL}
+    text = [str(files / "other.safetensors")]
+
+    def latents(**how: Any) -> torch.Tensor:
+        pipe = load_pipeline(files / "one", dtype=torch.float32, device="cpu", lora=text)
+        if how.pop("fused", False):
+            pipe.transformer.fuse_lora()
+        with patched(pipe, attention="exact", guard=False, **how):
+            return generate(pipe, PROMPT, **given).latents
+
+    exact, beside = latents(), latents(linear="int8")
+    fused = latents(linear="int8", fused=True)
+    assert 0 < relative_l2(beside, exact) < relative_l2(fused, exact)

@@ -1,0 +1,310 @@
+"""The commands and their options: one dataclass each, from which the command line is made.
+
+The first paragraph of a docstring is the command's line in `--help`, the rest up to `Attributes:`
+its description. Nothing here imports torch, so that help and mistakes take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ConfigError
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+_HIDDEN: Final = {"hidden": True}
+_MODEL: Final = {"metavar": "PATH_OR_ID"}
+_FILE: Final = {"metavar": "FILE"}
+_FILES: Final = {"metavar": "FILE", "repeated": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command.
+
+    Attributes:
+        command_line: The whole command line, for the report.
+    """
+
+    command_line: str = field(default="", metadata=_HIDDEN)
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        return "Interrupted."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Command):
+    """model
+
+    Attributes:
+        model: A Wan or CogVideoX pipeline folder, a hub id, or one of the shipped models "tiny"
+            and "tiny-cogvideox".
+        lora: A LoRA to load, with its scale (1 without one). May be repeated.
+    """
+
+    model: str = field(default="tiny", metadata=_MODEL)
+    lora: tuple[str, ...] = field(
+        default=(), metadata={"repeated": True, "metavar": "PATH_OR_ID[:SCALE]"}
+    )
+
+    @property
+    def loras(self) -> dict[str, Any]:
+        """The keyword of `load_pipeline` for the LoRAs, if there are any."""
+        return {"lora": self.lora} if self.lora else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Model):
+    """prompts, inputs and device
+
+    Attributes:
+        prompt: The prompt. May be repeated.
+        prompts: File with one prompt per line. After a tab a line may name an image or a video of
+            its own, relative to the file.
+        seed: Seed of the first prompt; the next one uses one more.
+        image: First frame of every video, for an image-to-video model.
+        last_image: Last frame of every video, for a model that was trained with one.
+        video: Video to begin with, for a video-to-video pipeline; for VACE its control.
+        mask: For VACE a video or an image, white where --video is made anew; for Animate a video,
+            white where the person is put.
+        reference: For VACE an image of what the video shows. May be repeated.
+        pose: For Animate a video of drawn poses.
+        face: For Animate a video of the face.
+        background: For Animate a video whose person is replaced, with --mask.
+        identity: For ConsisID a .safetensors file of what its face models made of --image.
+        dtype: dtype of transformer and text encoder; the VAE has float32.
+        device: cpu, cuda or cuda:N. Without it a GPU if there is one.
+        offload: Keep only one component (model), one block of a transformer and one layer of the
+            rest (group), or one layer (sequential) on the GPU at a time.
+        settings: The fields of `Settings` that were given.
+        config: How the model is patched.
+    """
+
+    prompt: tuple[str, ...] = field(default=(), metadata={"repeated": True, "metavar": "TEXT"})
+    prompts: Path | None = field(default=None, metadata=_FILE)
+    seed: int = 0
+    image: Path | None = field(default=None, metadata=_FILE)
+    last_image: Path | None = field(default=None, metadata=_FILE)
+    video: Path | None = field(default=None, metadata=_FILE)
+    mask: Path | None = field(default=None, metadata=_FILE)
+    reference: tuple[Path, ...] | None = field(default=None, metadata=_FILES)
+    pose: Path | None = field(default=None, metadata=_FILE)
+    face: Path | None = field(default=None, metadata=_FILE)
+    background: Path | None = field(default=None, metadata=_FILE)
+    identity: Path | None = field(default=None, metadata=_FILE)
+    dtype: DType = "bfloat16"
+    device: str | None = None
+    offload: Literal["none", "model", "group", "sequential"] = "none"
+    settings: Mapping[str, Any] = field(default_factory=dict, metadata=_HIDDEN)
+    config: PatchConfig = field(default_factory=PatchConfig, metadata=_HIDDEN)
+
+    def __post_init__(self) -> None:
+        if not self.prompt and self.prompts is None:
+            raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Run):
+    """Generate videos with the patched model.
+
+    Writes one mp4 for each prompt, and beside it a .json that says how it was made. If one of
+    several prompts fails, the others are still written, and the exit code is 2. Under torchrun
+    every process makes its share of the prompts, on the GPU of its number.
+
+    examples:
+      python -m turbo_rcm_patch generate --out circle.mp4 \\
+          --prompt 'a large red circle moving left on a black background'
+      python -m turbo_rcm_patch generate --model PATH --sampler scheduler --steps 50 \\
+          --guidance-scale 5 --offload model --prompt 'a cat on a skateboard' --out outputs/cat
+      python -m turbo_rcm_patch generate --model PATH --lora LIGHTX2V.safetensors:0.8 \\
+          --prompts prompts.txt --out outputs/many --resume
+      torchrun --nproc-per-node 8 -m turbo_rcm_patch generate \\
+          --model PATH --prompts prompts.txt --out outputs/many --resume
+
+    Attributes:
+        out: An .mp4 file, which is replaced if it is there, or a folder.
+        resume: Keep videos that are there and were made with the same prompt, seed, model path,
+            settings, patch and release.
+        patch: Patch the model.
+    """
+
+    out: Path = Path("outputs/generate")
+    resume: bool = False
+    patch: bool = True
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        return "Interrupted. Finished videos are kept; --resume makes only the others."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Run):
+    """Compare the videos before and after patching, and give a verdict.
+
+    Generates every prompt three times from the same noise: unpatched, patched, and unpatched with
+    another exact attention backend. Judges whether anything visible changed. The verdict is a
+    median over prompts, and one prompt scatters by some 5 dB: give ten. Writes videos, plots,
+    metrics.json, report.html and report.md. If it was interrupted, the same command continues.
+    Under torchrun the processes share the sampling, and the first one writes.
+
+    examples:
+      python -m turbo_rcm_patch compare --out outputs/circle \\
+          --prompt 'a large red circle moving left on a black background'
+      python -m turbo_rcm_patch compare --attention int4 --prompts prompts.txt  # shows what fails
+      python -m turbo_rcm_patch compare --model PATH --sampler scheduler --steps 30 \\
+          --offload model --prompts prompts.txt --out outputs/wan
+      python -m turbo_rcm_patch compare --model PATH --attention-backend sage \\
+          --prompts prompts.txt --out outputs/sage
+
+    Attributes:
+        out: Folder for everything.
+        fresh: Start again: remove what an earlier comparison wrote into the folder. Other files
+            stay.
+        network_number: Measure the error of one network call against fp32, block by block. Without
+            this option it is measured where that is possible; with --offload it is not, and the
+            verdict is "undecided".
+        attention_backend: Judge this attention backend of diffusers (sage, flash, ...) in place of
+            the patch.
+    """
+
+    out: Path = field(default=Path("outputs/compare"), metadata={"metavar": "DIR"})
+    fresh: bool = False
+    network_number: bool | None = None
+    attention_backend: str | None = field(default=None, metadata={"metavar": "NAME"})
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        again = "without --fresh " if self.fresh else ""
+        return f"Interrupted. What is finished is kept in {self.out}; the same command {again}" + (
+            "goes on from there."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Model):
+    """List the skip pairs of a model and how each would run.
+
+    examples:
+      python -m turbo_rcm_patch pairs --model tiny
+      python -m turbo_rcm_patch pairs --model PATH
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(Command):
+    """Convert a TurboDiffusion .pth to a diffusers folder, and back.
+
+    Writes a TurboDiffusion checkpoint (plain or -quant, with or without SLA) as a transformer
+    folder of diffusers, or with --base as a whole pipeline with the rCM scheduler. Stock classes
+    have no place for proj_l and int8 weights; these are written to turbo_extra.safetensors beside
+    the weights. Nothing in a checkpoint is executed. If the conversion fails, nothing is left.
+
+    examples:
+      python -m turbo_rcm_patch convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer
+      python -m turbo_rcm_patch convert TurboWan2.1-T2V-1.3B-480P-quant.pth turbowan \\
+          --base Wan2.1-T2V-1.3B-Diffusers
+      python -m turbo_rcm_patch convert TurboWan2.2-I2V-A14B-high-720P.pth turbowan22 \\
+          --low-noise TurboWan2.2-I2V-A14B-low-720P.pth --base Wan2.2-I2V-A14B-Diffusers
+      python -m turbo_rcm_patch convert --back turbowan back.pth
+
+    Attributes:
+        source: The .pth file; with --back the folder.
+        out: The folder to write; with --back the .pth file.
+        base: Diffusers pipeline folder of the same model; makes OUT a whole pipeline.
+        low_noise: The second expert of Wan 2.2 A14B; SOURCE is then the high-noise one.
+        copy: Copy the base's VAE and text encoder instead of linking to them.
+        dtype: dtype of the weights that diffusers does not keep in fp32. Without it the
+            checkpoint's.
+        heads: Number of attention heads, if a head does not have 128 channels.
+        network: The network to take from a file with several, e.g. net_ema. Without it the one
+            that is not an average.
+        int8_only: Write the int8 weights of a -quant checkpoint alone: OUT is about as large as
+            SOURCE; this package loads it, and stock classes refuse it.
+        back: Convert a folder back to a .pth.
+        force: Replace OUT if it exists.
+    """
+
+    source: Path = field(metadata={"metavar": "SOURCE"})
+    out: Path = field(metadata={"metavar": "OUT"})
+    base: Path | None = field(default=None, metadata={"metavar": "FOLDER"})
+    low_noise: Path | None = field(default=None, metadata={"metavar": "PTH"})
+    copy: bool = False
+    dtype: DType | None = None
+    heads: int | None = None
+    network: str | None = field(default=None, metadata={"metavar": "NAME"})
+    int8_only: bool = False
+    back: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        forward = ("base", "dtype", "heads", "network", "int8_only") if self.back else ()
+        of_base = ("low_noise", "copy") if self.back or self.base is None else ()
+        for name in (*forward, *of_base):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}",
+                    expected="not to be given here",
+                    got=f"it, with {'--back' if self.back else 'no --base'}",
+                )
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        return f"Interrupted. Nothing was written to {self.out}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Command):
+    """Check the installation and the GPU.
+
+    Prints what is installed, what the GPU can run and which kernels would run, and says how to fix
+    what is wrong. Exit code 1 if something that is needed is missing.
+
+    examples:
+      python -m turbo_rcm_patch doctor
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Command):
+    """Compare a shipped model with its patched self; no GPU is needed.
+
+    Generates 10 prompts with a shipped model: unpatched, patched, and unpatched with another exact
+    attention. Judges the videos, then runs one block of the model through the Triton kernels. Exit
+    code 0 only if the verdict is "unchanged" and the kernels are right.
+
+    examples:
+      python -m turbo_rcm_patch demo --out outputs/demo
+      python -m turbo_rcm_patch demo --model tiny-cogvideox --out outputs/cogvideox
+
+    Attributes:
+        model: "tiny" (the shipped Wan), "tiny-cogvideox", or a folder with such a model.
+        out: Folder for the report. What an earlier demo or comparison wrote there is removed;
+            other files stay.
+        resume: Continue an interrupted demo.
+    """
+
+    model: str = "tiny"
+    out: Path = field(default=Path("outputs/demo"), metadata={"metavar": "DIR"})
+    resume: bool = False
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        again = self.command_line.removesuffix(" --resume") + " --resume"
+        return f"Interrupted. What is finished is kept; `{again}` goes on from there."
+
+
+#: Name of a command -> its options.
+COMMANDS: Final[Mapping[str, type[Command]]] = {
+    command.__name__.lower(): command
+    for command in (Generate, Compare, Pairs, Convert, Doctor, Demo)
+}

@@ -1,0 +1,130 @@
+"""The model that a comparison judges: patched, or unpatched on another attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
+from turbo_rcm_patch.patching.find import execution_device, parts_of
+
+
+@contextmanager
+def judged(
+    model: object, config: PatchConfig, attention_backend: str | None
+) -> Iterator[PatchReport | None]:
+    """Turn a model into the judged one for the length of a `with` block.
+
+    Args:
+        model: A network or a pipeline, unpatched.
+        config: How to patch.
+        attention_backend: None to patch the model; else a name that its `set_attention_backend`
+            takes, or this package's "turbo_rcm_int8". The model stays unpatched then.
+
+    Yields:
+        The report of the patched model; None with an attention backend.
+
+    Raises:
+        ConfigError: No such backend, or the model or the machine cannot use it.
+        PatchError: The model cannot be patched.
+    """
+    if attention_backend is None:
+        with patched(model, config) as report:
+            yield report
+        return
+    with sla_as_defined(model, config.sla_topk), _on_backend(model, attention_backend):
+        yield None
+
+
+def check_judged(model: object, config: PatchConfig, attention_backend: str | None) -> None:
+    """Refuse, before hours of work, a model that cannot be judged. Try a backend on a small input.
+
+    Raises:
+        ConfigError: As `judged`, or options of the patch are given beside an attention backend.
+        PatchError: The model cannot be patched.
+    """
+    given = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    if attention_backend is not None and set(given) - {"sla_topk"}:
+        raise ConfigError(
+            "attention_backend",
+            expected="no option of the patch, because the model stays unpatched",
+            got=", ".join(given),
+            remedy="Leave these options out, or compare the patch without an attention backend",
+        )
+    with judged(model, config, attention_backend):
+        if attention_backend is not None:
+            for network in parts_of(model).values():
+                _try_backend(network, attention_backend)
+
+
+def _try_backend(network: torch.nn.Module, name: str) -> None:
+    """Compute one small attention of a network's heads and dtype on its backend."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    config: Any = network.config
+    shape = (1, 256, config.num_attention_heads, config.attention_head_dim)
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    query = query.to(execution_device(network), next(network.parameters()).dtype)
+    try:
+        with torch.no_grad():
+            finite = bool(dispatch_attention_fn(query, query, query).isfinite().all())
+    except Exception as error:  # a backend may raise anything where it cannot run
+        raise _unusable(name, f"{type(error).__name__}: {error}") from error
+    if not finite:
+        raise _unusable(name, "NaN or infinity from a small attention")
+
+
+@contextmanager
+def _on_backend(model: object, name: str) -> Iterator[None]:
+    """Set a diffusers attention backend on every network, and restore afterwards the backends of
+    its processors and of the process, which `set_attention_backend` sets too."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    from turbo_rcm_patch.patching.backend import BACKEND, register_backend, unregister_backend
+
+    networks: list[Any] = list(parts_of(model).values())
+    processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
+    before = [(p, p._attention_backend) for p in processors if hasattr(p, "_attention_backend")]
+    if not before:
+        raise _unusable(name, f"a {type(networks[0]).__name__}, which asks for no backend")
+    active = registry._active_backend
+    adds = name == BACKEND and name not in _names()
+    if adds:
+        register_backend()
+    try:
+        try:
+            for network in networks:
+                network.set_attention_backend(name)
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise _unusable(name, str(error)) from error
+        yield
+    finally:
+        for processor, own in before:
+            processor._attention_backend = own
+        registry.set_active_backend(active)
+        if adds:
+            unregister_backend()
+
+
+def _names() -> set[str]:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    return {one.value for one in AttentionBackendName.__members__.values()}
+
+
+def _unusable(name: str, why: str) -> ConfigError:
+    from turbo_rcm_patch.patching.backend import BACKEND
+
+    return ConfigError(
+        f"attention_backend {name!r}",
+        expected="one that this model and this machine can use, of "
+        + ", ".join(sorted({BACKEND, *_names()})),
+        got=" ".join(why.split())[:200],
+        remedy="Install the package that it needs, or name another one",
+    )

@@ -1,0 +1,87 @@
+"""Quiet loading with other libraries, and their errors in one sentence."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError
+
+from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.interrupts import kept_apart
+
+#: The form of a name on the model hub.
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+#: Errors that loading libraries raise for files that are not what they should be.
+LOAD_ERRORS: Final = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+    *(AttributeError, ImportError, SafetensorError),
+    # transformers raises it for a configuration, where the installed hub library has it.
+    *(error for error in [getattr(hub_errors, "StrictDataclassError", None)] if error),
+)
+
+
+@contextmanager
+def loading(
+    error: type[TurboRCMError], failed: str, *, expected: str, remedy: str = ""
+) -> Iterator[None]:
+    """Load something quietly, and raise a typed error where a library cannot.
+
+    Args:
+        error: Its class.
+        failed: The beginning of its message; the library's words come after it.
+        expected: As in `TurboRCMError`.
+        remedy: As in `TurboRCMError`.
+    """
+    try:
+        with kept_apart(), quiet_loading():
+            yield
+    except LOAD_ERRORS as why:
+        said = f"{type(why).__name__}: {first_line(why)}"
+        if str(why).startswith("Failed to import"):  # The files are not at fault.
+            remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
+        raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Hide the loaders' progress bars and advice. Restores their settings, and torch's default
+    dtype, which diffusers leaves changed if it fails."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    logs = (diffusers_logging, transformers_logging)
+    bars = [log for log in logs if log.is_progress_bar_enabled()]
+    levels = [(log, log.get_verbosity()) for log in logs]
+    dtype = torch.get_default_dtype()
+    for log in logs:
+        log.disable_progress_bar()
+        log.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for log in bars:
+            log.enable_progress_bar()
+        for log, level in levels:
+            log.set_verbosity(level)
+
+
+def first_line(error: BaseException) -> str:
+    """Shorten another library's message to one line, without its advice to read files unsafely.
+
+    Of an import that failed because of another, the last line says why.
+    """
+    text = str(error).strip()
+    if "weights_only" in text:
+        return "it holds more than weights, and was not executed"
+    lines = text.splitlines() or ["no message"]
+    return lines[-1 if lines[0].startswith("Failed to import") else 0][:200]

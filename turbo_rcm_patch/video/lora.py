@@ -1,0 +1,218 @@
+"""LoRAs of a pipeline: load them with diffusers' own loader, and say which a pipeline has."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
+from turbo_rcm_patch.video.loading import HUB_ID, loading
+from turbo_rcm_patch.video.scheduler import fingerprint
+
+TRANSFORMERS: Final = ("transformer", "transformer_2")
+#: Parts of a file's name that say for which expert of Wan 2.2 it is.
+_EXPERTS: Final = {
+    "transformer": ("high_noise", "high-noise", "highnoise"),
+    "transformer_2": ("low_noise", "low-noise", "lownoise"),
+}
+_FORM: Final = "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it "
+_EXAMPLE: Final = "owner/name/folder/file.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """A LoRA to be loaded.
+
+    Attributes:
+        source: A file, a folder, or a hub id.
+        file: The file inside a hub's repository, else "".
+        scale: The factor of its update.
+        parts: The transformers that get it: "transformer" (the high-noise expert of Wan 2.2),
+            "transformer_2" (the low-noise expert).
+    """
+
+    source: str
+    file: str
+    scale: float
+    parts: tuple[str, ...]
+
+
+def parse_lora(text: str) -> LoRA:
+    """Read `[PART=]PATH_OR_ID[:SCALE]`.
+
+    Without a part, a name with "high_noise" or "low_noise" in it goes to that expert, any other to
+    all transformers of the pipeline.
+
+    Raises:
+        ConfigError: It has another form, or the scale is not a finite number.
+        ModelFolderError: There is no such file, and it cannot be a hub id.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError("lora", expected=_FORM.strip(), got=repr(text))
+    part, equals, rest = text.partition("=")
+    parts: tuple[str, ...] = (part,) if equals and part in TRANSFORMERS else ()
+    source = rest if parts else text
+    scale = 1.0
+    if not Path(source).expanduser().exists():
+        before, colon, after = source.rpartition(":")
+        if colon and not {"/", "\\"} & {*after}:  # Else the colon is of a drive.
+            source, scale = before, _scale(text, after)
+    name = source.lower().replace("\\", "/").rpartition("/")[2] or source
+    parts = parts or tuple(
+        one for one, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+    )
+    path, file = Path(source).expanduser(), ""
+    if path.exists():
+        source = str(path)
+    else:
+        owner = source.split("/")
+        source, file = "/".join(owner[:2]), "/".join(owner[2:])
+        if not HUB_ID.fullmatch(source) or source.endswith(".safetensors"):
+            raise ModelFolderError(
+                f"no such LoRA: {path}",
+                expected=f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub",
+                remedy="Check the spelling",
+            )
+    return LoRA(source, file, scale, parts or TRANSFORMERS)
+
+
+def _scale(text: str, given: str) -> float:
+    try:
+        scale = float(given)
+    except ValueError:
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ConfigError(
+            f"scale of the LoRA {text!r}", expected="a finite number after the colon", got=given
+        )
+    return scale
+
+
+def check_loras(loras: Sequence[str]) -> list[LoRA]:
+    """Read what `add_loras` is given, before a model is loaded.
+
+    Raises:
+        ConfigError: An entry has another form.
+        ModelFolderError: There is no such file.
+        MissingPackageError: peft is not installed.
+    """
+    if isinstance(loras, str):
+        raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
+    wanted = [parse_lora(one) for one in loras]
+    if wanted and find_spec("peft") is None:
+        raise MissingPackageError(
+            "lora", expected="the package peft", got="none", remedy="pip install peft"
+        )
+    return wanted
+
+
+def add_loras(pipe: Any, loras: Sequence[str]) -> None:
+    """Load LoRAs into the transformers of a pipeline, beside their weights and not fused.
+
+    A Linear with a LoRA is called as before, so `linear="int8"` runs its base in int8 and the
+    low-rank side in 16 bits.
+
+    Args:
+        pipe: A pipeline that is not patched. Its Linears become peft's, which call the old ones.
+        loras: Each `[PART=]PATH_OR_ID[:SCALE]` (`parse_lora`). LoRAs that the pipeline has already
+            stay active with their scales.
+
+    Raises:
+        ConfigError: An entry has another form, or names an expert that the pipeline lacks.
+        ModelFolderError: A file is missing, or fits no transformer of the pipeline. None of the
+            LoRAs is loaded then.
+        MissingPackageError: peft is not installed.
+    """
+    wanted = check_loras(loras)
+    networks = _networks(pipe)
+    work = []
+    for text, lora in zip(loras, wanted, strict=True):
+        parts = [part for part in lora.parts if part in networks]
+        if not parts:
+            raise ConfigError(
+                f"lora {text!r}",
+                expected=f"a LoRA for one of {[*networks]}, which a {type(pipe).__name__} has",
+                got=f"one for {' and '.join(lora.parts)}",
+                remedy="Write transformer=FILE to load it anyway",
+            )
+        work += [(text, lora, part) for part in parts]
+    before = {part: _active(network) for part, network in networks.items()}
+    added: dict[str, dict[str, float]] = {part: {} for part in networks}
+    try:
+        for text, lora, part in work:
+            network = networks[part]
+            name = f"lora_{len(getattr(network, 'peft_config', {}))}"
+            added[part][name] = lora.scale
+            _load(pipe, text, lora, part, name)
+        for part, network in networks.items():
+            scales = before[part] | added[part]
+            if added[part]:
+                network.set_adapters([*scales], [*scales.values()])
+    except BaseException:
+        for part, network in networks.items():
+            loaded = [one for one in added[part] if one in getattr(network, "peft_config", {})]
+            if loaded and not before[part]:
+                network.unload_lora()
+            elif loaded:
+                network.delete_adapters(loaded)
+        raise
+
+
+def _load(pipe: Any, text: str, lora: LoRA, part: str, name: str) -> None:
+    more: dict[str, Any] = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+    folder, _, file = lora.file.rpartition("/")
+    if file:
+        more |= {"weight_name": file, "subfolder": folder or None}
+    with loading(
+        ModelFolderError,
+        f"LoRA {text!r} could not be loaded into {part}",
+        expected=f"LoRA weights of a {type(_networks(pipe)[part]).__name__} of this size: a "
+        f".safetensors file, a folder with one, or {_EXAMPLE} on the hub",
+        remedy="Check that it was made for this model",
+    ):
+        pipe.load_lora_weights(lora.source, adapter_name=name, **more)
+        if name not in getattr(_networks(pipe)[part], "peft_config", {}):
+            raise ValueError("none of its weights is this model's")
+
+
+def loras_of(pipe: Any) -> tuple[str, ...]:
+    """Name the active LoRAs of a pipeline, however they were loaded.
+
+    Returns:
+        Each "transformer: SCALE x DIGEST"; the digest is of its weights.
+    """
+    found = []
+    for part, network in _networks(pipe).items():
+        for name, scale in _active(network).items():
+            digest = hashlib.blake2b(digest_size=8)
+            for key, weight in sorted(network.named_parameters()):
+                if f".{name}." in f"{key}." and "lora_" in key and not weight.is_meta:
+                    digest.update(f"{key.replace(name, '')} {fingerprint(weight)}".encode())
+            found.append(f"{part}: {scale:g} x {digest.hexdigest()}")
+    return tuple(found)
+
+
+def _networks(pipe: Any) -> dict[str, Any]:
+    parts = {part: getattr(pipe, part, None) for part in TRANSFORMERS}
+    return {part: network for part, network in parts.items() if network is not None}
+
+
+def _active(network: Any) -> dict[str, float]:
+    """Return the active LoRAs of a transformer with their scales, as `set_adapters` takes them."""
+    scales: dict[str, float] = {}
+    if not getattr(network, "peft_config", {}):
+        return scales
+    from peft.tuners.lora import LoraLayer
+
+    for module in network.modules():
+        if isinstance(module, LoraLayer) and not module.disable_adapters:
+            for name in {*module.active_adapters} & module.scaling.keys():
+                rank = module.r[name]
+                own = module.lora_alpha[name] / (rank**0.5 if module.use_rslora[name] else rank)
+                scales.setdefault(name, module.scaling[name] / own)
+    return scales
