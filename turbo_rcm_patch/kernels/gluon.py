@@ -1,4 +1,4 @@
-"""Kernels in Gluon, which only some releases of Triton can build."""
+"""Import and run kernels in Gluon, which only some releases of Triton can build."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from types import ModuleType
 import triton
 from triton.errors import TritonError
 
-#: The first release whose Gluon says what these kernels say.
+#: The first release of Triton whose Gluon has all functions that these kernels use.
 _SINCE = (3, 6)
 
 
 @cache
 def hopper_module(name: str, what: str) -> ModuleType | None:
-    """A module of kernels for compute capability 9.0, or None, with a warning, where this release
-    of Triton cannot build them: the portable kernel runs then.
+    """Import a module of kernels for compute capability 9.0.
+
+    Return None, with a warning, if this release of Triton cannot build them; the portable kernel
+    runs then.
 
     Args:
-        name: Of the module, in `hopper`.
-        what: What is faster with it, for the warning.
+        name: Name of the module in `hopper`.
+        what: The operation that it makes faster, for the warning.
     """
     try:
         if tuple(map(int, triton.__version__.split(".")[:2])) < _SINCE:
             raise ImportError(f"it came with {'.'.join(map(str, _SINCE))}")
         return import_module(f"turbo_rcm_patch.kernels.hopper.{name}")
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
+    except (ImportError, AttributeError) as error:  # Gluon is experimental, and its names change
         warnings.warn(
             f"Triton {triton.__version__} lacks what a faster {what} for Hopper needs ({error}): "
             "the portable kernel runs instead.",
@@ -37,22 +39,23 @@ def hopper_module(name: str, what: str) -> ModuleType | None:
         return None
 
 
-#: Modules, and what is in them, whose kernels did not compile.
+#: (module, operation) of kernels that did not compile.
 _failed: set[tuple[str, str]] = set()
 
 
 def ran_on_hopper(name: str, what: str, run: Callable[[ModuleType], bool | None]) -> bool:
-    """Run a module of kernels for compute capability 9.0, where this release of Triton has it and
-    can compile it. Gluon's front and back end change between releases: what does not compile
-    warns once, and is not tried again.
+    """Run kernels for compute capability 9.0 if this release of Triton can compile them.
+
+    Gluon's front and back end change between releases. A kernel that does not compile warns once,
+    and is not tried again.
 
     Args:
-        name: Of the module, in `hopper`.
-        what: What is faster with it, for the warning.
-        run: Launches its kernels; False says that they do not serve this call.
+        name: Name of the module in `hopper`.
+        what: The operation that it makes faster, for the warning.
+        run: Launches the kernels, or returns False if they do not support this call.
 
     Returns:
-        Whether it ran; else the portable kernel has to.
+        True if the kernels ran. Otherwise the portable kernel has to run.
     """
     module = None if (name, what) in _failed else hopper_module(name, what)
     if module is None:

@@ -1,5 +1,4 @@
-"""What every launcher needs: the target of a device, its tiles, and tensors as kernels take
-them."""
+"""Helpers of all launchers: the target of a device, its tiles, and the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.errors import DeviceError
 from turbo_rcm_patch.kernels.replay import recorder
 
-#: Arguments of kernels that vary with the number of tokens. Triton compiles a kernel again for
-#: integers that are 1 or divide by 16; of these it must not, or every new length would compile
-#: for seconds. None of them moves a pointer along contiguous channels, where it would help.
+#: Arguments of kernels that vary with the number of tokens. By default Triton compiles a kernel
+#: again for integers that are 1 or divisible by 16. For these arguments it must not, because every
+#: new length would compile for seconds. None of them moves a pointer along contiguous channels,
+#: where the divisibility would help.
 LENGTHS = (
     "blocks_a_chunk",
     "chunk_tokens",
@@ -43,28 +43,29 @@ LENGTHS = (
     "tiles",
 )
 
-#: How a kernel reads a coefficient: a number, or a tensor that varies with the batch alone, with
-#: batch and channel, or with everything.
+#: Kinds of coefficients: a number, or a tensor that varies with the batch, with batch and channel,
+#: or with batch, token and channel.
 VALUE, PER_BATCH, PER_CHANNEL, PER_ELEMENT = 0, 1, 2, 3
 
 
 class Target(NamedTuple):
-    """What code is generated for: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
+    """The target of compilation: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
 
     backend: str
     arch: int | str
 
     @property
     def descriptors(self) -> bool:
-        """Whether hardware copies (TMA) of tensor descriptors feed the tensor cores directly here.
+        """True if hardware copies (TMA) of tensor descriptors feed the tensor cores directly.
 
-        sm_120 has them, but its matrix instructions read registers, and descriptors cost spills.
+        sm_120 has such copies, but its matrix instructions read registers, so that descriptors
+        cause spills.
         """
         return self.backend == "cuda" and isinstance(self.arch, int) and 90 <= self.arch < 120
 
     @property
     def key(self) -> str:
-        """Name of the tile table."""
+        """The target's key in the tables of tiles."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
 
 
@@ -78,8 +79,14 @@ class Tile(NamedTuple):
 
 
 class Coefficient(NamedTuple):
-    """A coefficient as kernels take it: tensor or None, value, strides over [B, N, C], and
-    kind."""
+    """The arguments of a kernel for one coefficient.
+
+    Attributes:
+        tensor: The coefficient, broadcast to [B, N, C], or None for a number.
+        value: The number.
+        strides: Strides of the tensor over [B, N, C].
+        kind: VALUE, PER_BATCH, PER_CHANNEL or PER_ELEMENT.
+    """
 
     tensor: torch.Tensor | None
     value: float
@@ -96,7 +103,7 @@ def _target(index: int) -> Target:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of `device`.
+    """Return the target of a device.
 
     Raises:
         DeviceError: The device is not a GPU and Triton's interpreter is off.
@@ -113,7 +120,7 @@ def target_of(device: torch.device) -> Target:
     return _target(device.index if device.index is not None else torch.cuda.current_device())
 
 
-#: Kernel -> variant -> tile. Variants of attentions are the type of p and v and the padded head.
+#: Kernel -> variant -> tile. An attention's variant is the type of p and v, and the padded head.
 _DEFAULT: Final = {
     "attention": {
         "fp8_32": Tile(64, 128, 4, 2),
@@ -145,8 +152,8 @@ _SMALL_FP8: Final = {
     "fp8_128": Tile(128, 64, 8, 2),
     "fp8_256": Tile(64, 32, 8, 2),
 }
-#: What a target has of its own: sm_90 is measured on an H200, the others are chosen by counting
-#: instructions and spills of compiled kernels.
+#: Target -> the tiles that differ from the default. Those of sm_90 were measured on an H200, the
+#: others were chosen by the instructions and spills of compiled kernels.
 _OF_TARGETS: Final = {
     "sm_80": {"attention": _WIDE_16BIT},
     "sm_86": {"attention": _WIDE_16BIT},
@@ -175,43 +182,53 @@ def tile_for(kernel: str, variant: str, target: Target) -> Tile:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. `triton.cdiv` on the host takes a microsecond and more."""
+    """Return a / b rounded up. On the host `triton.cdiv` takes over a microsecond."""
     return -(-a // b)
 
 
 def pad_head(head_dim: int) -> int:
-    """Channels per head inside the kernels: a power of two of at least 32 (the depth of an int8
-    dot)."""
+    """Return the channels per head inside the kernels: a power of two, at least 32.
+
+    32 is the depth of an int8 product.
+    """
     return max(32, triton.next_power_of_2(head_dim))
 
 
 def scale_block(head_dim: int) -> int:
-    """Keys that share a scale: a block of this many rows of one head has to fit into registers,
-    beside the masks of a padded head."""
+    """Return the number of keys that share a scale.
+
+    A block of this many rows of one head has to fit into registers, beside the masks of a padded
+    head.
+    """
     if head_dim <= 64 or head_dim == 128:
         return 128
     return 64 if head_dim < 128 else 32
 
 
-#: Rows of a tile, at most: where they are further apart than 2**31 / this, `near_rows` copies.
+#: Most rows of a tile. `near_rows` copies rows that are further apart than 2**31 / this.
 _MOST_ROWS = 256
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself when its last dimension is contiguous, else a dense copy."""
+    """Return x if its last dimension is contiguous, else a dense copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def near_rows(x: torch.Tensor) -> torch.Tensor:
-    """`dense_rows` for a kernel whose offsets inside a tile are 32 bits: also a dense copy where
-    rows lie so far apart that those of a tile pass them."""
+    """Return x, or a dense copy if needed by a kernel whose offsets inside a tile have 32 bits.
+
+    It copies for the reason of `dense_rows`, and if rows are so far apart that the offsets of a
+    tile would overflow.
+    """
     near = x.shape[-2] == 1 or x.stride(-2) < 2**31 // _MOST_ROWS
     return dense_rows(x) if near else x.contiguous()
 
 
 def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Strides of batch and tokens of each tensor [B, N, C], by the names of kernels' arguments;
-    with `one_sample` that of the batch is 0."""
+    """Return the strides of batch and tokens of each tensor [B, N, C], by kernels' argument names.
+
+    With `one_sample` the stride of the batch is 0.
+    """
     return {
         f"{name}_strides": (0 if one_sample else x.stride(0), x.stride(1))
         for name, x in tensors.items()
@@ -219,11 +236,11 @@ def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, t
 
 
 def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:
-    """A float or a tensor that broadcasts to `shape` [B, N, C]."""
+    """Describe a float, or a tensor that broadcasts to `shape` [B, N, C], for a kernel."""
     if not isinstance(value, torch.Tensor):
         return Coefficient(None, float(value), (0, 0, 0), VALUE)
     wide = value.expand(*shape)
-    # An extent of one has no stride of its own: expand leaves the original one there.
+    # For an extent of 1 `expand` keeps the original stride, which has no meaning.
     stride_b, stride_n, stride_c = (
         0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
     )
@@ -244,8 +261,14 @@ def skip_arguments(
     out_factor: float | torch.Tensor,
     shape: Sequence[int],
 ) -> dict[str, object]:
-    """What `portable.skip.close_skip` takes, by the names every kernel with a skip uses; the
-    factors broadcast to `shape` [B, N, C]."""
+    """Return the arguments of `portable.skip.close_skip`, named as in every kernel with a skip.
+
+    Args:
+        residual: [B, N, C] or None.
+        skip_factor: Number, or tensor that broadcasts to `shape`.
+        out_factor: Number, or tensor that broadcasts to `shape`.
+        shape: [B, N, C].
+    """
     c_skip, c_out = coefficient(skip_factor, shape), coefficient(out_factor, shape)
     residual = None if residual is None else dense_rows(residual)
     return {
@@ -264,25 +287,27 @@ def skip_arguments(
 
 
 def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
-    """The dtype that the skip rounds every step to, or None for fp32 throughout; float64 counts
-    as that."""
+    """Return the dtype to which a skip rounds every step, or None for fp32 throughout.
+
+    A model in float64 gets None too.
+    """
     if cast == "fp32" or dtype in (torch.float32, torch.float64):
         return None
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
 def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor over a dense 2-D tensor, which loads tiles of shape `block`."""
+    """Return a descriptor that loads tiles of shape `block` from a dense 2-D tensor."""
     return TensorDescriptor.from_tensor(x, block)
 
 
-#: A sum and a product may be one instruction, on every release: Triton 3.9 warns that 3.10 will no
-#: longer do so unasked.
+#: Let a product and a sum become one instruction on every release of Triton. Triton 3.9 warns that
+#: 3.10 will change the default.
 _FUSION = {"enable_fp_fusion": True}
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
-    """Launch `kernel` on `device`, which need not be the current one."""
+    """Launch a kernel on a device, which need not be the current one."""
     asked = arguments | _FUSION
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

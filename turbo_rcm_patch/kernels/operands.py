@@ -1,7 +1,7 @@
-"""What goes into an attention: its inputs, and its operands, which are q, k and v quantised; and
-rows in int8, which go into Linears.
+"""The arguments of kernels: the inputs of an attention, its quantised operands, and int8 rows for
+Linears.
 
-This module loads no triton.
+This module does not import triton.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
+MEAN_SAMPLES = 256  # tokens whose mean is subtracted from k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
-#: What errors of rounding to e4m3 are counted in: this many to 1. A sum over 2**19 tokens fits
-#: into an int32 whatever their errors are, which are at most 16.
+#: Errors of rounding to e4m3 are counted in units of 1 / 256. An error is at most 16, so the sum
+#: over 2**19 tokens always fits into an int32.
 ERROR_STEPS = 256
 #: Largest magnitude of a quantised q or k, by the name of the attention.
 QMAX = {"int8": 127, "int4": 7}
 
-#: Rows of int8 are padded to a multiple of this many bytes, which hardware copies and wide loads
-#: want.
+#: Rows of int8 are padded to a multiple of this many bytes for hardware copies and wide loads.
 ALIGNED = 16
 
 
@@ -36,17 +35,17 @@ class Rows(NamedTuple):
 
 
 def padded_channels(channels: int) -> int:
-    """K of `Rows`, padded."""
+    """Return K of `Rows` with its padding."""
     return -(-channels // ALIGNED) * ALIGNED
 
 
 class AttentionInputs(NamedTuple):
-    """One attention with its prologue and its skip: all that a call of it says.
+    """All arguments of one attention with its norms and its skip.
 
     y = c_skip * residual + c_out * softmax(sm_scale * norm(q) norm(k)^T) v
 
-    The fields are the arguments of the registered operation, in its order: `operation(*inputs)`
-    flattens, `AttentionInputs(*arguments)` makes it again.
+    The fields are the arguments of the registered operation in its order: `operation(*inputs)`
+    calls it, and its body restores them with `AttentionInputs(*arguments)`.
 
     Attributes:
         q: [B, Nq, H*D].
@@ -54,26 +53,26 @@ class AttentionInputs(NamedTuple):
         v: [B, Nk, H*D].
         residual: [B, Nq, H*D] or None.
         c_skip: Broadcasts to [B, Nq, H*D]; None for the number `c_skip_value`.
-        c_out: Likewise, with `c_out_value`.
+        c_out: Broadcasts to [B, Nq, H*D]; None for the number `c_out_value`.
         norm_q: RMSNorm weight of q: [H*D] across all heads, or [D] per head; None for no norm.
-        norm_k: Likewise for k.
+        norm_k: RMSNorm weight of k, of either kind; None for no norm.
         norm_q_bias: [D], which makes the norm of q a layer norm of each head.
-        norm_k_bias: Likewise for k.
-        cos: [N, D] of the rotary embedding, or None.
-        sin: Likewise.
-        kv_lengths: int [B]: how many keys are seen, or None for all.
-        c_skip_value: Stands for `c_skip` where that is None.
-        c_out_value: Likewise for `c_out`.
+        norm_k_bias: [D], which makes the norm of k a layer norm of each head.
+        cos: Cosines of the rotary embedding, [N, D], or None.
+        sin: Sines of the rotary embedding, [N, D], or None.
+        kv_lengths: int [B], the number of keys that are seen; None for all.
+        c_skip_value: The coefficient if `c_skip` is None.
+        c_out_value: The coefficient if `c_out` is None.
         heads: H.
         attention: "int8", "int4", "exact", "sage" or "auto".
         pv: "fp8", "bf16", "fp16" or "auto": the type of probabilities and values.
-        smooth_k: Whether k loses its mean before it is quantised.
-        causal: Whether query i sees keys 0..i alone.
+        smooth_k: True to subtract the mean of k before quantising it.
+        causal: True if query i sees only keys 0..i.
         sm_scale: Factor on the logits, over 0.
-        eps: Of the norms.
+        eps: Epsilon of the norms.
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of y.
-        want_lse: Whether the logsumexp of the logits is wanted too.
+        want_lse: True to return the logsumexp of the logits, too.
     """
 
     q: torch.Tensor
@@ -104,26 +103,26 @@ class AttentionInputs(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Channels per head, D."""
         return self.q.shape[2] // self.heads
 
     @property
     def skip_factor(self) -> float | torch.Tensor:
-        """c_skip, tensor or number."""
+        """The coefficient of the residual, a tensor or a number."""
         return self.c_skip_value if self.c_skip is None else self.c_skip
 
     @property
     def out_factor(self) -> float | torch.Tensor:
-        """c_out, tensor or number."""
+        """The coefficient of the attention, a tensor or a number."""
         return self.c_out_value if self.c_out is None else self.c_out
 
     @property
     def closes_skip(self) -> bool:
-        """Whether y is more than the attention."""
+        """True if y is more than the attention: a residual is added, or c_out is not 1."""
         return self.residual is not None or self.c_out is not None or self.c_out_value != 1.0
 
     def alone(self, **changes: object) -> AttentionInputs:
-        """The attention without its skip, in q's dtype."""
+        """Return the inputs without the skip, with an output in q's dtype."""
         return self._replace(
             residual=None, c_skip=None, c_out=None, c_skip_value=1.0, c_out_value=1.0,
             out_dtype=self.q.dtype, **changes,
@@ -131,7 +130,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded], shift [B, H, n_padded] or None."""
+    """Quantised q: int8 [B, H, n_padded, HEAD_PAD], scale and shift (or None) [B, H, n_padded]."""
 
     int8: torch.Tensor
     scale: torch.Tensor
@@ -139,17 +138,18 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """int8 [B, H, n_padded, HEAD_PAD] and scale [B, H, n_padded / scale_block(D)]."""
+    """Quantised k: int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded / scale_block(D)]."""
 
     int8: torch.Tensor
     scale: torch.Tensor
 
 
 class Values(NamedTuple):
-    """e4m3 [B, H, HEAD_PAD, n_padded], and what makes v of it again, by channel.
+    """Quantised v: e4m3 [B, H, HEAD_PAD, n_padded], and the levels that restore v, per channel.
 
-    levels [B, H, 3, HEAD_PAD] fp32: the scale, what was subtracted before the rounding, and, as
-    int32 in 1 / `ERROR_STEPS` of a step of e4m3, the sum of the rounding errors over all tokens.
+    levels [B, H, 3, HEAD_PAD] fp32 holds the scale, the mean that was subtracted before the
+    rounding, and the sum of the rounding errors over all tokens, as an int32 in units of
+    1 / `ERROR_STEPS`.
     """
 
     e4m3: torch.Tensor
@@ -157,10 +157,10 @@ class Values(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the prologue made of q, k and v: `values` for fp8, else 16-bit `v` [B, Nk, H*D].
+    """The results of the prologue: q, k and, for fp8, `values`; else v is 16-bit [B, Nk, H*D].
 
-    Queries have sm_scale * log2(e) in their scales, and what the Hadamard matrices have multiplied
-    logits by divided out; their shift is sm_scale * q · mean(k). Keys that are not seen are 0.
+    The scales of q include sm_scale * log2(e), divided by the factor of the Hadamard matrices on
+    logits. The shift of q is sm_scale * q · mean(k). Masked keys are 0.
     """
 
     queries: Queries
@@ -173,10 +173,11 @@ class Operands(NamedTuple):
 
 
 class Prologue(NamedTuple):
-    """What a prologue reads and where it writes.
+    """The inputs of a prologue and the memory for its results.
 
-    inputs: q, k, v with contiguous channels, all else dense. values is None where v stays 16-bit.
-    counters [B, n] int32, zeroed for the kernel that counts: one for counter_rows rows of q.
+    In inputs q, k and v have contiguous channels, and all other tensors are dense. values is None
+    if v stays 16-bit. counters [B, n] int32 is zeroed for the one-launch kernel, one counter per
+    counter_rows rows of q.
     """
 
     inputs: AttentionInputs
@@ -188,23 +189,23 @@ class Prologue(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Every how many tokens of k one is averaged."""
+        """Distance of the tokens of k that are averaged."""
         return -(-self.inputs.k.shape[1] // MEAN_SAMPLES)
 
     @property
     def q_norm(self) -> int:
-        """The kind of the norm of q."""
+        """Kind of the norm of q, see `norm_kind`."""
         return norm_kind(self.inputs.norm_q, self.inputs.norm_q_bias, self.inputs.q.shape[2])
 
     @property
     def k_norm(self) -> int:
-        """The kind of the norm of k."""
+        """Kind of the norm of k, see `norm_kind`."""
         return norm_kind(self.inputs.norm_k, self.inputs.norm_k_bias, self.inputs.k.shape[2])
 
 
 def norm_kind(weight: torch.Tensor | None, bias: torch.Tensor | None, channels: int) -> int:
-    """None, RMSNorm over all of a token's channels or per head, or, with a bias, layer norm per
-    head."""
+    """Return the kind of a norm: `NO_NORM`, `NORM_ACROSS`, `NORM_PER_HEAD` or
+    `LAYER_NORM_PER_HEAD`."""
     if weight is None:
         return NO_NORM
     if bias is not None:

@@ -1,13 +1,13 @@
-"""Decide once, then launch: repeat the launches of a call without repeating its decisions.
+"""Repeat the kernel launches of a call without repeating its decisions.
 
-What a launcher does depends on the shapes, strides, dtypes and alignment of its tensors and on its
-other arguments, and on nothing else. The first call with such a signature runs the launcher and
-records which kernels it started, with which arguments, and what it allocated. Later calls with the
-same signature allocate the same sizes and start the compiled kernels directly: no grid, tile or
-specialisation is computed again, and Triton's argument binder does not run.
+The launches of a launcher depend only on the shapes, strides, dtypes and alignment of its tensors
+and on its other arguments: the signature. The first call with a signature runs the launcher and
+records the kernels that it starts, their arguments, and its allocations. Later calls with the same
+signature allocate the same sizes and start the compiled kernels directly. They compute no grid,
+tile or specialisation, and do not run Triton's argument binder.
 
-A recording is kept only where it is known to be complete. A launcher that also runs a torch
-operation, or passes memory that is neither an argument's nor its own, runs as it is every time.
+A recording is kept only if it is complete. A launcher that also runs a torch operation, or passes
+memory that is neither an argument's nor its own, is never replayed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
-#: Every buffer inside a shared allocation begins at a multiple of this, as the allocator's do.
+#: Alignment of a buffer inside a shared allocation, the same as that of torch's allocator.
 _ALIGNED_TO = 256
-#: Signatures kept for one launcher; past that the oldest goes.
+#: Signatures kept for one launcher. When there are more, the oldest is dropped.
 _MOST_PROGRAMS = 4096
-#: How often a signature is recorded before its launcher is taken to be unrecordable: the first
-#: call may create constants that later calls find.
+#: Attempts to record a signature before it is given up. The first call may create constants, and
+#: later calls find them.
 _ATTEMPTS = 2
 #: Descriptors kept for one argument of one launch, by address.
 _MOST_DESCRIPTORS = 4096
@@ -48,29 +48,29 @@ _ALLOCATIONS = frozenset(
     }
 )
 
-#: Types whose values a signature holds as they are.
+#: Types whose values are part of a signature.
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _local = threading.local()
-#: Tensors that live as long as the process and may be read by any recording, by storage address.
+#: Storage address -> tensor that lives as long as the process, which any recording may read.
 _kept: dict[int, torch.Tensor] = {}
 
 
 def recorder() -> Recorder | None:
-    """The recording that runs in this thread, which `launch` reports to."""
+    """Return the recording that runs in this thread, to which `launch` reports, or None."""
     return getattr(_local, "recorder", None)
 
 
 def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
-    """Declare a constant of the process: a recording may hold its address."""
+    """Keep a tensor for the life of the process, so that recordings may hold its address."""
     _kept[tensor.untyped_storage().data_ptr()] = tensor
     return tensor
 
 
 def _replays() -> bool:
-    """Return True if launches may be replayed: nothing watches them, and none is recorded."""
-    return recorder() is None and not _hooked()
+    """Return True if launches may be replayed: no recording runs, and no hook watches them."""
+    return recorder() is None and not _launch_hooks()
 
 
 def _recorded(
@@ -79,8 +79,7 @@ def _recorded(
     kwargs: dict[str, Any],
     tensors: list[torch.Tensor],
 ) -> tuple[_R, Program | None]:
-    """Run a launcher, and give what it launched beside its result: None where it cannot be
-    recorded."""
+    """Run a launcher, and return its result and the recorded program, or None for the program."""
     recording = Recorder(tensors)
     _local.recorder = recording
     try:
@@ -92,10 +91,10 @@ def _recorded(
 
 
 class Recordings:
-    """What was recorded of one launcher, by signature.
+    """The recordings of one launcher, by signature.
 
     Args:
-        most: Signatures that are kept; past that the oldest goes.
+        most: Signatures that are kept. When there are more, the oldest is dropped.
 
     Attributes:
         found: Signature -> its programs, one for each way its arguments are aligned and share
@@ -116,15 +115,14 @@ class Recordings:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> _R:
-        """The launcher's result for these arguments: by a recording that fits, else by the
-        launcher, which is recorded.
+        """Compute the launcher's result, by a recording that fits or by a recorded call.
 
         Args:
-            signature: The same for the same shapes, strides, dtypes, devices and numbers.
+            signature: Equal for equal shapes, strides, dtypes, devices and numbers.
             tensors: The tensors among the arguments, in order.
-            launcher: What runs and is recorded.
-            args: What it takes.
-            kwargs: Likewise.
+            launcher: The launcher.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
         found = self.found.get(signature, 0)
         if found.__class__ is list:
@@ -139,7 +137,7 @@ class Recordings:
         if program is not None:
             self.found[signature] = [*(found if isinstance(found, list) else []), program]
         elif not isinstance(found, list) and not _capturing(tensors[0]):
-            # In a captured graph constants are the graph's own, so that says nothing about later.
+            # In a captured graph constants belong to the graph, so a failure there does not count.
             tried = (found or 0) + 1
             self.found[signature] = tried if tried < _ATTEMPTS else None
         while len(self.found) > self._most:
@@ -153,8 +151,8 @@ class _Launch(NamedTuple):
     Attributes:
         start: Takes `grid`, the stream, `head`, and the kernel's arguments.
         grid: Blocks along three axes.
-        head: What stands before the kernel's own arguments.
-        pick: Takes the kernel's arguments out of a program's values.
+        head: The launcher's arguments before those of the kernel.
+        pick: Selects the kernel's arguments from a program's values.
     """
 
     start: Callable[..., None]
@@ -167,10 +165,10 @@ class _Described(NamedTuple):
     """A tensor descriptor of a program.
 
     Attributes:
-        slot: The address that it begins at.
-        offset: Bytes after it.
-        make: Makes a descriptor of an address.
-        kept: Those made.
+        slot: Index of the address of its memory.
+        offset: Offset from that address, in bytes.
+        make: Makes a descriptor for an address.
+        kept: Address -> descriptor that was made for it.
     """
 
     slot: int
@@ -179,7 +177,7 @@ class _Described(NamedTuple):
     kept: dict[int, Any]
 
     def at(self, address: int) -> Any:
-        """Return the descriptor of memory that begins at an address."""
+        """Return the descriptor of memory that begins at an address, made once."""
         found = self.kept.get(address)
         if found is None:
             if len(self.kept) >= _MOST_DESCRIPTORS:
@@ -189,8 +187,11 @@ class _Described(NamedTuple):
 
 
 class _Values:
-    """What the launches of a program take, by its place: the addresses of arguments and buffers,
-    addresses inside them, tensor descriptors, and plain values, in this order."""
+    """The values that the launches of a program take.
+
+    In order they are the addresses of arguments and buffers, addresses inside them, tensor
+    descriptors, and plain values.
+    """
 
     def __init__(self) -> None:
         self.inside: list[tuple[int, int]] = []
@@ -198,14 +199,14 @@ class _Values:
         self.plain: list[Any] = []
 
     def places(self, wanted: list[tuple[str, int]], addresses: int) -> list[int]:
-        """Return where values of these kinds and numbers are."""
+        """Return the indices of values, each given by its kind and its number within the kind."""
         first = {"address": 0, "inside": addresses}
         first["described"] = addresses + len(self.inside)
         first["plain"] = first["described"] + len(self.described)
         return [first[kind] + number for kind, number in wanted]
 
     def add(self, kind: str, value: Any) -> tuple[str, int]:
-        """Add a value of a kind, and return what to look for."""
+        """Add a value of a kind, and return (kind, number within the kind)."""
         held: list[Any] = getattr(self, kind)
         held.append(value)
         return kind, len(held) - 1
@@ -215,12 +216,12 @@ class _Buffer(NamedTuple):
     """An allocation of a program."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None  # None where dense
+    stride: tuple[int, ...] | None  # None if dense
     dtype: torch.dtype
 
 
 class _Address:
-    """Stands for the base of a tensor descriptor, of which only the address is read."""
+    """A replacement for the base of a tensor descriptor, of which only the address is read."""
 
     __slots__ = ("_address",)
 
@@ -232,7 +233,7 @@ class _Address:
 
 
 class _Descriptor:
-    """A tensor descriptor over other memory, as Triton's launcher reads it."""
+    """A copy of a tensor descriptor over other memory, with the attributes that Triton reads."""
 
     def __init__(self, like: Any, address: int) -> None:
         self.__dict__.update(vars(like))
@@ -242,7 +243,7 @@ class _Descriptor:
 class Program:
     """The recorded launches of one signature.
 
-    Slot i is the address of the i-th tensor argument; the buffers follow.
+    Slot i is the address of the i-th tensor argument; the slots of buffers come after.
     """
 
     __slots__ = (
@@ -274,8 +275,7 @@ class Program:
         self._launches, self._result, self._constants = launches, result, constants
 
     def fits(self, addresses: list[int]) -> bool:
-        """Whether arguments that shared memory when this was recorded share it in the same way,
-        and are aligned in the same way."""
+        """Return True if arguments share memory and are aligned as in the recorded call."""
         bits = self._low_bits
         for address in addresses:
             bits |= address
@@ -313,14 +313,17 @@ class Program:
         return self._result(tensors, made)
 
 
-def _opened(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[Any]]:
-    """The shortest way to start a compiled kernel: a function, what it takes between the stream
-    and the kernel's arguments, and how the compiler laid out descriptors.
+def _starter_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[Any]]:
+    """Find the fastest function that starts a compiled kernel.
 
-    Triton's launcher makes tensor descriptors on every call, which is a third of the time of a
-    launch that takes two. In the release whose launcher is known, a kernel that wants no scratch
-    is started by the function behind it, with descriptors kept by address; elsewhere by the
-    launcher.
+    Triton's launcher makes tensor descriptors on every call, which takes a third of the time of a
+    launch with two descriptors. In the release whose launcher is known, a kernel without scratch
+    memory is started by the function that the launcher calls, with descriptors kept by address.
+    Other kernels are started by the launcher.
+
+    Returns:
+        The function, its arguments between the stream and those of the kernel, and the layouts of
+        descriptors.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     public = run, (function, packed, None, None, None), []
@@ -333,20 +336,23 @@ def _opened(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[A
         free = dict(zip(start.__code__.co_freevars, start.__closure__, strict=True))
         start = free["launcher"].cell_contents
         metas = list(free["tensordesc_meta"].cell_contents)
-    if None in metas:  # Descriptors that are taken apart, on targets without hardware copies.
+    if None in metas:  # On targets without hardware copies descriptors are passed in parts.
         return public
     flags = run.launch_cooperative_grid, run.launch_pdl, None, None
     return start, (function, *flags, packed, None, None, None), metas
 
 
 def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
-    """What makes a tensor descriptor of an address, and the numbers that follow it, which stay.
+    """Return a function that makes a tensor descriptor for an address.
 
     Args:
         like: The descriptor that was recorded.
-        meta: How the compiler laid it out, where Triton's launcher is passed by; else None.
+        meta: Its layout by the compiler if the kernel starts without Triton's launcher, else None.
+
+    Returns:
+        The function, and the numbers after the descriptor among the kernel's arguments.
     """
-    # Without its memory, which would live as long as the program.
+    # Drop its memory, which would live as long as the program.
     like = _Descriptor(like, like.base.data_ptr())
     if meta is None:
         return functools.partial(_Descriptor, like), []
@@ -363,13 +369,16 @@ def _raw_stream(index: int | None) -> int:
 
 
 def _current_device() -> int:
-    """`torch.cuda.current_device`, where CUDA has certainly been initialised."""
+    """Return `torch.cuda.current_device()`, without its check that CUDA is initialised."""
     return torch._C._cuda_getDevice()
 
 
 class Recorder(TorchDispatchMode):
-    """Sees what a launcher allocates, which kernels it starts, and whether it does anything
-    else."""
+    """Records the allocations and the kernels of a launcher.
+
+    Attributes:
+        complete: False once the launcher has done anything else.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -391,21 +400,21 @@ class Recorder(TorchDispatchMode):
     def launched(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], compiled: Any
     ) -> None:
-        """Note a launch, with its arguments by name and the compiled kernel that ran."""
-        if not hasattr(compiled, "packed_metadata"):  # the interpreter has none
+        """Record a launch, with its arguments by name and the compiled kernel that ran."""
+        if not hasattr(compiled, "packed_metadata"):  # so it is in the interpreter
             self.complete = False
         self._launches.append((kernel, grid, arguments, compiled))
 
     def program(self, result: Any) -> Program | None:
-        """What was recorded, given what the launcher returned; None where it is not complete."""
+        """Return the recorded program, given the launcher's result; None if it is incomplete."""
         if not self.complete or not self._launches:
             return None
         made = self._made
         inputs: dict[int, list[int]] = {}
         for i, tensor in enumerate(self._inputs):
             inputs.setdefault(_storage(tensor), []).append(i)
-        # Empty tensors have no address to tell them by: one that is made may be returned, and
-        # nothing else.
+        # Empty tensors have no address by which to find them. The launcher may return one, but no
+        # kernel may take one.
         owners = {_storage(tensor): i for i, tensor in enumerate(made) if tensor.numel()}
         if 0 in inputs:
             return None
@@ -433,7 +442,7 @@ class Recorder(TorchDispatchMode):
         values, launches = _Values(), []
         for kernel, grid, arguments, compiled in self._launches:
             wanted: list[tuple[str, int]] = []
-            start, head, metas = _opened(compiled)
+            start, head, metas = _starter_of(compiled)
             for name in kernel.arg_names:
                 value = arguments[name]
                 base = getattr(value, "base", None)
@@ -447,7 +456,7 @@ class Recorder(TorchDispatchMode):
                 slot, offset = at
                 if tensor is not value:
                     if slot < 0:
-                        return None  # No constant of ours is read through a descriptor.
+                        return None  # No constant is read through a descriptor.
                     make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
                     wanted.append(values.add("described", _Described(slot, offset, make, {})))
                     wanted += [values.add("plain", number) for number in numbers]
@@ -474,8 +483,8 @@ class Recorder(TorchDispatchMode):
     def _result(
         self, value: Any, owners: dict[int, int], returned: set[int]
     ) -> tuple[Any, ...] | None:
-        """Where what was returned comes from: a constant, an argument, an empty tensor, a whole
-        buffer, or a tuple of such; None where it comes from elsewhere."""
+        """Return the source of a result: a constant, an argument, an empty tensor, a whole buffer,
+        or a tuple of these. Return None for any other source."""
         if isinstance(value, tuple):
             parts = [self._result(part, owners, returned) for part in value]
             return None if None in parts else ("tuple", type(value), parts)
@@ -503,7 +512,7 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation only makes another view of memory it was given."""
+    """Return True if an operation only makes a view of an argument."""
     returns, arguments = func._schema.returns, func._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     return bool(returns) and not writes and all(r.alias_info is not None for r in returns)
@@ -516,8 +525,11 @@ def _storage(tensor: torch.Tensor) -> int:
 def _buffers(
     made: list[torch.Tensor], returned: set[int]
 ) -> tuple[tuple[_Buffer, ...], list[tuple[int, int]]]:
-    """The allocations of a program, and where each of those that were recorded is: (buffer,
-    offset). Small scratch shares one."""
+    """Assign the recorded allocations to buffers; small scratch shares one.
+
+    Returns:
+        The buffers, and (buffer, offset) of each recorded allocation.
+    """
     buffers: list[_Buffer] = []
     slots: list[tuple[int, int]] = []
     shared = 0
@@ -542,7 +554,7 @@ def _buffers(
 def _builder(
     source: tuple[Any, ...], slots: list[tuple[int, int]]
 ) -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
-    """Builds what a launcher returns from its arguments and the buffers of a program."""
+    """Return a function that builds a launcher's result from arguments and buffers."""
     kind, value = source[:2]
     if kind == "constant":
         return lambda inputs, made: value
@@ -555,22 +567,22 @@ def _builder(
         index = slots[value][0]
         return lambda inputs, made: made[index]
     parts = [_builder(part, slots) for part in source[2]]
-    make = getattr(value, "_make", value)  # a NamedTuple's takes an iterable, as tuple does
+    make = getattr(value, "_make", value)  # of a NamedTuple; it takes an iterable, as tuple does
     return lambda inputs, made: make([part(inputs, made) for part in parts])
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether launches over a tensor can be recorded; tests replace it."""
+    """Return True if launches over a tensor can be recorded; tests replace this function."""
     return tensor.is_cuda
 
 
 def _capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured; tests replace it."""
+    """Return True while a CUDA graph is captured; tests replace this function."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _hooked() -> object:
-    """What watches launches, a profiler say, if anything does: a replay would pass it by."""
+def _launch_hooks() -> object:
+    """Return the hooks that watch launches, if any; a replay would not call them."""
     runtime = triton.knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     try:
@@ -580,7 +592,7 @@ def _hooked() -> object:
 
 
 class _Kinds(NamedTuple):
-    """Where tensors, tuples and plain values are among values of certain types."""
+    """The indices of tensors and tuples among values of known types, and a getter of the rest."""
 
     tensors: tuple[int, ...]
     tuples: tuple[int, ...]
@@ -589,7 +601,7 @@ class _Kinds(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
-    """Sort types; None where one is neither a tensor, a tuple nor plain."""
+    """Classify types; return None if one is neither a tensor, a tuple nor plain."""
     tensors = tuple([i for i, kind in enumerate(kinds) if kind in _TENSORS])
     tuples = tuple([i for i, kind in enumerate(kinds) if issubclass(kind, tuple)])
     plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
@@ -598,9 +610,11 @@ def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
     return _Kinds(tensors, tuples, itemgetter(*plain) if plain else lambda values: None)
 
 
-def _sort(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
-    """Add the types and plain values of arguments to a key, and their tensors to a list; False
-    where one is of an unknown type."""
+def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Add the types and plain values of arguments to a key, and their tensors to a list.
+
+    Return False if one is of an unknown type.
+    """
     kinds = tuple(map(type, values))
     found = _kinds_of(kinds)
     if found is None:
@@ -609,15 +623,15 @@ def _sort(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) 
     key.append(found.plain(values))
     for i in found.tensors:
         tensors.append(values[i])
-    return all([_sort(values[i], key, tensors) for i in found.tuples])
+    return all([_add_to_key(values[i], key, tensors) for i in found.tuples])
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a launcher decide once a signature. See the module's text.
+    """Make a launcher record its launches and replay them; see the module's docstring.
 
     The launcher takes tensors, None and hashable values, and returns a tensor, None, or a tuple of
-    them; what it allocates comes from `torch.empty` and its like. On a CPU, while something
-    watches launches, and inside another recording it runs as it is.
+    them. It allocates with `torch.empty` and its variants. It always runs itself on a CPU, while a
+    hook watches launches, and inside another recording.
     """
     recordings = Recordings(_MOST_PROGRAMS)
 
@@ -626,7 +640,7 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         tensors: list[torch.Tensor] = []
         key: list[Any] = [tuple(kwargs)] if kwargs else []
         values = (*args, *kwargs.values()) if kwargs else args
-        if not _replays() or not _sort(values, key, tensors):
+        if not _replays() or not _add_to_key(values, key, tensors):
             return launcher(*args, **kwargs)
         key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
         return recordings.run(tuple(key), tensors, launcher, args, kwargs)

@@ -2,11 +2,11 @@
 
     y = softmax(q k^T) v
 
-The arithmetic is that of `portable.attention.attention_kernel`, bit for bit, for the case that
-matters most: e4m3 probabilities, no skip in the epilogue. Each group takes 64 rows, and all three
-share every block of k and v, so that the L2 is read a third as often and no load is ever waited
-for; a group's sum and product of the probabilities are in flight together. On an H200 that is
-973 TOPS where the portable kernel does 828 (12 heads of 128, 32,760 tokens).
+The arithmetic is that of `portable.attention.attention_kernel`, bit for bit, for the most
+important case: e4m3 probabilities and no skip in the epilogue. Each group takes 64 rows, and all
+three share every block of k and v. So the L2 is read a third as often, and no group waits for a
+load. The sum and the product of a group's probabilities are in flight together. On an H200 this
+kernel reaches 973 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
 
 Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
 before it, because both are needed at the same time):
@@ -15,7 +15,7 @@ before it, because both are needed at the same time):
     group g    wait q, slot 0 | q k0 | softmax 0 | wait slot 1 | p0 ones, p0 v0 | q k1 | ...
                                      release 0                                  release 1
 
-The three groups run free of each other; their exponentials overlap the others' products.
+The three groups run independently; the exponentials of one overlap the products of the others.
 
 Shared memory, for heads of D channels:
 
@@ -25,7 +25,8 @@ Shared memory, for heads of D channels:
     ones   e4m3 [8, 128]            1,024: the product with it sums rows of p
     q_ready [1], ready [STAGES], empty [STAGES]: barriers of 8 bytes
 
-Together 154 KiB for D = 128, 77 KiB for 64: one program a multiprocessor, by its registers.
+Together they take 154 KiB for D = 128 and 77 KiB for 64. The registers of one program fill a
+multiprocessor.
 
 Barriers:
 
@@ -34,14 +35,14 @@ Barriers:
     ready[slot]  1 + bytes  producer, copies    groups      n % 2
     empty[slot]  3          groups, one each    producer    (n % 2) ^ 1: the first passes
 
-n counts the uses of that slot. A group releases slot j after q k_j: p v_(j-1), which reads the
-same slot, was complete before.
+n counts the uses of that slot. A group releases slot j after q k_j. The product p v_(j-1), which
+reads the same slot, is complete before that.
 
-Tried and not faster: an order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
-second block of logits in flight, persistent programs whose groups run on from tile to tile, and,
-for 128 channels, polynomials in the place of a share of the exponentials. For 64 channels
-polynomials for an eighth of them are faster; they are used where the output has 16 bits, and the
-result is not bit for bit the portable kernel's then.
+Four variants were measured and are not faster: an order among the groups (FlashAttention-3's
+ping-pong, arXiv 2407.08608), a second block of logits in flight, persistent programs, and, for 128
+channels, polynomials instead of a share of the exponentials. For 64 channels polynomials for an
+eighth of the exponentials are faster. They are used if the output has 16 bits, and then the result
+differs from the portable kernel's by roundings.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from turbo_rcm_patch.kernels.hopper.common import cta_barrier, grid_dependency_w
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import ERROR_STEPS, AttentionInputs, Operands
 
-#: Head dimensions that the kernel is built for.
+#: Head dimensions of the kernel.
 HEAD_DIMS = (64, 128)
 
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -72,24 +73,24 @@ _ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
 _GROUPS = gl.constexpr(3)  # groups of four warps that compute
 _BLOCK_M = gl.constexpr(64)  # rows of a group
 _BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
-_ONES = gl.constexpr(8)  # columns of the product that sums rows: the narrowest there is
-#: 3 * 160 and the loading warp's 24 are what a multiprocessor has for 16 warps. The compiler
-#: gives the first group what is left, 168.
+_ONES = gl.constexpr(8)  # columns of the product that sums rows: the fewest possible
+#: Registers per thread. Three groups with 160 and the loading warp with 24 fill a multiprocessor
+#: that runs 16 warps. The compiler gives the first group the rest, 168.
 _REGISTERS = gl.constexpr(160)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 def _float(value: float) -> str:
-    """A number as PTX writes it."""
+    """Format a number as PTX writes it."""
     return "0f" + struct.pack(">f", value).hex()
 
 
 def _exp2_partly_polynomial() -> str:
-    """PTX: 2**x of eight numbers, seven by the exponential unit and one by the FMA units.
+    """Return PTX for 2**x of eight numbers, seven by the exponential unit and one by FMA units.
 
-    x = n + f with n whole and |f| <= 1/2, by adding and taking away 1.5 * 2**23; 2**f is a cubic
-    (minimax, relative error 7.5e-5); n is added to its exponent. Below -16 it stays 2**-16, which
-    e4m3 rounds to 0. The idea of sharing is FlashAttention-4's.
+    Adding and subtracting 1.5 * 2**23 splits x into n + f with an integer n and |f| <= 1/2. A
+    cubic polynomial gives 2**f (minimax, relative error 7.5e-5), and n is added to its exponent.
+    x is clamped at -16, because e4m3 rounds 2**-16 to 0. The idea is from FlashAttention-4.
     """
     magic = _float(12582912.0)
     zero, one, two, three = map(_float, (0.99992813, 0.69326098, 0.24261027, 0.05517121))
@@ -123,8 +124,8 @@ def _producer(
 ):  # fmt: skip
     """Fill the slots in turn: slot j has block j of k and block j - 1 of v.
 
-    They are needed at the same time, and one barrier serves both. The last k and the first v of
-    the row of slots stand for nothing.
+    Both are needed at the same time, so they share a barrier. The v of the first slot and the k of
+    the last are not used.
     """
     q_smem, k_smem, v_smem, _, q_ready, ready, empty = shared
     mbarrier.expect(q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
@@ -133,7 +134,7 @@ def _producer(
         tma_load(q_desc, [row, 0], q_ready, q_smem.index(group))
     for j in range(0, blocks + 1):
         slot = j % STAGES
-        # The phase before the first counts as complete, so the first round waits for nobody.
+        # The phase before the first counts as complete, so the first round does not wait.
         mbarrier.wait(empty.index(slot), ((j // STAGES) % 2) ^ 1)
         mbarrier.expect(ready.index(slot), 2 * _BLOCK_N * HEAD_DIM)
         k_row = bh * n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
@@ -146,18 +147,18 @@ def _producer(
 def _softmax(
     qk, scale, m_i, seen, P_MAX_LOG2: gl.constexpr, MASKED: gl.constexpr, SHARE: gl.constexpr
 ):
-    """One step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
+    """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
 
-    Returns p fp32 with its keys reordered within groups of 32 as `values` stored v, so that the
-    result of the first product is, register by register, the operand of the second; the factor on
-    what was summed so far; and the new maximum.
+    Return p fp32, the factor on the sums so far, and the new maximum. The keys of p are reordered
+    within groups of 32 to the order of v, so that the registers of the first product are those of
+    the second product's operand.
     """
     if MASKED:
         logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
         m_new = gl.maximum(m_i, gl.max(logits, axis=1))
         p = gl.exp2(logits - (m_new - P_MAX_LOG2)[:, None])
     else:
-        # The maximum of raw integers is cheaper, and scales are positive.
+        # The maximum of raw integers is cheaper, and correct because scales are positive.
         m_new = gl.maximum(m_i, gl.max(qk, axis=1).to(gl.float32) * scale)
         p = qk.to(gl.float32) * scale[:, None] - (m_new - P_MAX_LOG2)[:, None]
         if SHARE:
@@ -173,10 +174,10 @@ def _softmax(
 
 @gluon.jit
 def _accumulate(acc, l_i, p, alpha, v_tile, ones):
-    """acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32, with one more block of keys."""
+    """Add a block of keys to acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
     p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)
-    # l_i sums the rounded p, so that the output is normalised by what multiplied v.
+    # l_i sums the rounded p, because it is what multiplies v.
     row = warpgroup_mma(p8, ones.permute((1, 0)), gl.zeros_like(l_i), use_acc=False, is_async=True)
     pv = warpgroup_mma(
         p8, v_tile.permute((1, 0)), gl.zeros_like(acc), use_acc=False, is_async=True
@@ -195,12 +196,12 @@ def _consumer(
     GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of one head."""
+    """Compute 64 rows of one head."""
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 32])
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
-    # Few channels leave the exponential unit the narrowest. fp32 is for those who compare.
+    # With few channels the exponential unit is the bottleneck. fp32 outputs keep the exact bits.
     share: gl.constexpr = HEAD_DIM == 64 and y_ptr.dtype.element_ty != gl.float32
     q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
     b, h, start_m, limit = program
@@ -218,7 +219,7 @@ def _consumer(
     no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout_s)
     q_tile = q_smem.index(GROUP)
 
-    # Blocks that every row sees whole, then the one that needs a mask.
+    # First the blocks that every row sees whole, then the one that needs a mask.
     blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
     full = limit // _BLOCK_N
     mbarrier.wait(q_ready, 0)
@@ -248,7 +249,7 @@ def _consumer(
         mbarrier.wait(ready.index(slot), ((full + 1) // STAGES) % 2)
         acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones)
 
-    # A row without a key has total 0: output 0, logsumexp -inf. NaN stays NaN.
+    # A row without keys has the total 0, so output 0 and logsumexp -inf. NaN stays NaN.
     total = gl.max(l_i, axis=1)
     total = gl.where(total == 0.0, 1.0, total)
     if WANT_LSE:
@@ -261,7 +262,7 @@ def _consumer(
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
     levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
-    # As in `portable.attention.normalised`.
+    # As in `portable.attention.lost_in_rounding` and `times_v_scale`.
     scale = gl.load(levels)
     errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
     step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
@@ -285,7 +286,7 @@ def hopper_kernel(
     P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """y = softmax(q k^T) v.
+    """Compute y = softmax(q k^T) v.
 
     Grid: (blocks of ROWS rows, heads, batch). Arguments as in `attention.attention_kernel`;
     descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v.
@@ -299,7 +300,7 @@ def hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, HEAD_DIM, _BLOCK_N], v_desc.layout)
-    # The bits of 1.0: ptxas of CUDA 13.0 gets a constant converted to e4m3 wrong.
+    # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     bits = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers)
     ones = gl.allocate_shared_memory(
@@ -349,14 +350,14 @@ def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDes
 
 
 def serves(a: AttentionInputs) -> bool:
-    """Whether this kernel can do it: e4m3 probabilities, no skip, no causal mask."""
+    """Return True if this kernel supports an attention: e4m3, without skip, not causal."""
     return a.pv == "fp8" and a.head_dim in HEAD_DIMS and not (a.causal or a.closes_skip)
 
 
 def hopper_attention(
     y: torch.Tensor, lse: torch.Tensor | None, operands: Operands, p_max_log2: float
 ) -> None:
-    """softmax(q k^T) v into y [B, Nq, H*D], and the logsumexp into lse [B, H, Nq] fp32."""
+    """Write softmax(q k^T) v into y [B, Nq, H*D], and the logsumexp into lse [B, H, Nq] fp32."""
     (q, q_scale, shift), (k, k_scale), values = operands[:3]
     assert values is not None
     n_q, lengths = operands.n_q, operands.lengths

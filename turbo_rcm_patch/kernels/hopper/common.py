@@ -1,8 +1,8 @@
-"""What the kernels for Hopper share: names that moved between releases of Triton, and programmatic
-dependent launch (PDL).
+"""Shared parts of the kernels for Hopper: names that differ between releases of Triton, and
+programmatic dependent launch (PDL).
 
-With PDL a kernel may begin while the one before it still runs. A kernel that is launched with
-`launch_pdl=True` reads what the one before it wrote after `grid_dependency_wait`; without that
+With PDL a kernel may begin while the kernel before it still runs. A kernel that is launched with
+`launch_pdl=True` may read the other's results only after `grid_dependency_wait`. Without that
 launch option both functions do nothing.
 """
 
@@ -25,7 +25,7 @@ copy_async = (
 
 @gluon.jit
 def grid_dependency_wait():
-    """Wait until the kernel before this one has ended and what it wrote can be read."""
+    """Wait until the kernel before this one has ended and its results can be read."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -33,7 +33,7 @@ def grid_dependency_wait():
 
 @gluon.jit
 def launch_dependents():
-    """Let the next kernel's programs take what room is left, once every program has said so."""
+    """Let the next kernel start in free resources once every program has called this."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // dummy $0", "=r", [],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -6,17 +6,17 @@ The arithmetic is that of `portable.int8_linear.int8_linear_kernel`, bit for bit
 scale per row (`hopper_linear_kernel`) or per block of 128 x 128 (`hopper_linear_blocks_kernel`,
 where a step over K is one block, whose integer product is scaled and added in fp32).
 
-A program takes every so many tiles of y. Its groups share a tile, and every group has its rows
-(cooperative, CUTLASS's word), or they take tiles in turn, so that one group finishes a tile while
-the other multiplies (ping-pong).
+A program takes every P-th tile of y, P being the number of programs. In the cooperative schedule
+(CUTLASS's word) its groups share a tile, and each group has some of the rows. In the ping-pong
+schedule groups take tiles in turn, so that one group finishes a tile while the other multiplies.
 
-Warps, over time (k: a step of 128 channels; cooperative):
+Warps, over time, for the cooperative schedule (a step is 128 channels):
 
     producer   load 0 | load 1 | ... STAGES ahead of the slowest group, across the borders of tiles
     group 0    wait 0, multiply 0 | wait 1, multiply 1, release 0 | ... | release last, epilogue
     group 1    the same with the next rows of the tile and the same slots of the weight
 
-and ping-pong, where slots belong to one group's tile:
+and for ping-pong, where a slot belongs to the tile of one group:
 
     group 0    multiply tile 0            | epilogue of tile 0       | multiply tile 2 | ...
     group 1    wait for its turn          | multiply tile 1          | epilogue of tile 1 | ...
@@ -27,7 +27,8 @@ Shared memory (PARTS: groups, or 1 for ping-pong):
     w      int8 [STAGES, BLOCK_N, 128], the same
     ready  [STAGES], empty [STAGES], order [GROUPS]: barriers of 8 bytes
 
-That is 192 KiB (ping-pong and cooperative of 128 rows), 224 KiB (192 rows), 200 KiB (blocks).
+Together they take 192 KiB (ping-pong and cooperative of 128 rows), 224 KiB (192 rows) or 200 KiB
+(scales per block).
 
 Barriers:
 
@@ -36,16 +37,17 @@ Barriers:
     empty[slot]  PARTS      groups, one each       producer    (n % 2) ^ 1: the first passes
     order[g]     1          group before g         group g     n % 2; for group 0 (n % 2) ^ 1
 
-n counts the uses of that slot, or a group's tiles. `order` is for ping-pong alone.
+n counts the uses of that slot, or a group's tiles. Only ping-pong uses `order`.
 
-A thread has pairs of neighbouring columns of a product of the tensor cores. Where the features
-divide by 32, the weight's rows are loaded in an order that makes eight neighbours of them
-(PERMUTED, `describe_weight`): whole 16-byte words are stored, without an exchange.
+A thread has pairs of neighbouring columns of a product of the tensor cores. If the number of
+features is divisible by 32, the weight's rows are loaded in an order that gives a thread eight
+neighbouring columns (PERMUTED, `describe_weight`). So whole 16-byte words are stored without an
+exchange between threads.
 
-With a scale per block an H200 does 833 to 1,017 * 10^12 op/s at 32,760 rows of 1,536 channels,
-where the portable kernel does 475 to 561. Two groups of 128 rows (650 to 1,013), two or three
-groups in ping-pong (737 to 974) and two programs on a multiprocessor (568 to 989) were slower,
-except for the two programs at 8,960 features: 975 against 952.
+With a scale per block this kernel reaches 833 to 1,017 * 10^12 op/s on an H200 at 32,760 rows of
+1,536 channels, and the portable kernel 475 to 561. Two groups of 128 rows (650 to 1,013), two or
+three groups in ping-pong (737 to 974) and two programs on a multiprocessor (568 to 989) were
+slower, except for the two programs at 8,960 features: 975 against 952.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ from turbo_rcm_patch.kernels.portable.skip import gelu_tanh
 
 @gluon.jit
 def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """acc [ROWS, COLUMNS] in pieces of 64 x 32, row by row; no data moves."""
+    """Split acc [ROWS, COLUMNS] into pieces of 64 x 32, row by row, without moving data."""
     if ROWS > 64:
         upper, lower = gl.split(acc.reshape([2, ROWS // 2, COLUMNS]).permute([1, 2, 0]))
         return _pieces(upper, ROWS // 2, COLUMNS) + _pieces(lower, ROWS // 2, COLUMNS)
@@ -85,11 +87,10 @@ def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _unpermuted(part, PERMUTED: gl.constexpr):
-    """A piece [64, 32] with its columns where they belong: undoes the order of
-    `describe_weight`."""
+    """Return a piece [64, 32] with its columns in order, undoing that of `describe_weight`."""
     if PERMUTED:
         part = part.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 32])
-        # The same values in the same threads, eight neighbours in successive registers.
+        # The values stay in their threads, with eight neighbours in successive registers.
         words: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0]],
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -109,7 +110,7 @@ def epilogue(
 ):  # fmt: skip
     """Scale a product [ROWS, COLUMNS], add the bias, activate, store.
 
-    The product is of integers, or in fp32 with the weight's scales in it (SCALED).
+    The product is int32, or fp32 that includes the weight's scales (SCALED).
     """
     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr = memory
     ACROSS: gl.constexpr = COLUMNS // 32
@@ -143,21 +144,22 @@ def epilogue(
         )
 
 
-#: Channels of one step: the width of a hardware copy's swizzle.
+#: Channels of one step over K: the width of a hardware copy's swizzle.
 BLOCK_K = gl.constexpr(128)
 #: Blocks of rows that share the weight in L2.
 _GROUP_M = gl.constexpr(8)
-#: What a multiprocessor has for 12 or 16 warps, less the loading warp's; see `hopper.attention`.
+#: Registers per thread of the loading warp and of two or three groups, which fill a
+#: multiprocessor; see `hopper.attention`.
 PRODUCER_REGISTERS = gl.constexpr(24)
 REGISTERS_2 = gl.constexpr(240)
 REGISTERS_3 = gl.constexpr(160)
 
 
 class Schedule(NamedTuple):
-    """How the work is cut.
+    """The division of the work among groups.
 
-    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and
-    groups take tiles in turn; without, a tile has the rows of all groups.
+    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and groups
+    take tiles in turn. Without it a tile has the rows of all groups.
     """
 
     groups: int  # 2 or 3
@@ -171,28 +173,29 @@ class Schedule(NamedTuple):
         return self.block_m * (1 if self.ping_pong else self.groups), self.block_n
 
 
-#: Forms by name; slots are what fits into 227 KiB.
+#: Name -> schedule. Each has as many slots as fit into 227 KiB.
 SCHEDULES = {
     "cooperative-128x256": Schedule(2, 64, 256, 4, False),
     "cooperative-192x256": Schedule(3, 64, 256, 4, False),
     "ping-pong-128x128": Schedule(2, 128, 128, 6, True),
 }
-#: Channels up to which what follows the product is a large share of it, and from which it is not.
+#: Up to the first number of channels the epilogue takes a large share of the time, and from the
+#: second on a small one.
 _SHORT, _LONG = 3072, 8192
-#: Columns up to which a row of tiles is few.
+#: Number of columns up to which a row of tiles has few tiles.
 _NARROW = 2048
 
 
 def schedule_for(channels: int, features: int, *, gelu: bool) -> Schedule:
-    """The schedule that was fastest on an H200 at 32,760 tokens.
+    """Return the schedule that was fastest on an H200 at 32,760 tokens.
 
-    Where K is short, groups take turns, so that one multiplies while another finishes its tile;
-    where it is long, or nothing follows the product, larger tiles read the L2 less often.
+    For a short K groups take turns, so that one multiplies while another finishes its tile. For a
+    long K, or with a short epilogue, larger tiles are faster, because they read the L2 less often.
 
     Args:
         channels: K.
         features: Cout.
-        gelu: GELU follows.
+        gelu: True if GELU comes after the product.
     """
     if channels <= _SHORT:
         return SCHEDULES["cooperative-128x256" if features <= _NARROW else "ping-pong-128x128"]
@@ -203,7 +206,7 @@ def schedule_for(channels: int, features: int, *, gelu: bool) -> Schedule:
 
 @gluon.jit
 def tile_offsets(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """Batch entry, first row and first column of a tile."""
+    """Return batch entry, first row and first column of a tile."""
     blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, TILE_N)
     b = tile // (blocks_m * blocks_c)
     inside = tile % (blocks_m * blocks_c)
@@ -218,8 +221,10 @@ def allocate_pipeline(
     x_desc, w_desc, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """STAGES slots for PARTS blocks of x and one of the weight, and their barriers: a slot is
-    ready, and as many groups as there are blocks of x are done with it."""
+    """Allocate STAGES slots for PARTS blocks of x and one of the weight, with their barriers.
+
+    A slot has one barrier for "ready" and one for "empty", at which PARTS groups arrive.
+    """
     x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
     if PERMUTED:
         w_smem = gl.allocate_shared_memory(
@@ -237,7 +242,7 @@ def allocate_pipeline(
 
 @gluon.jit
 def fence_barriers():
-    """Show new barriers to every warp and to the hardware copies."""
+    """Make new barriers visible to all warps and to the hardware copies."""
     fence_async_shared()
     cta_barrier()
 
@@ -248,7 +253,7 @@ def producer(
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the slots in turn: PARTS blocks of x and all columns of the weight, a step over K."""
+    """Fill the slots in turn, each with PARTS blocks of x and one of the weight."""
     x_smem, w_smem, ready, empty = shared
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -257,7 +262,7 @@ def producer(
         for start_k in range(0, channels, BLOCK_K):
             slot = step % STAGES
             full = ready.index(slot)
-            # The phase before the first counts as complete: the first round waits for nobody.
+            # The phase before the first counts as complete, so the first round does not wait.
             mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
             mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * BLOCK_K)
             for part in gl.static_range(PARTS):
@@ -277,8 +282,8 @@ def _consumer(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of every tile, or, with PING_PONG, every GROUPS-th tile of the program."""
-    # The widest int8 instruction that Triton knows how to write and that divides a power of two.
+    """Compute BLOCK_M rows of every tile; with PING_PONG every GROUPS-th tile of a program."""
+    # The widest int8 instruction of Triton whose columns are a power of two.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
     PART: gl.constexpr = 0 if PING_PONG else GROUP
@@ -296,8 +301,8 @@ def _consumer(
         b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         start_m += PART * BLOCK_M
         if PING_PONG:
-            # A slot says only whether its fills so far are odd or even: nobody may wait for one
-            # while the fill before it is to come. (The first group begins.)
+            # A barrier tells only whether the number of fills is odd or even, so no group may wait
+            # for a fill before the previous one is complete. The first group begins.
             mbarrier.wait(order.index(GROUP), (taken % 2) ^ FIRST)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
         for k in range(0, steps):
@@ -306,7 +311,7 @@ def _consumer(
             x_tile = x_smem.index(slot * PARTS + PART)
             w_tile = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
-            # One step stays in flight; the one before it is done with its slot.
+            # One step stays in flight. The step before it no longer reads its slot.
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
         if PING_PONG:
@@ -329,9 +334,9 @@ def hopper_linear_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """y = gelu((x W^T) * x_scale * w_scale + bias).
+    """Compute y = gelu((x W^T) * x_scale * w_scale + bias).
 
-    Grid: as many programs as the card has multiprocessors, which take every so many tiles.
+    Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
     Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
     x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
     the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see `Schedule`.
@@ -379,16 +384,17 @@ def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
 
 
 def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """x int8 [R, K] in blocks of `rows` rows."""
+    """Describe x int8 [R, K] in blocks of `rows` rows."""
     block = [rows, BLOCK_K.value]
     return TensorDescriptor.from_tensor(x, block, _layout(tuple(block)))
 
 
 def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
-    """int8 [Cout, K] in blocks of `rows` rows, row 8q + 2j + e of every 32 at place 8j + 2q + e.
+    """Describe int8 [Cout, K] in blocks of `rows` rows, in the order PERMUTED.
 
-    Thread q of four has columns 2q and 2q + 1 of every eight columns j of a product: with this
-    order, those are eight neighbours. Cout divides by 32.
+    Row 8q + 2j + e of every 32 comes at place 8j + 2q + e. Thread q of four has columns 2q and
+    2q + 1 of every eight columns j of a product, so in this order it has eight neighbours. Cout is
+    divisible by 32.
     """
     features, channels = weight.shape
     block = [rows // 32, 4, 4, 2, BLOCK_K.value]
@@ -399,12 +405,12 @@ def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
 
 def programs(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # a recording of launches
+        return 4  # for tests, which record launches without a GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-#: With a scale per block: a group has the rows of one instruction, so that integers and sums fit;
-#: a tile's columns are a block's; slots are what fits into 227 KiB.
+#: The schedule for a scale per block. A group has the rows of one instruction, so that integers
+#: and sums fit into its registers. A tile has the columns of a block. The slots fill 227 KiB.
 _BLOCK_SCALED = Schedule(3, 64, 128, 5, False)
 _GROUPS = gl.constexpr(_BLOCK_SCALED.groups)
 _BLOCK_M = gl.constexpr(_BLOCK_SCALED.block_m)
@@ -417,7 +423,7 @@ def _block_scaled_consumer(
     shared, memory, w_scale_ptr, n_tokens, channels, c_out, tiles,
     GROUP: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of every tile."""
+    """Compute 64 rows of every tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     x_smem, w_smem, ready, empty = shared
     steps = gl.cdiv(channels, BLOCK_K)
@@ -430,7 +436,7 @@ def _block_scaled_consumer(
         acc = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout)
         for k in range(0, steps):
             slot = (step + k) % _STAGES
-            following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # a product ahead
+            following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # one step ahead
             mbarrier.wait(ready.index(slot), ((step + k) // _STAGES) % 2)
             x_tile = x_smem.index(slot * _GROUPS + GROUP)
             w_tile = w_smem.index(slot).reshape([_BLOCK_N, BLOCK_K]).permute((1, 0))
@@ -453,9 +459,9 @@ def hopper_linear_blocks_kernel(
     n_tokens, channels, c_out, tiles,
     PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """y = gelu((x (W * w_scale)^T) * x_scale + bias).
+    """Compute y = gelu((x (W * w_scale)^T) * x_scale + bias).
 
-    Grid: as many programs as the card has multiprocessors, which take every so many tiles.
+    Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
     Arguments as in `hopper_linear_kernel`, but w_scale fp32
     [ceil(Cout / 128), ceil(K / 128)].
     """
@@ -489,11 +495,11 @@ def hopper_linear(
     schedule: Schedule | None = None,
     permuted: bool | None = None,
 ) -> None:
-    """The linear into y [B, N, Cout] dense; x [B, N, K] in int8 rows; weight int8 [Cout, K] dense,
-    aligned to 16 bytes, its K padded as x's; weight_scale [Cout], or dense
-    [ceil(Cout / 128), ceil(K / 128)].
+    """Write the linear of x into y [B, N, Cout], which is dense.
 
-    `schedule` and `permuted`, the order of columns, override what was chosen, for tuning.
+    x [B, N, K] as int8 rows; weight int8 [Cout, K] dense, aligned to 16 bytes, with K padded as in
+    x; weight_scale [Cout], or dense [ceil(Cout / 128), ceil(K / 128)]. `schedule` and `permuted`
+    (the order of columns) replace the choice, for tuning.
     """
     batch, n_tokens, channels = x.int8.shape
     features = weight.shape[0]

@@ -3,11 +3,11 @@
     matrix = phi(k)^T v,  total = sum of phi(k),  means of blocks of k without its mean
 
 The arithmetic is that of `portable.sparse_attention.key_value_kernel`. A thread has 32 channels of
-a key, so that phi, a softmax over a head's channels, needs two exchanges and not eight. What is
-summed over keys (phi, and k without its mean) is a product with ones, beside the product with v,
-so that nothing crosses warps in the loop.
+a key, so that phi, a softmax over a head's channels, needs two exchanges between threads instead
+of eight. The sums over keys (of phi, and of k without its mean) are products with ones, beside the
+product with v, so that warps exchange no data in the loop.
 
-No warp is specialised: all D / 16 warps of a program do the same. Over time, in steps of 64 keys:
+All D / 16 warps of a program do the same. Over time, in steps of 64 keys:
 
     copies         k, v of step i + 3 (three steps ahead)
     CUDA cores     phi and smoothed k of step i, while the tensor cores are at step i - 1
@@ -17,15 +17,15 @@ Shared memory, for heads of D channels in 16 bits:
 
     k_ring       [STAGES, 64, D], swizzled in pieces of 16 bytes
     v_ring       [STAGES, 64, D], swizzled for the tensor cores
-    phi_tile     [64, D], the same
-    smooth_tile  [64, D], the same: k without its mean
+    phi_tile     [64, D], swizzled for the tensor cores
+    smooth_tile  [64, D], swizzled for the tensor cores: k without its mean
     ones         [8, 64]
 
-Together 161 KiB for D = 128 and 81 KiB for 64, with four stages.
+Together they take 161 KiB for D = 128 and 81 KiB for 64, with four stages.
 
-Barriers: no mbarrier. In a step `async_copy.wait_group(STAGES - 2)` waits for a thread's copies of
-its keys; `warpgroup_mma_wait(0)` for the products of the step before; the first barrier of the
-program says that nobody reads phi_tile and smooth_tile any more, the second that both are written.
+There is no mbarrier. In a step `async_copy.wait_group(STAGES - 2)` waits for a thread's copies of
+its keys, and `warpgroup_mma_wait(0)` for the products of the step before. After the first barrier
+of the program no warp reads phi_tile and smooth_tile any more. After the second, both are written.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from turbo_rcm_patch.kernels.portable.sparse_attention import KeySums, chunks_of
 from turbo_rcm_patch.kernels.replay import replayed
 
 HEAD_DIMS = (64, 128)
-_PROGRAMS = 132  # one a multiprocessor of an H100 or H200
+_PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _STAGES = 4
 _LOG2_E = gl.constexpr(1.4426950408889634)
-_ONES = gl.constexpr(8)  # columns of a product that sums: the narrowest there is
+_ONES = gl.constexpr(8)  # columns of a product that sums: the fewest possible
 
 
 @gluon.jit
 def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.constexpr):
-    """Start to copy keys and values, 0 from row `left` on."""
+    """Start to copy keys and values, with 0 from row `left` on."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
     mask = (rows < left)[:, None]
     for i in gl.static_range(2):
@@ -66,7 +66,7 @@ def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.
 
 @gluon.jit
 def _store_pooled(pooled, out_ptr, block, n_kv, BLOCK_K: gl.constexpr):
-    """The mean of a block of keys, from equal columns of sums [D, _ONES]."""
+    """Store the mean of a block of keys, from equal columns of sums [D, _ONES]."""
     count = gl.minimum(BLOCK_K, n_kv - block * BLOCK_K)
     mean = gl.max(pooled, axis=1) / count
     offs_d = gl.arange(0, pooled.shape[0], mean.type.layout)
@@ -79,7 +79,7 @@ def hopper_key_value_kernel(
     k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
     D: gl.constexpr, BLOCK_K: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """phi(k)^T v and the sum of phi(k) over a chunk of keys, and k's means over its blocks.
+    """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
 
     Grid: (chunks, heads, batch). Arguments as in `sparse_attention.key_value_kernel`.
     """
@@ -139,9 +139,9 @@ def hopper_key_value_kernel(
             e = gl.exp2(x * _LOG2_E - (peak * _LOG2_E)[:, None])
             inverse = gl.where(inside, 1.0 / gl.sum(e, axis=1), 0.0)
             phi = (e * inverse[:, None]).to(dtype)
-            # The products of the step before have run meanwhile, over the tiles written here.
+            # The products of the step before have read the tiles that are written here.
             matrix, total, pooled = warpgroup_mma_wait(0, deps=(matrix, total, pooled))
-            if part == 0:  # noqa: SIM102 (decided when compiled)
+            if part == 0:  # noqa: SIM102 (a compile-time branch)
                 if block > first:
                     _store_pooled(pooled, k_pooled_ptr, block - 1, n_kv, BLOCK_K)
             cta_barrier()
@@ -173,11 +173,11 @@ def hopper_key_value_kernel(
 
 
 def serves(k: torch.Tensor, v: torch.Tensor, *, heads: int, block_k: int) -> bool:
-    """Whether this kernel can do it: 16-bit rows that can be copied 16 bytes at a time."""
+    """Return True if this kernel supports k and v: 16-bit rows in copies of 16 bytes."""
     dense = all(
         x.element_size() == 2
         and x.stride(1) % 8 == 0
-        # Within a chunk 32 bits count what is added to a pointer.
+        # Within a chunk offsets have 32 bits.
         and x.stride(1) * x.shape[1] < 2**31
         and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
         and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
@@ -190,7 +190,7 @@ def serves(k: torch.Tensor, v: torch.Tensor, *, heads: int, block_k: int) -> boo
 def hopper_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
-    """One pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
+    """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
     batch, n_kv, channels = k.shape
     head_dim, k_blocks = channels // heads, cdiv(n_kv, block_k)
     blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)

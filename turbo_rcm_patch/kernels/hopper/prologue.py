@@ -3,13 +3,13 @@
 The arithmetic is that of `portable.prologue`, for 16-bit rows that begin at multiples of 16 bytes
 and heads of 64 or 128 channels. Memory wants neighbouring threads at neighbouring addresses; norm,
 rotary pairs and the Hadamard matrix want 32 neighbouring channels in one thread. So a tile is
-copied to shared memory as memory wants it, read from there as the arithmetic wants it, and goes
-back the same way as int8. The portable kernels read with a thread's share in mind, at a stride of
-64 bytes, and pay for it with four times the transactions.
+copied to shared memory in the first layout, read from there in the second, and goes back the same
+way as int8. The portable kernels load in the second layout, at a stride of 64 bytes, which takes
+four times the transactions.
 
-`hopper_statistics_kernel` writes partial sums of a sample of k, and channel maxima and means of v;
-`hopper_prologue_kernel` is its dependent launch (PDL) and waits for them only where it reads them.
-No warp is specialised: all eight warps of a program do the same. Over time, per head:
+`hopper_statistics_kernel` writes partial sums of a sample of k, and channel maxima and means of v.
+`hopper_prologue_kernel` is its dependent launch (PDL), and waits for them only before it reads
+them. All eight warps of a program do the same. Over time, per head:
 
     copies     head 0 | head 1       | head 2       | ...          asynchronous, one head ahead
     warps             | head 0: norm, rotate, (wait for the mean), Hadamard, int8 | head 1 ...
@@ -17,13 +17,14 @@ No warp is specialised: all eight warps of a program do the same. Over time, per
 Shared memory of a program, for T tokens (128 of k, 8,192 / D of q) of D channels:
 
     tile      16 bits [T, D], swizzled in pieces of 16 bytes: a head as read
-    out       int8 [T, D], the same: a head as written
-    cos, sin  fp32 [T, D / 2] each, with a rotary embedding: the same for every head
+    out       int8 [T, D], swizzled alike: a head as written
+    cos, sin  fp32 [T, D / 2] each, with a rotary embedding, for all heads
 
-At most 113 KiB (D = 128 with a rotary embedding), so that two programs share a multiprocessor.
+Together they take at most 113 KiB (D = 128 with a rotary embedding), so that two programs share a
+multiprocessor.
 
-Barriers: none of its own. `async_copy.wait_group(0)` waits for a thread's copies; Gluon puts a
-barrier of the program between a write to shared memory and another thread's read of it.
+There are no explicit barriers. `async_copy.wait_group(0)` waits for a thread's copies. Gluon puts
+a barrier of the program between a write to shared memory and another thread's read of it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _ALL = gl.constexpr(PropagateNan.ALL)
 
 @gluon.jit
 def read_rows(ptr, rows, count, stride, D: gl.constexpr, layout: gl.constexpr):
-    """Rows [T] of D channels, 0 from row `count` on, in `layout`.
+    """Load rows [T] of D channels in `layout`, 0 from row `count` on.
 
-    Rows are counted from ptr, so that 32 bits hold what is added to it.
+    Rows are counted from ptr, so that offsets fit into 32 bits.
     """
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     at = rows[:, None] * stride + offs_d[None, :]
@@ -64,7 +65,7 @@ def read_rows(ptr, rows, count, stride, D: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _squares(x, T: gl.constexpr, D: gl.constexpr):
-    """Sums of squares [T, D / 8]: of what a thread has of a row."""
+    """Sum the squares of each thread's part of a row: [T, D / 8]."""
     x = x.to(gl.float32)
     return gl.sum((x * x).reshape([T, D // 8, 8]), axis=2)
 
@@ -74,7 +75,7 @@ def row_rms(
     ptr, rows, count, stride, eps,
     CHANNELS: gl.constexpr, T: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """1 / rms of whole rows, [T]. Two heads are under way at a time."""
+    """Compute 1 / rms of whole rows, [T]. Two heads are loaded at a time."""
     heads: gl.constexpr = CHANNELS // D
     total = _squares(read_rows(ptr, rows, count, stride, D, layout), T, D)
     for pair in range(0, (heads - 1) // 2):
@@ -90,27 +91,30 @@ def row_rms(
 
 @gluon.constexpr_function
 def own_layout(D):
-    """32 neighbouring channels a thread; the threads of a row are 8 (or 16) lanes apart, so that
-    neighbouring lanes, in different rows, meet different banks of swizzled shared memory."""
+    """Return a layout with 32 neighbouring channels per thread.
+
+    The threads of a row are 8 (or 16) lanes apart. So neighbouring lanes have different rows, and
+    access different banks of swizzled shared memory.
+    """
     return gl.BlockedLayout([1, 32], [1024 // D, D // 32], [8, 1], [0, 1])
 
 
 @gluon.constexpr_function
 def wide_layout(D, bytes_each):
-    """16 bytes a thread, neighbours at neighbouring addresses."""
+    """Return a layout with 16 bytes per thread, neighbouring threads at neighbouring addresses."""
     each = 16 // bytes_each
     return gl.BlockedLayout([1, each], [32 * each // D, D // each], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _swizzled(bytes_each):
-    """Shared memory in which pieces of 16 bytes change places with the row."""
+    """Return a layout of shared memory that permutes pieces of 16 bytes depending on the row."""
     return gl.SwizzledSharedLayout(16 // bytes_each, 1, 8, [1, 0])
 
 
 @gluon.jit
 def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
-    """Start to copy rows [T] of D 16-bit channels, 0 from row `count` on, into shared memory."""
+    """Start to copy rows [T] of D 16-bit channels into shared memory, 0 from row `count` on."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide_layout(D, 2)))
     at = rows[:, None] * stride + offs_d[None, :]
     copy_async(tile, ptr + at, mask=(rows < count)[:, None])
@@ -119,7 +123,7 @@ def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
 
 @gluon.jit
 def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
-    """cos of even and sin of odd channels of T tokens into shared memory, for every head."""
+    """Store cos of even and sin of odd channels of T tokens in shared memory, for all heads."""
     layout: gl.constexpr = wide_layout(D, 4)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
     cos, _ = read_rows(cos_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
@@ -133,7 +137,7 @@ def rotated(
     x, rms, weight_ptr, bias_ptr, h, left, tables, eps,
     T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """x [T, D] in fp32, one head, normalised and rotated; rms [T] (NORM 1).
+    """Normalise and rotate x [T, D], one head, in fp32; rms [T] (NORM 1).
 
     Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `operands`.
     """
@@ -164,7 +168,7 @@ def rotated(
 
 @gluon.jit
 def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
-    """`portable.prologue.hadamard`, stage for stage."""
+    """Compute `portable.prologue.hadamard` in the same stages."""
     own: gl.constexpr = x.type.layout
     x = x.reshape([T, D // 32, 2, 2, 2, 2, 2])
     for _ in gl.static_range(5):
@@ -180,13 +184,13 @@ def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _larger(x, y):
-    """The larger, or NaN: a NaN in x becomes a NaN scale, not a zero."""
+    """Return the larger number, or NaN if one is NaN, so that a NaN in x makes the scale NaN."""
     return gl.maximum(x, y, propagate_nan=_ALL)
 
 
 @gluon.jit
 def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
-    """The mean of a head of k, [D] in `layout`, from MEANS partial sums over `count` tokens."""
+    """Compute the mean of a head of k, [D] in `layout`, from MEANS sums over `count` tokens."""
     at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
     total = gl.load(at)
     for i in gl.static_range(1, MEANS):
@@ -196,7 +200,7 @@ def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.constexpr):
-    """Shared memory of a program: a tile as read, a tile of int8, cos and sin."""
+    """Allocate the shared memory of a program: a tile as read, a tile of int8, cos and sin."""
     tile = gl.allocate_shared_memory(dtype, [T, D], _swizzled(2))
     out = gl.allocate_shared_memory(gl.int8, [T, D], _swizzled(1))
     cos, sin = tile, tile
@@ -215,7 +219,7 @@ def token_block(
     MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
     KEYS: gl.constexpr, SUBTRACT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """T tokens of `group` heads as int8: `key_block` (KEYS) or `query_block`."""
+    """Store T tokens of `group` heads as int8, as `key_block` (KEYS) or `query_block` does."""
     heads: gl.constexpr = CHANNELS // D
     wide: gl.constexpr = wide_layout(D, 2)
     own: gl.constexpr = own_layout(D)
@@ -241,7 +245,7 @@ def token_block(
         rms = row_rms(base, rows, left, strides[1], eps, CHANNELS, T, D, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     if SUBTRACT or SHIFT:
-        grid_dependency_wait()  # the mean
+        grid_dependency_wait()  # for the mean
     for h in range(first, last + 1):
         async_copy.wait_group(0)
         x = tile.load(own)
@@ -273,10 +277,10 @@ def token_block(
     async_copy.wait_group(0)
 
 
-#: Head dimensions that the kernels are built for.
+#: Head dimensions of the kernels.
 HEAD_DIMS = (64, 128)
 
-_SLOTS = 132  # programs of q, and of k, at a time, on an H100 or H200
+_SLOTS = 132  # programs of q, and as many of k, that an H100 or H200 runs at a time
 _E4M3_MAX = gl.constexpr(448.0)
 # As in `portable.prologue`.
 _LEAST_V = gl.constexpr(2.0**-117)
@@ -294,8 +298,11 @@ def _values(
     tiles,
     CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """`value_block`, `tiles` times: a thread reads eight channels of the tokens that become
-    neighbours, so that what it writes to shared memory is four or eight bytes wide."""
+    """Compute `value_block` for `tiles` tiles.
+
+    A thread reads eight channels of tokens that become neighbours, so that its writes to shared
+    memory are four or eight bytes wide.
+    """
     T: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [8, 1], [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
@@ -309,7 +316,7 @@ def _values(
     base += start.to(gl.int64) * strides[1]
     left = limit - start
     following = read_rows(base, token, left, strides[1], D, layout)
-    grid_dependency_wait()  # the maxima and the mean
+    grid_dependency_wait()  # for the maxima and the mean
     offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
     stats = v_stats_ptr + bh * ((1 + chunks) * D)
     partial = read_rows(stats + D, offs_c, chunks, D, D, partial_layout)
@@ -338,7 +345,7 @@ def _values(
         error = (x - y.to(gl.float32)) * _ERROR_STEPS
         error = (error + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
         errors += gl.sum(error.reshape([T // each, each, D]), axis=1)
-        # The next tile is on its way while this one is written: there is no room for it earlier.
+        # Load the next tile while this one is written, because earlier there is no room for it.
         token += T
         more = gl.where(i < tiles - 1, left, 0)
         following = read_rows(base, token, more, strides[1], D, layout)
@@ -346,13 +353,13 @@ def _values(
             gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
     total = gl.sum(errors, axis=0)
     offs_e = gl.arange(0, D, total.type.layout)
-    # Integers: the sum is the same in whatever order it is added.
+    # The errors are integers, so their sum does not depend on the order.
     gl.atomic_add(error_ptr + levels + 2 * D + offs_e, total, sem="relaxed")
 
 
 @gluon.jit
 def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.constexpr):
-    """Counters of ROWS rows from `row` on, for the kernel that counts."""
+    """Zero the counters of ROWS rows from `row` on, for the one-launch kernel."""
     counters: gl.constexpr = 1 if ROWS < COUNTER_ROWS else ROWS // COUNTER_ROWS
     at = row // COUNTER_ROWS + gl.arange(0, counters, gl.BlockedLayout([1], [32], [8], [0]))
     gl.store(counter_ptr + at, gl.full_like(at, 0), mask=at < n_counters)
@@ -372,7 +379,7 @@ def hopper_prologue_kernel(
     Q_NORM: gl.constexpr, K_NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     SUBTRACT: gl.constexpr, SHIFT: gl.constexpr, COUNTERS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """q and k as int8 and, with FP8, v as transposed e4m3.
+    """Store q and k as int8 and, with FP8, v as transposed e4m3.
 
     Grid: (blocks of q times groups of q_group heads + the same of k + parts of v times heads,
     batch).
@@ -386,10 +393,10 @@ def hopper_prologue_kernel(
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     count = gl.maximum(1, (limit + step - 1) // step)
     shared = allocate(k_ptr.dtype.element_ty, _K_ROWS, HEAD_DIM, ROPE)
-    # Queries first: they need nothing of the kernel before, which may still run.
+    # Queries come first, because they do not read the results of the kernel before.
     if at < q_programs:
         rows: gl.constexpr = 8192 // HEAD_DIM
-        if COUNTERS:  # noqa: SIM102 (decided when compiled)
+        if COUNTERS:  # noqa: SIM102 (a compile-time branch)
             if at < q_blocks:
                 _zero(counter_ptr + b * n_counters, at * rows, n_counters, rows, COUNTER_ROWS)
         token_block(
@@ -423,8 +430,8 @@ def _sample_sum(
     CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Sum of one head of x, normalised and rotated, over a part of the tokens 0, step, 2 * step,
-    ... < limit."""
+    """Store the sum of a normalised, rotated head of x over a part of tokens 0, step, ... < limit.
+    """
     T: gl.constexpr = 8192 // D
     own: gl.constexpr = own_layout(D)
     tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)
@@ -455,7 +462,7 @@ def _channel_amax(
     v_ptr, v_stats_ptr, strides, chunk_tokens, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """`channel_amax`."""
+    """Compute `channel_amax`."""
     T: gl.constexpr = 128
     layout: gl.constexpr = wide_layout(D, 2)
     start = chunk * chunk_tokens
@@ -480,7 +487,7 @@ def _value_mean(
     v_ptr, v_stats_ptr, error_ptr, strides, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """`value_mean`, in the same order."""
+    """Compute `value_mean`, adding in the same order."""
     layout: gl.constexpr = wide_layout(D, 2)
     base = v_ptr + b.to(gl.int64) * strides[0] + h * D
     left = (limit + step - 1) // step
@@ -509,8 +516,7 @@ def hopper_statistics_kernel(
     NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     SMOOTH: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Partial sums of a sample of k (SMOOTH), channel maxima of v by chunks of tokens and the mean
-    of a sample of v (FP8).
+    """Store sums of a sample of k (SMOOTH), and the mean of a sample and maxima of v (FP8).
 
     Grid: (heads * MEANS with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
     `prologue.statistics_kernel`, but mean [B, H, MEANS, D].
@@ -548,7 +554,7 @@ def hopper_statistics_kernel(
 
 
 def serves(job: Prologue) -> bool:
-    """Whether these kernels can do a job: 16-bit rows that can be copied 16 bytes at a time."""
+    """Return True if these kernels support a job: 16-bit rows in copies of 16 bytes."""
     dense = all(
         x.element_size() == 2
         and x.dtype == job.inputs.k.dtype
@@ -563,10 +569,10 @@ def serves(job: Prologue) -> bool:
 
 @cache
 def _heads_a_program(heads: int, blocks: int, start: float) -> int:
-    """How many of the heads of a block of tokens a program takes, so that all end soonest.
+    """Return the number of heads per program of a block of tokens with which all end soonest.
 
-    A program pays `start` heads' worth of time before its first head, and then reads one head
-    while it computes another.
+    Before its first head a program takes the time of `start` heads. Then it loads one head while
+    it computes another.
     """
 
     def time(group: int) -> float:
@@ -576,7 +582,7 @@ def _heads_a_program(heads: int, blocks: int, start: float) -> int:
 
 
 def run_hopper_prologue(job: Prologue) -> None:
-    """Fill the operands of a job."""
+    """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
     q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
@@ -589,7 +595,7 @@ def run_hopper_prologue(job: Prologue) -> None:
 
     means = cdiv(cdiv(n_kv, job.step), q_rows)
     mean = empty(means) if smooth else None
-    # As many programs as run at a time, beside those of the mean.
+    # As many programs as run at a time beside those of the mean.
     most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
@@ -678,7 +684,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         SUBTRACT=smooth,
         SHIFT=queries.shift is not None,
         COUNTERS=counters is not None,
-        maxnreg=128,  # two programs a multiprocessor
+        maxnreg=128,  # two programs per multiprocessor
         launch_pdl=dependent,
         **common,
     )

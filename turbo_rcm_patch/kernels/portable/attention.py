@@ -1,10 +1,10 @@
 """int8 attention with the skip in its epilogue.
 
-Logits are int8 products in int32; the softmax is online, over blocks of keys; the second product
-is e4m3 or 16-bit with fp32 accumulation, each block's product added to the running sum from a
-fresh accumulator. What made it fast on Hopper: small row tiles (three programs share a
-multiprocessor and hide each other's softmax), hardware copies for q, k and v, row maxima on raw
-integers, and keys permuted within v so that P never moves between registers.
+Logits are int8 products in int32. The softmax is online, over blocks of keys. The second product
+is e4m3 or 16-bit with fp32 sums; the product of each block starts from a new accumulator and is
+added to the running sum. Four choices make it fast on Hopper: small row tiles (three programs
+share a multiprocessor and hide each other's softmax), hardware copies for q, k and v, row maxima
+of raw integers, and keys permuted within v so that P never moves between registers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed
 
-#: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
+#: log2 of the largest P. It lets e4m3 use its whole range and keeps fp16 above its subnormals.
 P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
 
 #: Registers a thread may have if three programs of four warps share 65,536.
@@ -45,7 +45,7 @@ _ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 
 @triton.jit
 def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Reorder keys within groups of 32 as `prologue.value_block` stored v."""
+    """Reorder the keys of p within groups of 32 to the order of v in `prologue.value_block`."""
     p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
     p = tl.permute(p, [0, 1, 2, 4, 3, 5])
     return tl.reshape(p, [BLOCK_M, BLOCK_N])
@@ -53,8 +53,11 @@ def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """[BLOCK_N, 16] e4m3 ones. Where products read shared memory, a load puts them there once;
-    elsewhere they are a constant in registers, which a load would fetch anew in every block."""
+    """Return [BLOCK_N, 16] e4m3 ones, the right operand of a product that sums rows.
+
+    Where products read shared memory, one load puts the ones there. Elsewhere they are a constant
+    in registers, because a load would be repeated in every block.
+    """
     if DESCRIPTORS:
         ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
     else:
@@ -70,8 +73,10 @@ def over_block(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: keys start_n.. . l_i is [BLOCK_M, 16], equal columns, with
-    FP8."""
+    """Compute one step of the online softmax over BLOCK_N keys from start_n on.
+
+    With FP8 l_i is [BLOCK_M, 16] with equal columns.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_PAD)
     start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -88,25 +93,25 @@ def over_block(
             seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
         logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
         m_new = tl.maximum(m_i, tl.max(logits, axis=1))
-        # A row that has seen no key yet keeps -inf; 0 in its place gives p = 0, not NaN.
+        # A row without keys so far has the maximum -inf; 0 instead gives p = 0, not NaN.
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
     else:
-        # The maximum of raw integers is cheaper, and scales are positive.
+        # The maximum of raw integers is cheaper, and correct because scales are positive.
         m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
         m_use = m_new
         p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
     alpha = tl.exp2(m_i - m_use)
     m_i = m_new
     if FP8:
-        # Permuted in fp32 and cast last: casting first costs byte shuffles.
+        # Permute in fp32 and cast last, because permuting bytes costs shuffles.
         p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
         if DESCRIPTORS:
             v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
         else:
             v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
             v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
-        # Sums the rounded P, so that the output is normalised by what multiplied v.
+        # Sum the rounded P, because it is what multiplies v.
         l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
         acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
     else:
@@ -133,8 +138,8 @@ def over_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Keys lo..hi of the online softmax."""
-    # The masked loop runs once or twice: not pipelined, it leaves registers for a third program.
+    """Compute the online softmax over keys lo to hi."""
+    # The masked loop runs once or twice. Unpipelined, it leaves registers for a third program.
     for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
@@ -147,17 +152,21 @@ def over_keys(
 
 @triton.jit
 def row_sums(l_i, FP8: tl.constexpr):
-    """The row sums of a finished online softmax, 1 for rows that saw no key: their output is 0.
-    NaN stays NaN."""
+    """Return the row sums of a finished online softmax; NaN stays NaN.
+
+    Rows without keys get 1, so that their output is 0.
+    """
     total = tl.max(l_i, axis=1) if FP8 else l_i
     return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
-    """What e4m3 v lacks, [HEAD_PAD]: the mean that was subtracted, and the mean of the rounding
-    errors over `limit` > 0 keys. The weights of a row sum to 1, so it is added to every row
-    whole."""
+    """Return the term that e4m3 v lacks, [HEAD_PAD], to be added to every output row.
+
+    It is the mean that was subtracted plus the mean of the rounding errors over `limit` > 0 keys.
+    It is added without a factor because the weights of a row sum to 1.
+    """
     levels = v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD)
     errors = tl.load(levels + 2 * HEAD_PAD).to(tl.int32, bitcast=True).to(tl.float32)
     step = tl.load(levels) / (limit.to(tl.float32) * _ERROR_STEPS)
@@ -166,8 +175,11 @@ def lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
 
 @triton.jit
 def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
-    """acc / total in units of v, + lost. The multiply-add is explicit, because the assembler
-    contracts a quotient and a sum in some variants only: all, and Hopper's kernel, round alike."""
+    """Return acc / total * (scale of v) + lost.
+
+    The multiply-add is explicit, so that all variants and Hopper's kernel round alike. The
+    assembler would contract the quotient and the sum in some variants only.
+    """
     scale = tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))
     return tl.fma(acc * (1.0 / total)[:, None], scale[None, :], lost)
 
@@ -180,12 +192,13 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Rows start_m.. of one head: output [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
+    """Compute rows start_m.. of one head: [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
 
-    q int8 [B, H, n_q_padded, HEAD_PAD], k likewise, v e4m3 [B, H, HEAD_PAD, n_kv_padded] (FP8) or
-    16-bit [B, N, H*D]: pointers, or 2-D descriptors over the same memory (DESCRIPTORS; v only with
-    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / SCALE_BLOCK];
-    v_levels as in `operands.Values`; ones [BLOCK_N, 16] e4m3; lengths [B].
+    q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
+    [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
+    the same memory (DESCRIPTORS; v only with FP8). q_scale [B, H, n_q_padded]; k_scale
+    [B, H, n_kv_padded / SCALE_BLOCK]; v_levels as in `operands.Values`; ones [BLOCK_N, 16] e4m3;
+    lengths [B].
     """
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -212,7 +225,7 @@ def attend(
         l_i = tl.zeros([BLOCK_M], tl.float32)
         v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
 
-    # Blocks that every row sees whole, then those that need a mask.
+    # First the blocks that every row sees whole, then those that need a mask.
     hi = limit
     full = limit // BLOCK_N * BLOCK_N
     if CAUSAL:
@@ -234,8 +247,8 @@ def attend(
     total = row_sums(l_i, FP8)
     out = acc
     if FP8:
-        # Without keys acc is 0 as it is. The branch also ends what is in it before anything of
-        # the skip is loaded; mixed with that, it would not fit into registers.
+        # Without keys acc is 0. The branch also separates this code from the loads of the skip;
+        # scheduled together, both would not fit into registers.
         if limit > 0:
             lost = lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
             out = times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD)
@@ -258,11 +271,11 @@ def attention_kernel(
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     WANT_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * softmax(q k^T) v.
+    """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32; shift [B, H, n_q_padded] fp32, what smoothing took
-    from every logit of a row; the rest as in `attend` and `close_skip`.
+    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32; shift [B, H, n_q_padded] fp32, which smoothing
+    subtracted from every logit of a row; the rest as in `attend` and `close_skip`.
     """
     start_m = tl.program_id(0) * BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
@@ -295,16 +308,16 @@ def attention_kernel(
     )
 
 
-#: What `ones_for` made, by device; never freed, so that no stream loses it.
+#: Device -> result of `ones_for`. It is never freed, because any stream may read it.
 _ones: dict[torch.device, torch.Tensor] = {}
 
 
 def ones_for(device: torch.device) -> torch.Tensor:
-    """[256, 16] e4m3 ones, the right operand that turns a product into a row sum.
+    """Return [256, 16] e4m3 ones, the right operand of a product that sums rows.
 
-    Kept for the device, once they are written: another stream may be the next to read them. A
-    CUDA graph that is being captured gets its own, because its memory and its writes are the
-    graph's.
+    The ones are kept per device, after they are written, because another stream may read them
+    next. A CUDA graph that is being captured gets its own, because memory and writes during a
+    capture belong to the graph.
     """
     kept = _ones.get(device)
     if kept is None:
@@ -318,24 +331,26 @@ def ones_for(device: torch.device) -> torch.Tensor:
 
 
 def variant_of(a: AttentionInputs) -> str:
-    """The name of an attention in the tables of tiles."""
+    """Return the variant of an attention in the tables of tiles."""
     return f"{'fp8' if a.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
 
 
 def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:
-    """The option that makes three programs share a multiprocessor of Hopper: left alone the
-    compiler takes a few registers more, and two share it."""
+    """Return the option that lets three programs share a multiprocessor of Hopper.
+
+    Without it the compiler takes a few registers more, so that only two fit.
+    """
     hopper = target_of(a.q.device) == ("cuda", 90)
     few = hopper and tile.warps == 4 and a.q.element_size() == 2
     return {"maxnreg": _THREE_PROGRAMS} if few else {}
 
 
 def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> dict[str, object]:
-    """What `attend` takes by name."""
+    """Return the arguments of `attend` by name."""
     queries, keys, values, v = operands[:4]
     keys_a_scale = scale_block(a.head_dim)
     block_n = min(tile.block_n, keys_a_scale)
-    # Only the e4m3 path has every operand in a layout of ours.
+    # Only in the e4m3 path does the prologue lay out every operand.
     q_src, k_src = queries.int8, keys.int8
     _, heads, n_q_padded, head_pad = q_src.shape
     n_kv_padded = k_src.shape[2]
@@ -380,11 +395,14 @@ def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> d
 def attention(
     inputs: AttentionInputs, *, tile: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention with its skip, and the logsumexp if wanted.
+    """Compute an attention with its skip.
 
     Args:
-        inputs: With "int8" or "int4", and its pv chosen.
-        tile: In the place of the table's, for tuning: the portable kernel's then.
+        inputs: The attention, with "int8" or "int4" and a pv other than "auto".
+        tile: Tile instead of the table's, for tuning. The portable kernel runs then.
+
+    Returns:
+        y [B, Nq, H*D], and the logsumexp fp32 [B, H, Nq] or None.
     """
     a = inputs
     batch, n_q, channels = a.q.shape

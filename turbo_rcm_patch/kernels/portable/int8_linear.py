@@ -1,7 +1,8 @@
 """The W8A8 linear: int8 product, scales, bias and GELU in one launch.
 
-With a weight scale per row and 128 channels, or per 128 of both (GROUPED), a step over K is one
-such group: its integer product is scaled and added in fp32, so a tile needs registers for both.
+With a weight scale per row and 128 channels, or per block of 128 x 128 (GROUPED), a step over K is
+one group of channels. Its integer product is scaled and added in fp32, so a tile needs registers
+for both.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from turbo_rcm_patch.kernels.operands import ALIGNED, Rows
 from turbo_rcm_patch.kernels.portable.skip import gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 
-#: Outputs from which on tiles of 128x256 fill the card: 192 of them on the H200's 132
+#: Least number of outputs for which tiles of 128x256 fill the card: 192 of them on the H200's 132
 #: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
-#: 1,536 from 1,536 channels, 76 against 148 from 8,960).
+#: 1,536 outputs of 1,536 channels, 76 against 148 of 8,960).
 WIDE = 3 * 2**21
-#: Outputs from which on tiles of 128x128 are faster than those of 64x64 (1,950 x 1,536 from 8,960
-#: channels: 52 us against 74).
+#: Least number of outputs for which tiles of 128x128 are faster than those of 64x64 (1,950 x 1,536
+#: outputs of 8,960 channels: 52 us against 74).
 MEDIUM = 5 * 2**19
 #: Channels of one step over K: 128 bytes of int8, the widest swizzle of a hardware copy.
 BLOCK_K = 128
@@ -40,7 +41,7 @@ BLOCK_K = 128
 @triton.jit
 def _step(acc, x, w, w_scale_ptr, w_scale_strides, start_k, offs_c, c_out,
           BLOCK_K: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """acc + x w^T; GROUPED: times the scales of this group of channels, in fp32."""
+    """Return acc + x w^T; with GROUPED the product is scaled by this group's scales, in fp32."""
     if GROUPED:
         rows = offs_c // BLOCK_K if BLOCKS else offs_c
         group = w_scale_ptr + start_k // BLOCK_K * w_scale_strides[1]
@@ -60,11 +61,11 @@ def _product_tile(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_C]: rows row.. of x times rows start_c.. of the weight; int32, or fp32 and
-    times the weight's scales (GROUPED).
+    """Multiply rows row.. of x by rows start_c.. of the weight: a tile [BLOCK_M, BLOCK_C].
 
-    x int8 [rows, K], weight int8 [Cout, K]: pointers, or descriptors over the same memory, which
-    read 0 outside. rows_left: how many rows from `row` on belong to this batch entry.
+    It is int32, or fp32 and scaled by the weight's scales (GROUPED). x int8 [rows, K], weight int8
+    [Cout, K]: pointers, or descriptors over the same memory, which read 0 outside. rows_left: the
+    number of rows from `row` on that belong to this batch entry.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32 if GROUPED else tl.int32)
     offs_c = start_c + tl.arange(0, BLOCK_C)
@@ -101,8 +102,9 @@ def _epilogue(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Scale a tile of products (GROUPED: the weight's scales are in them), add the bias, activate,
-    store.
+    """Scale a tile of products, add the bias, activate, and store.
+
+    With GROUPED the products already include the weight's scales.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_c = start_c + tl.arange(0, BLOCK_C)
@@ -133,10 +135,10 @@ def int8_linear_kernel(
     DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
     GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """y = gelu((x W^T) * x_scale * w_scale + bias).
+    """Compute y = gelu((x W^T) * x_scale * w_scale + bias).
 
-    Grid: (tiles = batch * blocks of rows * blocks of columns,). GROUP_M blocks of rows share the
-        weight in L2.
+    Grid: (batch * blocks of rows * blocks of columns,). GROUP_M blocks of rows share the weight in
+    L2.
     y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
     descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [Cout, groups
     of BLOCK_K channels] (GROUPED), or [groups of BLOCK_K rows, groups of BLOCK_K channels]
@@ -163,8 +165,8 @@ def int8_linear_kernel(
 
 
 def _crowded(tile: Tile) -> bool:
-    """Return True if a tile's sums take half of a thread's registers, so that a second sum beside
-    them would be spilled."""
+    """Return True if a tile's sums take half of a thread's registers, so that a second sum would
+    spill."""
     return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
 
 
@@ -178,8 +180,11 @@ def int8_linear(
     gelu: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout] or [Cout, groups of 128
-    channels] or [groups of 128 rows, groups of 128 channels]: y [B, N, Cout]."""
+    """Compute gelu(x @ weight^T + bias) of int8 rows.
+
+    x [B, N, K] as rows; weight int8 [Cout, K]; its scale fp32 [Cout], [Cout, groups of 128
+    channels] or [groups of 128 rows, groups of 128 channels]; the result is [B, N, Cout].
+    """
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
     target = target_of(x.int8.device)
@@ -187,13 +192,13 @@ def int8_linear(
     blocks = grouped and weight_scale.shape[0] != features
     outputs = batch * n_tokens * features
     wide = outputs >= WIDE
-    if weight.shape[1] != channels:  # padding by nothing would copy
+    if weight.shape[1] != channels:  # padding by 0 would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
     weight = weight.contiguous()
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
     if not y.numel():
-        return y  # A descriptor of no rows is refused.
-    # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
+        return y  # Triton refuses a descriptor without rows.
+    # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
 
     def on_hopper(own: ModuleType) -> None:
@@ -206,11 +211,11 @@ def int8_linear(
         return y
     size = "wide" if wide else "medium" if outputs >= MEDIUM else "small"
     tile = tile_for("int8_linear", size, target)
-    if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
+    if grouped and _crowded(tile):  # Two sums per value: of integers, and of scaled products.
         tile = tile._replace(warps=2 * tile.warps)
     if not grouped:
         weight_scale = weight_scale.contiguous()
-    elif not blocks:  # The scales of a group side by side, as they are read.
+    elif not blocks:  # Make the scales of a group contiguous, as the kernel reads them.
         weight_scale = weight_scale.t().contiguous().t()
     x_src, w_src = x.int8, weight
     if descriptors:

@@ -1,4 +1,4 @@
-"""Norms in one pass over memory: layer norm with its modulation, that of q or k with its rotary
+"""Norms in one pass over memory: layer norm with modulation, and the norm of q or k with rotary
 embedding."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turbo_rcm_patch.kernels.replay import replayed
 
 @triton.jit
 def normal(x, mask_c, channels, eps):
-    """(x - mean) / std of a row x [C] fp32, 0 outside mask_c."""
+    """Normalise a row x [C] fp32 to (x - mean) / std, 0 outside mask_c."""
     mean = tl.sum(x, axis=0) / channels
     x = tl.where(mask_c, x - mean, 0.0)
     return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps))
@@ -33,8 +33,10 @@ def modulated(
     x, factor_ptr, offset_ptr, factor_strides, offset_strides, b, n, offs_c, mask_c,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """x * (ONE + factor) + offset for channels offs_c of token n of sample b, 0 outside mask_c;
-    fp32."""
+    """Return x * (ONE + factor) + offset for channels offs_c of token n of sample b, in fp32.
+
+    It is 0 outside mask_c.
+    """
     if HAS_FACTOR:
         factors = factor_ptr + b * factor_strides[0] + n * factor_strides[1]
         factor = tl.load(factors + offs_c * factor_strides[2], mask=mask_c, other=0.0)
@@ -52,7 +54,7 @@ def norm_modulate_kernel(
     y_stride_b, x_strides, factor_strides, offset_strides, channels, eps,
     BLOCK_C: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """y = layer_norm(x) * (ONE + factor) + offset, a token a program.
+    """Compute y = layer_norm(x) * (ONE + factor) + offset, one token per program.
 
     Grid: (tokens, batch). x, y [B, N, C] with contiguous channels, the rows of y dense within a
     sample; factor and offset broadcast to [B, N, C].
@@ -73,8 +75,10 @@ def norm_modulate_kernel(
 def broadcast(
     value: torch.Tensor | None, shape: torch.Size
 ) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
-    """What broadcasts to [B, N, C] and its strides over that; zeros for None. It is copied where
-    the offset of its last channel passes 32 bits, which the kernels compute it in."""
+    """Return a tensor that broadcasts to [B, N, C] and its strides over that, 0 for None.
+
+    It is copied if the offset of its last channel would overflow the 32 bits of the kernels.
+    """
     if value is None:
         return None, (0, 0, 0)
     stride_b, stride_n, stride_c = value.expand(shape).stride()
@@ -86,7 +90,7 @@ def broadcast(
 def modulation_arguments(
     factor: torch.Tensor | None, offset: torch.Tensor | None, one: float, shape: torch.Size
 ) -> dict[str, object]:
-    """What `modulated` takes by name; factor and offset broadcast to `shape` [B, N, C]."""
+    """Return the arguments of `modulated`; factor and offset broadcast to `shape` [B, N, C]."""
     factor, factor_strides = broadcast(factor, shape)
     offset, offset_strides = broadcast(offset, shape)
     return {
@@ -101,7 +105,7 @@ def modulation_arguments(
 
 
 def norm_warps(channels: int) -> int:
-    """Warps of a program that holds a row of so many channels."""
+    """Return the number of warps of a program that holds a row of `channels`."""
     return 4 if channels <= 2048 else 8
 
 
@@ -116,10 +120,10 @@ def norm_modulate(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """layer_norm(x) * (one + factor) + offset; x [B, N, C], factor and offset broadcast to it.
+    """Compute layer_norm(x) * (one + factor) + offset; factor and offset broadcast to x [B, N, C].
 
-    `out` takes the result: [B, N, C], the rows of a sample dense, such as some of the rows of a
-    longer sequence.
+    The result is written into `out` if given: [B, N, C] whose rows are dense within a sample, such
+    as a part of a longer sequence.
     """
     target_of(x.device)
     batch, n_tokens, channels = x.shape
@@ -150,7 +154,7 @@ def norm_rotate_kernel(
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
+    """Apply the norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
 
     Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D], or [D]
     per head, for which D is a power of two; bias [D]; cos, sin [N, D].
@@ -197,10 +201,11 @@ def norm_rotate(
     eps: float,
     by_head: bool = False,
 ) -> torch.Tensor:
-    """x [B, N, H*D], cos and sin [N, D] or None; dtype of x.
+    """Apply norm and rotary embedding to x [B, N, H*D]; the result is dense, in the dtype of x.
 
-    weight [H*D] or None, or, where D is a power of two, [D] with or without a bias [D]: a layer
-    norm or an RMSNorm of each head. The result is dense, seen as [B, H, N, D] with by_head.
+    weight [H*D] or None; if D is a power of two, also [D] with a bias [D] (layer norm of each
+    head) or without (RMSNorm of each head). cos and sin [N, D] or None. With by_head the result is
+    viewed as [B, H, N, D].
     """
     target_of(x.device)
     batch, n_tokens, channels = x.shape
@@ -247,9 +252,10 @@ def store_int8_norm(
     factor_strides, offset_strides, b, n, n_tokens, channels, padded, eps,
     TAIL: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Store the int8 row of layer_norm(x) * (ONE + factor) + offset and its scale, of a row x fp32
-    in two parts, token n of sample b, 0 outside their masks; without TAIL the second is not
-    read."""
+    """Store layer_norm(x) * (ONE + factor) + offset of token n of sample b as int8 and scale.
+
+    The row x is fp32 in two parts, 0 outside their masks. Without TAIL the second is not read.
+    """
     total = tl.sum(head, axis=0)
     if TAIL:
         total += tl.sum(tail, axis=0)
@@ -287,11 +293,11 @@ def norm_modulate_rows_kernel(
     HEAD: tl.constexpr, TAIL: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """int8 rows of layer_norm(x) * (ONE + factor) + offset and their scales, a token a program.
+    """Compute layer_norm(x) * (ONE + factor) + offset as int8 rows, one token per program.
 
     Grid: (tokens, batch). x [B, N, C] with contiguous channels; factor and offset broadcast to it;
     int8 [B, N, padded] dense, 0 from channel C on; scale [B, N] fp32. HEAD, TAIL: as in
-    `rows.quantize_rows_kernel`. Everything in fp32: no rounding before the one to int8.
+    `rows.quantize_rows_kernel`. All steps are fp32, and only the last rounds, to int8.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = x_ptr + b * x_strides[0] + n * x_strides[1]
@@ -319,8 +325,10 @@ def norm_modulate_rows(
     one: float,
     eps: float,
 ) -> Rows:
-    """layer_norm(x) * (one + factor) + offset in int8 rows; x [B, N, C], factor and offset
-    broadcast to it."""
+    """Compute layer_norm(x) * (one + factor) + offset as int8 rows.
+
+    Factor and offset broadcast to x [B, N, C].
+    """
     target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)

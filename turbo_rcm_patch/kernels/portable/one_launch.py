@@ -1,15 +1,15 @@
 """int8 attention, output projection and skip in one launch.
 
-Every program computes one head of a block of rows and writes it. The program that completes the
-last head of its rows, which an integer counter decides, projects them while they are in L2 and
-closes the skip. Nobody waits, nothing is summed by atomics, so the result does not depend on the
+Every program computes one head of a block of rows and writes it. A counter tells a program that it
+completed the last head of its rows. This program projects the rows while they are in L2, and
+closes the skip. No program waits, and no atomics sum floats, so the result does not depend on the
 order of programs.
 
-The hand-over: the attention output is written and read with plain pointers (a descriptor's store
-is ordered for other descriptors only); a barrier of the whole program stands before the atomic,
-which one thread executes for all; the atomic acquires and releases at device scope. Counters
-belong to the call and are zeroed by its prologue, so aborted launches, streams and replayed graphs
-are safe.
+The attention output passes from one program to another. It is written and read with plain
+pointers, because a descriptor's store is ordered only for other descriptors. A barrier of the
+whole program comes before the atomic, which one thread executes for all. The atomic acquires and
+releases at device scope. The counters belong to one call, and its prologue zeroes them, so aborted
+launches, streams and replayed graphs are safe.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def project_tile(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """x W^T + bias for BLOCK_M rows and BLOCK_C columns, fp32.
+    """Compute x W^T + bias for BLOCK_M rows and BLOCK_C columns, in fp32.
 
-    x_ptr: the first row, rows x_stride apart and dense in channels; weight [Cout, Cin];
-    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`), its origin is a 64-bit
+    x_ptr: the first row; rows are x_stride apart and dense in channels. weight [Cout, Cin];
+    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
     pointer.
     """
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -87,10 +87,10 @@ def one_launch_kernel(
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
+    """Compute y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
-    Grid: (heads, blocks of BLOCK_M rows, batch): heads fastest, so that a block of rows is
-    complete soon after it was begun.
+    Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
+    complete soon after its first program starts.
     y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
     weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
     """
@@ -114,7 +114,7 @@ def one_launch_kernel(
         out.to(attended_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
     )
-    # One thread executes the atomic; without this barrier it would not wait for the other warps'
+    # One thread executes the atomic. Without this barrier it would not wait for the other warps'
     # stores.
     tl.debug_barrier()
     blocks = tl.cdiv(n_q, BLOCK_M)
@@ -148,8 +148,11 @@ def attention_project_skip(
     cast: str,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The attention, its projection by weight [Cout, H*D] and bias [Cout], and the skip
-    [B, Nq, Cout]; `tile` overrides the table, for tuning."""
+    """Compute an attention, its projection and its skip: [B, Nq, Cout].
+
+    The projection has a weight [Cout, H*D] and a bias [Cout]. `tile` replaces the table's, for
+    tuning.
+    """
     a = inputs
     batch, n_q, channels = a.q.shape
     features = weight.shape[0]

@@ -1,11 +1,11 @@
-"""What stands before the attention kernel, in two launches.
+"""The prologue of the attention kernel: q and k to int8 and v to e4m3, in two launches.
 
-`statistics_kernel` averages k and v over a sample of tokens (any constant can be taken out of
-either exactly) and finds the largest magnitude of each channel of v. `prologue_kernel` then
-normalises, rotates, mixes and quantises q and k, and transposes v and rounds it, in one pass over
-memory: a program takes a block of tokens of one of the three, sums the squares of their rows where
-the norm spans all heads, and goes from head to head while the rows are in cache. What the rounding
-of v lost in the mean over all tokens is summed for the attention, which adds it back.
+`statistics_kernel` averages k and v over a sample of tokens, and finds the largest magnitude of
+each channel of v. The averages are subtracted later; any constant can be subtracted exactly.
+`prologue_kernel` then normalises, rotates, mixes and quantises q and k, and transposes and rounds
+v, in one pass over memory. A program takes a block of tokens of q, k or v. If the norm spans all
+heads, it first sums the squares of the rows. Then it goes from head to head while the rows are in
+cache. The rounding errors of v are summed over all tokens, and the attention adds their mean back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from turbo_rcm_patch.kernels.operands import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-#: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
+#: Values that are all smaller become 0, because the inverse of their scale would overflow.
 TINY = tl.constexpr(2.0**-100)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
@@ -51,9 +51,9 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 # `_load_8`, `_load_16` and `_load_32` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and
-# so on. Each is a tile [T, G], and they become new dimensions of two. ptr and mask: [T, G]. With
-# PADDED, values from `n_left` [T, G] on are 0. A single function would have to call itself, which
-# Triton 3.4 cannot compile.
+# so on. Each value is a tile [T, G], and the values become new dimensions of two. ptr and mask are
+# [T, G]. With PADDED, values from `n_left` [T, G] on are 0. These are three functions because
+# Triton 3.4 cannot compile one that calls itself.
 
 
 @triton.jit
@@ -109,9 +109,11 @@ def _unpack(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 def read_channels(
     ptr, words_ptr, offs, mask, n_left, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """32 channels from ptr + offs [T, G] on, as they lie in memory; words_ptr is the same memory
-    as int64 (WORDS: 16-bit channels, everything divisible by 4). For `unpack_channels`: in
-    between, what was read takes half the registers and need not have arrived."""
+    """Load 32 channels from ptr + offs [T, G] on, in their dtype, for `unpack_channels`.
+
+    words_ptr is the same memory as int64 (WORDS: 16-bit channels, all offsets divisible by 4).
+    Before they are unpacked the values take half the registers, and the load may still run.
+    """
     if WORDS:
         x = _load_8(words_ptr + (offs >> 2), mask, n_left >> 2, 0, 1, PADDED)
     else:
@@ -123,7 +125,7 @@ def read_channels(
 def unpack_channels(
     x, dtype: tl.constexpr, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr, WORDS: tl.constexpr
 ):
-    """[BLOCK_T, HEAD_PAD] fp32 of what `read_channels` read of elements of `dtype`."""
+    """Convert the result of `read_channels` from `dtype` to fp32 [BLOCK_T, HEAD_PAD]."""
     if WORDS:
         even = tl.join(_unpack(x, 0, dtype), _unpack(x, 32, dtype))
         odd = tl.join(_unpack(x, 16, dtype), _unpack(x, 48, dtype))
@@ -133,7 +135,7 @@ def unpack_channels(
 
 @triton.jit
 def group_offsets(offs_t, mask_t, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Tokens, first channels, mask and channels left, each [T, G]."""
+    """Return tokens, first channels, mask and numbers of channels left, [T, G] each."""
     channel = tl.arange(0, HEAD_PAD // 32)[None, :] * 32
     tokens = offs_t[:, None] + 0 * channel
     first = 0 * offs_t[:, None] + channel
@@ -145,7 +147,7 @@ def rotary_tables(
     cos_ptr, sin_ptr, tokens, first, mask, n_left,
     BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """cos of even and sin of odd channels, [BLOCK_T, HEAD_PAD / 2] fp32 each."""
+    """Load cos of even and sin of odd channels, [BLOCK_T, HEAD_PAD / 2] fp32 each."""
     offs = tokens * HEAD_DIM + first
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     cos = _load_16(cos_ptr + offs, mask, n_left, 0, 2, padded).to(tl.float32)
@@ -158,7 +160,7 @@ def rotary_tables(
 def row_rms(
     rows, mask_t, eps, CHANNELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """1 / rms of whole rows; rows: [BLOCK_T] pointers to their first channel."""
+    """Compute 1 / rms of whole rows; rows: [BLOCK_T] pointers to their first channel."""
     total = tl.zeros([BLOCK_T], tl.float32)
     for start in range(0, CHANNELS, BLOCK_C):
         offs_c = start + tl.arange(0, BLOCK_C)
@@ -178,9 +180,9 @@ def head_tile(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked.
+    """Normalise and rotate one head: [BLOCK_T, HEAD_PAD] fp32, 0 where masked.
 
-    x: what `read_channels` read of the head; rms [BLOCK_T] (NORM 1). NORM as in `operands`.
+    x: the head as `read_channels` loaded it; rms [BLOCK_T] (NORM 1). NORM as in `operands`.
     """
     x = unpack_channels(x, dtype, BLOCK_T, HEAD_PAD, WORDS)
     if NORM == 3:  # layer norm
@@ -196,7 +198,7 @@ def head_tile(
         kind: tl.constexpr = weight_ptr.dtype.element_ty
         x = x * rms[:, None] * unpack_channels(w, kind, BLOCK_T, HEAD_PAD, WORDS)
         if NORM == 3:
-            # Masked like x: a token that is not there has no bias either.
+            # Masked like x, so that a token past the end stays 0.
             w = read_channels(bias_ptr, bias_words_ptr, own, mask, n_left, WORDS, padded)
             bias_kind: tl.constexpr = bias_ptr.dtype.element_ty
             x += unpack_channels(w, bias_kind, BLOCK_T, HEAD_PAD, WORDS)
@@ -208,26 +210,25 @@ def head_tile(
 
 
 def hadamard_width(head_pad: int) -> int:
-    """Channels that `hadamard` mixes: the whole head up to 64, else 32, which a thread has."""
+    """Return the channels that `hadamard` mixes: a head of up to 64, else the 32 of a thread."""
     return head_pad if head_pad <= 64 else 32
 
 
 @triton.jit
 def hadamard(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Every `hadamard_width` channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not
-    normalised.
+    """Multiply every `hadamard_width` channels of x [BLOCK_T, HEAD_PAD] fp32 by a Hadamard matrix.
 
-    Done to both q and k it leaves their products alone but for a factor, and spreads what single
-    channels stick out by over the others, so that the int8 steps get finer (as in
-    FlashAttention-3, arXiv 2407.08608). Sums and differences, a stage per bit of the channel's
-    number: five within a thread, a sixth with its neighbour.
+    The matrix is not normalised. Applied to both q and k it only multiplies their products by a
+    factor. It spreads the outliers of single channels over the others, so that the int8 steps get
+    finer (as in FlashAttention-3, arXiv 2407.08608). There is one stage of sums and differences
+    per bit of the channel's index: five within a thread, the sixth between neighbouring threads.
     """
     x = tl.reshape(x, [BLOCK_T, HEAD_PAD // 32, 2, 2, 2, 2, 2])
     for _ in tl.static_range(5):
         one, other = tl.split(x)
         x = tl.permute(tl.join(one + other, one - other), [0, 1, 6, 2, 3, 4, 5])
     if HEAD_PAD == 64:
-        # A thread gets the sum from its neighbour; the difference is that less twice its own.
+        # The sum comes from the neighbour; the difference is the sum less twice the own value.
         x = tl.reshape(x, [BLOCK_T, 2, 32])
         total = tl.sum(x, axis=1)[:, None, :]
         second = tl.arange(0, 2)[None, :, None] == 1
@@ -237,7 +238,7 @@ def hadamard(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 @triton.jit
 def store_int8(words_ptr, x, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """x [BLOCK_T, HEAD_PAD] fp32, |x| <= 127, rounded half to even, as int8.
+    """Store x [BLOCK_T, HEAD_PAD] fp32, |x| <= 127, as int8, rounded half to even.
 
     words_ptr: [T, G] pointers to the first of each group's four int64.
     """
@@ -257,7 +258,7 @@ def store_int8(words_ptr, x, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr
 
 @triton.jit
 def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
-    """Keys that batch entry b sees."""
+    """Return the number of keys that batch entry b sees."""
     limit = n_tokens
     if HAS_LENGTHS:
         limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_tokens)).to(tl.int32)
@@ -266,8 +267,10 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
 
 @triton.jit
 def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """The mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows; mean: [B, H, HEAD_PAD] fp32, read
-    as int64."""
+    """Load the mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows.
+
+    mean [B, H, HEAD_PAD] fp32, read as int64.
+    """
     words = _load_16(mean_words_ptr + (bh * HEAD_PAD + first) // 2, mask, first, 0, 1, False)
     low = words.to(tl.int32).to(tl.float32, bitcast=True)
     high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -275,12 +278,11 @@ def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: 
 
 
 _E4M3_MAX = tl.constexpr(448.0)
-#: A channel is scaled by this magnitude at least: below it the inverse of its scale overflows.
+#: Least magnitude by which a channel is scaled. Below it the inverse of the scale overflows.
 LEAST_V = tl.constexpr(2.0**-117)
-#: A channel with larger values keeps its mean: the sum of a sample of it could overflow.
+#: A channel with larger values keeps its mean, because the sum of a sample could overflow.
 LARGEST_CENTRED = tl.constexpr(2.0**119)
-#: Tokens of the sample of v that are added side by side; how they are added is part of the
-#: numeric contract.
+#: Number of partial sums of the sample of v. The order of the sum is part of the numeric contract.
 MEAN_ROWS = tl.constexpr(32)
 _ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 
@@ -291,7 +293,7 @@ def channel_amax(
     v_ptr, v_stats_ptr, strides, chunk_tokens, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitude of each channel of a head of v over a chunk of tokens.
+    """Store the largest magnitude of each channel of a head of v over a chunk of tokens.
 
     v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32: the mean, then the magnitudes.
     """
@@ -317,11 +319,10 @@ def value_mean(
     v_ptr, v_stats_ptr, error_ptr, strides, samples, step, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Mean of each channel of a head of v over tokens 0, step, 2 * step, ... < limit, of which
-    there are at most `samples`.
+    """Store the mean of each channel of a head of v over tokens 0, step, 2 * step, ... < limit.
 
-    v [B, N, H*D]; v_stats as in `channel_amax`. The sums of errors, the last row of
-    [B, H, 3, HEAD_PAD] int32, are zeroed for `value_block`.
+    There are at most `samples` of these. v [B, N, H*D]; v_stats as in `channel_amax`. The sums of
+    errors, the last row of [B, H, 3, HEAD_PAD] int32, are zeroed for `value_block`.
     """
     offs_d = tl.arange(0, HEAD_PAD)
     base = v_ptr + b.to(tl.int64) * strides[0] + h * HEAD_DIM
@@ -333,7 +334,7 @@ def value_mean(
             mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
-    # Two by two, so that every kernel adds in the same order, whatever its layout is.
+    # Add pairwise, so that all kernels add in the same order, whatever their layouts are.
     for i in tl.static_range(5):
         total = tl.sum(tl.reshape(total, [2, MEAN_ROWS >> (i + 1), HEAD_PAD]), axis=0)
     total = tl.reshape(total, [HEAD_PAD])
@@ -350,12 +351,12 @@ def value_block(
     heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A head of v less its mean in e4m3, transposed, one scale per channel, tokens permuted within
-    groups of 32: BLOCK_T tokens, of which those before `limit` are seen.
+    """Store BLOCK_T tokens of a head of v, less their mean, transposed in e4m3.
 
-    v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32 as in `channel_amax`;
-    out [B, H, HEAD_PAD, n_padded] e4m3; levels [B, H, 3, HEAD_PAD] as in `operands.Values`, error
-    the same as int32: its last row is added to.
+    There is one scale per channel. Tokens are permuted within groups of 32. Tokens from `limit` on
+    are masked. v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32 as in `channel_amax`;
+    out [B, H, HEAD_PAD, n_padded] e4m3; levels [B, H, 3, HEAD_PAD] as in `operands.Values`; error
+    is the same memory as int32, to whose last row the rounding errors are added.
     """
     offs_d = tl.arange(0, HEAD_PAD)
     bh = b.to(tl.int64) * heads + h
@@ -394,7 +395,7 @@ def value_block(
     )
     error = (x - y.to(tl.float32)) * _ERROR_STEPS
     error = (error + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
-    # Integers: the sum is the same in whatever order it is added.
+    # The errors are integers, so their sum does not depend on the order.
     tl.atomic_add(error_ptr + levels + 2 * HEAD_PAD, tl.sum(error, axis=0), sem="relaxed")
 
 
@@ -408,11 +409,10 @@ def sample_mean(
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit,
-    of which there are at most `samples`.
+    """Store the mean of a normalised, rotated head of x over tokens 0, step, ... < limit.
 
-    x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
-    [D]; bias [D]; cos, sin [N, D].
+    There are at most `samples` of these. x [B, N, H*D], words the same as int64 (WORDS);
+    mean [B, H, HEAD_PAD] fp32; weight [H*D] or [D]; bias [D]; cos, sin [N, D].
     """
     total = tl.zeros([HEAD_PAD], tl.float32)
     for start in range(0, samples, BLOCK_T):
@@ -451,11 +451,11 @@ def key_block(
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SUBTRACT: tl.constexpr,
 ):  # fmt: skip
-    """int8 k and its scales, after norm, rotary embedding, smoothing and `hadamard`: ROWS tokens
-    of GROUP heads, of which those before `limit` are seen.
+    """Store ROWS tokens of GROUP heads of k as int8 with their scales.
 
-    x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64, 0
-    for keys that are not seen; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
+    Before that, norm, rotary embedding, smoothing and `hadamard` are applied. Tokens from `limit`
+    on are masked. x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD]
+    as int64, 0 for masked keys; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
     sin [N, D]; mean [B, H, HEAD_PAD], subtracted (SUBTRACT).
     """
     offs_t = block * ROWS + tl.arange(0, ROWS)
@@ -470,7 +470,7 @@ def key_block(
         cos, sin = rotary_tables(
             cos_ptr, sin_ptr, tokens, first, mask, n_left, ROWS, HEAD_DIM, HEAD_PAD
         )
-    # A head is read while the one before it is computed.
+    # Load each head while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
     last = tl.minimum((group + 1) * GROUP, heads) - 1
@@ -495,7 +495,7 @@ def key_block(
         total = tl.sum(x)
         amax = tl.where(amax > TINY, amax, 1.0)
         inverse = tl.div_rn(QMAX * 1.0, amax)
-        # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
+        # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
         tl.store(scale_ptr + bh * n_scales + block, tl.where(total == total, amax / QMAX, total))
         out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
         store_int8(out, x * inverse, tokens < n_padded, ROWS, HEAD_PAD)
@@ -514,13 +514,13 @@ def query_block(
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """int8 q and its scales, after norm, rotary embedding and `hadamard`: BLOCK_T tokens of GROUP
-    heads.
+    """Store BLOCK_T tokens of GROUP heads of q as int8 with their scales.
 
-    x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
+    Before that, norm, rotary embedding and `hadamard` are applied. x [B, N, H*D], words the same
+    as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
     scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; bias [D]; cos, sin [N, D];
     mean [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
-    counter [B, n_counters] int32, zeroed for the kernel that counts.
+    counter [B, n_counters] int32, zeroed for the one-launch kernel.
     """
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if COUNTERS:
@@ -540,7 +540,7 @@ def query_block(
             cos_ptr, sin_ptr, tokens, first, mask, n_left, BLOCK_T, HEAD_DIM, HEAD_PAD
         )
     inside = offs_t < n_padded
-    # A head is read while the one before it is computed.
+    # Load each head while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
     last = tl.minimum((group + 1) * GROUP, heads) - 1
@@ -566,9 +566,9 @@ def query_block(
         total = tl.sum(x, axis=1)
         amax = tl.where(amax > TINY, amax, 1.0)
         inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
-        # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
+        # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
         scale = tl.where(total == total, amax / QMAX * factor, total)
-        # From the threads of the first channels: as a vector it would change hands first.
+        # The threads of the first channels store it, because a vector would be exchanged first.
         tl.store(
             scale_ptr + bh * n_padded + tokens,
             scale[:, None] + 0.0 * first,
@@ -578,7 +578,7 @@ def query_block(
         store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
 
 
-AMAX_CHUNKS = 32  # at most so many partial maxima of a channel of v
+AMAX_CHUNKS = 32  # most partial maxima of a channel of v
 LOG2_E = 1.4426950408889634
 
 
@@ -592,8 +592,7 @@ def statistics_kernel(
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SMOOTH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Mean of a sample of k (SMOOTH), channel maxima of v by chunks of tokens and the mean of a
-    sample of v (FP8).
+    """Store the mean of a sample of k (SMOOTH), and the mean of a sample and maxima of v (FP8).
 
     Grid: (heads with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
     `sample_mean`, `channel_amax` and `value_mean`; lengths [B].
@@ -610,7 +609,7 @@ def statistics_kernel(
                 k_strides, tl.cdiv(n_kv, step), step, heads, eps,
                 CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, NORM, ROPE, WORDS,
             )  # fmt: skip
-    if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
+    if FP8:  # noqa: SIM102 (a compile-time branch: without FP8 there is no v to read)
         if at >= means:
             chunk, h = (at - means) // heads, (at - means) % heads
             if chunk < chunks:
@@ -644,7 +643,7 @@ def prologue_kernel(
     Q_WORDS: tl.constexpr, K_WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SUBTRACT: tl.constexpr, SHIFT: tl.constexpr, COUNTERS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """q and k as int8 and, with FP8, v as transposed e4m3.
+    """Store q and k as int8 and, with FP8, v as transposed e4m3.
 
     Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of GROUP heads; batch).
     Arguments as in `key_block`, `query_block` and `value_block`.
@@ -679,20 +678,20 @@ def prologue_kernel(
 
 
 def _as_words(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x as int64, four of its 16-bit elements to each, where its layout allows it."""
+    """View x as int64, four 16-bit elements each, or return None if that is impossible."""
     if x is None:
         return None
     strides = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
     if x.element_size() != 2 or any(stride % 4 for stride in strides):
         return None
-    # Memory that another library allocated may begin anywhere.
+    # Memory of another library may have any address.
     if x.device.type != "meta" and x.data_ptr() % 8:
         return None
     return x.view(torch.int64)
 
 
 class _Rows(NamedTuple):
-    """The rows of q or k, and weight and bias of their norm, as words where all can be read so."""
+    """The rows of q or k with weight and bias of their norm, as words if all can be viewed so."""
 
     words: torch.Tensor | None = None
     weight_words: torch.Tensor | None = None
@@ -702,7 +701,7 @@ class _Rows(NamedTuple):
 def _rows(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head_dim: int
 ) -> _Rows:
-    """x [B, N, H*D], dense rows; weight [H*D] or [D] or None; bias [D] or None."""
+    """Describe x [B, N, H*D] (dense rows), weight [H*D] or [D] or None, bias [D] or None."""
     words = _Rows(*map(_as_words, (x, weight, bias)))
     given = (True, weight is not None, bias is not None)
     readable = all(w is not None for w, there in zip(words, given, strict=True) if there)
@@ -710,12 +709,12 @@ def _rows(
 
 
 def _heads_a_program(heads: int, programs: int) -> int:
-    """Heads a program takes: all, unless that leaves a large GPU idle."""
+    """Return the heads per program: all, unless that leaves a large GPU idle."""
     return max(1, min(heads, heads * programs // 512))
 
 
 def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> None:
-    """Fill the operands of a job; `tile` in the place of the table's."""
+    """Compute the operands of a job into its memory; `tile` replaces the table's."""
     a, queries, keys, values, counters, counter_rows = job
     q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
     (batch, _, channels), n_kv, device = q.shape, k.shape[1], q.device
@@ -723,7 +722,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     if tile is None:
         tile = tile_for("prologue", str(head_pad), target)
-    # A thread takes 32 channels of a token: a block of few tokens wants no more warps than that.
+    # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     q_rows = _rows(q, a.norm_q, a.norm_q_bias, head_dim)
     k_rows = _rows(k, a.norm_k, a.norm_k_bias, head_dim)
@@ -753,7 +752,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
     chunks = cdiv(n_kv, chunk_tokens)
     stats = empty(1 + chunks) if fp8 else None
     errors = None if values is None else values.levels.view(torch.int32)
-    # Half the tokens of a prologue's program and half its warps: twice the registers a thread.
+    # With half the tokens and half the warps of the prologue a thread may use twice the registers.
     block_t = max(16, rows // 2)
     if smooth or fp8:
         launch(
@@ -854,11 +853,12 @@ def quantize(
     """Run the prologue of an attention.
 
     Args:
-        inputs: With "int8" or "int4", and its pv chosen; what belongs to the skip is not read.
+        inputs: The attention, with "int8" or "int4" and a pv other than "auto". The fields of the
+            skip are not read.
         counters: [B, n] int32, to be zeroed.
         counter_rows: Rows of q that share a counter.
-        portable: The portable kernels even where there are others.
-        tile: In the place of the table's, of the portable kernels.
+        portable: Run the portable kernels even where there are others.
+        tile: Tile of the portable kernels instead of the table's.
     """
 
     def dense(x: torch.Tensor | None) -> torch.Tensor | None:

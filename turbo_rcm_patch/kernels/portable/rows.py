@@ -1,4 +1,4 @@
-"""Rows of activations or of a weight as int8, a scale per row."""
+"""Quantise rows of activations or of a weight to int8 with a scale per row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from turbo_rcm_patch.kernels.replay import replayed
 
 #: Largest magnitude of a quantised value.
 INT8_MAX = tl.constexpr(127.0)
-#: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.
+#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
 TINY = tl.constexpr(2.0**-100)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 
-#: Values a program holds where rows are short, and values a thread holds.
+#: Values per program for short rows, and values per thread.
 _VALUES = 1024
 _VALUES_A_THREAD = 48
 
@@ -29,24 +29,27 @@ _NO_SIGN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def magnitude(x):
-    """x [T, C] or [C] fp32: the bits of |x|, whose order as integers is that of the numbers, with
-    infinity and then NaN above them all. One reduction finds the maximum and whatever is not
-    finite, and on a GPU it is the fast one of integers."""
+    """Return the bits of |x| for x [T, C] or [C] fp32.
+
+    As integers they are ordered as the numbers, with infinity and then NaN as the largest. So one
+    reduction finds the maximum and any value that is not finite, and it is the fast reduction of
+    integers.
+    """
     return x.to(tl.int32, bitcast=True) & _NO_SIGN
 
 
 @triton.jit
 def amax_poison(bits):
-    """What `int8_scale` takes, from the maximum of a row's magnitudes."""
+    """Convert the maximum of a row's `magnitude` to the arguments of `int8_scale`."""
     return bits.to(tl.float32, bitcast=True), tl.where(bits >= _INFINITY, float("nan"), 0.0)
 
 
 @triton.jit
 def int8_scale(amax, poison):
-    """Scale and its inverse from a row's largest magnitude [T] fp32.
+    """Return a row's scale and its inverse from its largest magnitude [T] fp32.
 
     poison [T]: NaN where the row has a NaN or an infinity, else 0. A maximum drops NaN, so without
-    it such a row would come out as numbers.
+    poison such a row would become finite numbers.
     """
     amax = tl.where(amax > TINY, amax, 1.0)
     return tl.div_rn(amax, INT8_MAX) + poison, tl.div_rn(INT8_MAX, amax)
@@ -54,10 +57,10 @@ def int8_scale(amax, poison):
 
 @triton.jit
 def nearest_int8(x, inverse):
-    """int8 of x * inverse, |x * inverse| <= 127, half to even; x [T, C] fp32, inverse [T] fp32.
+    """Round x * inverse half to even to int8, |x * inverse| <= 127; x [T, C], inverse [T] fp32.
 
-    The sum with `_MAGIC` has the integer in its low bits, in two's complement: its low byte is the
-    answer, and the conversion unit, which runs at a fraction of the rate, is not needed.
+    The sum with `_MAGIC` has the integer in its low bits in two's complement, so its low byte is
+    the result. This avoids the conversion unit, which is several times slower.
     """
     shifted = x * inverse[:, None] + _MAGIC
     return shifted.to(tl.int32, bitcast=True).to(tl.int8)
@@ -68,13 +71,13 @@ def quantize_rows_kernel(
     x_ptr, int8_ptr, scale_ptr, x_strides, n_rows, channels, padded,
     BLOCK_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """int8 rows of x and their scales, max |row| / 127, in one pass over memory.
+    """Store x as int8 rows with their scales, max |row| / 127, in one pass over memory.
 
     Grid: (blocks of BLOCK_T rows, batch).
     x [B, N, K] with dense rows; int8 [B, N, padded] dense, 0 from channel K on; scale [B, N] fp32.
-    A row is HEAD channels and TAIL more (0: none), powers of two both, which masks fewer lanes
-    than one power of two. Up to a few thousand channels a row is one warp's: nothing is exchanged
-    through shared memory, no warp waits for another, and a multiprocessor holds 32 of them.
+    A row has HEAD channels and TAIL more (0 for none). Both are powers of two, which masks fewer
+    lanes than a single one. Up to a few thousand channels one warp has a row, so that no data
+    passes through shared memory and no warp waits for another; a multiprocessor holds 32 of them.
     """
     b = tl.program_id(1).to(tl.int64)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -101,19 +104,19 @@ def quantize_rows_kernel(
 
 
 def row_parts(channels: int) -> tuple[int, int]:
-    """HEAD and TAIL of a padded row: powers of two that cover it together."""
+    """Return HEAD and TAIL of a row: powers of two that together cover its channels."""
     head = triton.next_power_of_2(channels + 1) // 2
     rest = channels - head
     return head, triton.next_power_of_2(rest) if rest else 0
 
 
 def row_warps(values: int) -> int:
-    """Warps that hold so many values."""
+    """Return the number of warps that hold this many values."""
     return min(32, triton.next_power_of_2(cdiv(values, 32 * _VALUES_A_THREAD)))
 
 
 def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
-    """Memory for the rows of a [batch, n_rows, channels] tensor."""
+    """Allocate the int8 rows of a [batch, n_rows, channels] tensor."""
     padded = padded_channels(channels)
     return Rows(
         torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
@@ -122,7 +125,7 @@ def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> 
 
 
 def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
-    """What a kernel takes by name that fills rows, block_t of them a program."""
+    """Return the arguments of a kernel that fills rows, block_t of them per program."""
     padded = rows.int8.shape[2]
     head, tail = row_parts(padded)
     return {
@@ -138,7 +141,7 @@ def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
 
 @replayed
 def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
-    """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row; into dense memory where given."""
+    """Quantise x [B, N, K] bf16, fp16 or fp32 to int8 rows, into `into` if that is given."""
     target_of(x.device)
     x = dense_rows(x)
     batch, n_rows, channels = x.shape
@@ -160,7 +163,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
 
 
 def quantize_stacked(weights: Sequence[torch.Tensor]) -> Rows:
-    """Matrices [N_i, K] below each other, as the rows of one batch entry."""
+    """Quantise matrices [N_i, K], stacked, as the rows of one batch entry."""
     total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
     stacked = empty_rows(1, total, channels, weights[0].device)
     first = 0

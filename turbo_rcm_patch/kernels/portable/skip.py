@@ -26,7 +26,7 @@ _MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
 
 @triton.jit
 def gelu_tanh(x):
-    """0.5 x (1 + tanh(u)) as x * sigmoid(2u), which cancels nowhere; fp32."""
+    """Compute 0.5 x (1 + tanh(u)) in fp32 as x * sigmoid(2u), which has no cancellation."""
     u = x * (1.0 + _CUBE * x * x) * _SQRT_2_OVER_PI
     return x / (1.0 + tl.exp2(u * _MINUS_2_LOG2_E))
 
@@ -36,10 +36,10 @@ def load_coefficient(
     ptr, value, strides, b, offs_n, offs_c, mask_n, mask_c,
     KIND: tl.constexpr, ROUND_TO: tl.constexpr,
 ):  # fmt: skip
-    """A coefficient that broadcasts against a tile [N, C], in fp32.
+    """Load a coefficient that broadcasts against a tile [N, C], in fp32.
 
-    KIND: 0 the number `value`, 1 varies with the batch, 2 with batch and channel, 3 with
-    everything. ROUND_TO: dtype that tensor coefficients are rounded to first, or None.
+    KIND: 0 for the number `value`, or a tensor that varies with 1 batch, 2 batch and channel,
+    3 batch, token and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
     """
     c = value
     if KIND != 0:
@@ -62,8 +62,10 @@ def load_coefficient(
 
 @triton.jit
 def _product(x, c):
-    """x * c, rounded. A plain product would be contracted with the sum that follows (in 16 bits
-    too, where the compiler narrows the steps), and the result would not be what eager code gives.
+    """Compute x * c, rounded.
+
+    A plain product would be contracted with the sum after it (in 16 bits too, where the compiler
+    narrows the steps), and the result would differ from eager code.
     """
     return tl.fma(x, c, 0.0)
 
@@ -77,13 +79,13 @@ def _rounded(x, ROUND_TO: tl.constexpr):
 
 @triton.jit
 def scaled(branch, c_out, ROUND_TO: tl.constexpr):
-    """c_out * branch, rounded as `close_skip` says."""
+    """Compute c_out * branch, rounded as in `close_skip`."""
     return _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
 
 
 @triton.jit
 def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
-    """c_skip * residual + y, rounded as `close_skip` says."""
+    """Compute c_skip * residual + y, rounded as in `close_skip`."""
     return _rounded(_rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO) + y, ROUND_TO)
 
 
@@ -94,7 +96,7 @@ def close_skip(
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
-    """c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
+    """Compute c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
 
     residual [B, N, C] with contiguous channels. ROUND_TO: None computes in fp32 throughout; a
     dtype rounds after every step. Both equal eager code bit for bit.
@@ -129,7 +131,7 @@ def skip_kernel(
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * branch.
+    """Compute y = c_skip * residual + c_out * branch.
 
     Grid: (blocks of tokens * blocks of channels, batch).
     y [B, N, C] dense; branch, residual [B, N, C] with contiguous channels.
@@ -166,7 +168,7 @@ def skip(
     cast: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """c_skip * residual + c_out * branch; tensors [B, N, C], coefficients broadcast to it."""
+    """Compute c_skip * residual + c_out * branch of [B, N, C]; coefficients broadcast to it."""
     tile = tile_for("skip", "any", target_of(branch.device))
     batch, n_tokens, channels = branch.shape
     branch = dense_rows(branch)

@@ -1,4 +1,4 @@
-"""A skip and the norm that reads it, in one pass: the residual stream is written and not read
+"""A skip and the norm of its result in one pass: the residual stream is written but not read
 again."""
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def close_row(
     y_row, branch_row, residual_row, gate, offs_c, mask_c,
     HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """residual + gate * branch for channels offs_c of a row, stored; as it is read back, in fp32,
-    0 outside mask_c. gate [channels] as it was loaded. VALUES: see `skip_norm`."""
+    """Store residual + gate * branch for channels offs_c of a row.
+
+    Return the stored values in fp32, 0 outside mask_c. gate: [channels], as loaded. VALUES: see
+    `skip_norm`.
+    """
     branch_ptrs = tl.max_contiguous(branch_row + offs_c, VALUES)
     residual_ptrs = tl.max_contiguous(residual_row + offs_c, VALUES)
     branch = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
@@ -50,7 +53,7 @@ def _close(
     b, n, n_tokens, channels, offs_c, mask_c,
     HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """`close_row` of token n of sample b."""
+    """Call `close_row` for token n of sample b."""
     branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
     residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
     gate = mask_c
@@ -72,12 +75,12 @@ def skip_norm_kernel(
     BLOCK_C: tl.constexpr, HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + gate * branch, and layer_norm(y) * (ONE + factor) + offset of y as it is
-    stored, a token a program.
+    """Compute y = residual + gate * branch, and layer_norm(y) * (ONE + factor) + offset.
 
+    The norm reads y as it is stored. One program computes one token.
     Grid: (tokens, batch). y, normed [B, N, C] dense; branch, residual [B, N, C] with contiguous
     channels; gate, factor and offset broadcast to them.
-    Steps, layouts and so the bits are those of `skip_kernel` and `norm_modulate_kernel`.
+    Steps and layouts, and so the bits, are those of `skip_kernel` and `norm_modulate_kernel`.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
@@ -102,10 +105,10 @@ def skip_norm_rows_kernel(
     HEAD: tl.constexpr, TAIL: tl.constexpr, HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The same with the norm as int8 rows and their scales.
+    """Compute `skip_norm_kernel` with the norm as int8 rows and their scales.
 
     Grid: (tokens, batch). int8 [B, N, padded] dense, 0 from channel C on; scale [B, N] fp32.
-    Steps, layouts and so the bits are those of `skip_kernel` and `norm_modulate_rows_kernel`.
+    Steps and layouts, and so the bits, are those of `skip_kernel` and `norm_modulate_rows_kernel`.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_h = tl.arange(0, HEAD)
@@ -143,13 +146,13 @@ def skip_norm(
     eps: float,
     normed_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | Rows]:
-    """residual + c_out * branch, and layer_norm of it * (one + factor) + offset.
+    """Compute y = residual + c_out * branch, and layer_norm(y) * (one + factor) + offset.
 
-    residual, branch [B, N, C]; a c_out that is a number is 1; tensors broadcast to [B, N, C]. The
-    norm has `normed_dtype`; with torch.int8 it is int8 rows and their scales.
+    residual, branch [B, N, C]; c_out is a tensor or the number 1; tensors broadcast to [B, N, C].
+    The norm has `normed_dtype`; with torch.int8 it is int8 rows and their scales.
 
-    A thread holds VALUES channels side by side: as many of its narrowest tensor as the norm's own
-    kernel reads at once, whatever the branch has. So both add a row up in the same order.
+    A thread holds VALUES neighbouring channels: as many as the norm's own kernel reads at once,
+    whatever the dtype of the branch. So both kernels sum a row in the same order.
     """
     target_of(branch.device)
     batch, n_tokens, channels = branch.shape

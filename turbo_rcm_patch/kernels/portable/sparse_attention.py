@@ -1,9 +1,9 @@
-"""Sparse-linear attention: int8 attention over chosen blocks of keys, the linear branch added in
-the epilogue.
+"""Sparse-linear attention: int8 attention over chosen blocks of keys, with the linear branch added
+in the epilogue.
 
-The step over a block of keys, and with it the numeric contract, is that of the dense kernel; the
-loop follows a table of blocks. The linear branch is one product of a row block's features with the
-head's projected matrix, added to the accumulator of the softmax part.
+The step over a block of keys, and so the numeric contract, is that of the dense kernel. The loop
+reads a table of blocks. The linear branch is the product of a row block's features with the head's
+projected matrix, and is added to the accumulator of the softmax part.
 """
 
 from __future__ import annotations
@@ -41,17 +41,23 @@ from turbo_rcm_patch.kernels.portable.attention import (
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.replay import replayed
 
-#: Tokens of k whose sum a program writes.
+#: Number of tokens of k that a program sums.
 _K_TOKENS = 32
-#: Tokens under way or computed at a time, at most, and the shared memory they may take.
+#: Most tokens that are loaded or computed at a time, and the most shared memory for them.
 _STAGES = 6
 _SHARED = 48 * 1024
 _WARPS = 4
 
 
 class Tokens(NamedTuple):
-    """q [B, Nq, H*D] and k [B, Nk, H*D]; q_pooled [B, H, q_blocks, HEAD_PAD], means of blocks of
-    q; k_mean [B, H, HEAD_PAD], the mean of k over all tokens; all in their dtype."""
+    """Normalised and rotated tokens with their means, all in the model's dtype.
+
+    Attributes:
+        q: [B, Nq, H*D].
+        k: [B, Nk, H*D].
+        q_pooled: Means of blocks of q, [B, H, q_blocks, HEAD_PAD].
+        k_mean: Mean of k over all tokens, [B, H, HEAD_PAD].
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -66,7 +72,7 @@ def _block(
     HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens from `start` on; the sum [HEADS_PAD, HEAD_PAD] of what they are rounded to."""
+    """Normalise and rotate TOKENS tokens, and sum the rounded results: [HEADS_PAD, HEAD_PAD]."""
     offs_h = tl.arange(0, HEADS_PAD)[:, None]
     offs_d = tl.arange(0, HEAD_PAD)
     mask_d = offs_d < HEAD_DIM
@@ -78,7 +84,7 @@ def _block(
     elif NORM == 2:  # per head
         weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32)
-    # Tokens are on their way while others are computed.
+    # The loop is pipelined, so that tokens are loaded while others are computed.
     for i in tl.range(0, tl.minimum(TOKENS, n_tokens - start), num_stages=STAGES):
         n = (start + i).to(tl.int64)
         x = tl.load(x_ptr + n * stride_n + offs_c, mask=mask, other=0.0).to(tl.float32)
@@ -112,13 +118,12 @@ def prepare_tokens_kernel(
     HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The norms of q and k (as in `operands`) and their rotary embedding (ROPE), the means of
-    blocks of q and sums of parts of k.
+    """Normalise q and k (as in `operands`), rotate them (ROPE), average blocks of q and sum k.
 
     Grid: (blocks of q, then parts of k; batch). q [B, Nq, H*D], k [B, Nk, H*D] with contiguous
-    channels, what is written dense; weights [H*D], or [D] per head; cos, sin [N, D]; q_pooled
-    [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and ROPE q or
-    k is not written again.
+    channels; results dense; weights [H*D], or [D] per head; cos, sin [N, D]; q_pooled
+    [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and without
+    ROPE q or k is not written.
     """
     at, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads: tl.constexpr = CHANNELS // HEAD_DIM
@@ -146,7 +151,7 @@ def prepare_tokens_kernel(
 
 
 def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
-    """q and k once more, normalised and rotated, with their means; norms are RMSNorms or none."""
+    """Normalise and rotate q and k, and compute their means; norms are RMSNorms or None."""
     q, k, q_pooled, k_sums = _prepared(a, block_q)
     return Tokens(q, k, q_pooled, (k_sums.sum(1) / k.shape[1]).to(k.dtype))
 
@@ -155,7 +160,7 @@ def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
 def _prepared(
     a: AttentionInputs, block_q: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and q_pooled of `Tokens`, and sums over parts of k, fp32 [B, parts, H, HEAD_PAD]."""
+    """Return q, k, q_pooled of `Tokens`, and sums of parts of k, fp32 [B, parts, H, HEAD_PAD]."""
     target_of(a.q.device)
     q, k, norm_q, norm_k, heads, head_dim = (
         dense_rows(a.q), dense_rows(a.k), a.norm_q, a.norm_k, a.heads, a.head_dim
@@ -217,11 +222,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class KeySums(NamedTuple):
-    """What one pass over the keys gives, the first two by chunks of them.
+    """The results of one pass over the keys.
 
-    matrix [B, H, chunks, HEAD_PAD, HEAD_PAD] fp32 is phi(k)^T v, total [B, H, chunks, HEAD_PAD]
-    fp32 the sum of phi(k); k_pooled [B, H, k_blocks, HEAD_PAD], in the dtype of k, the means of
-    blocks of k less its mean, 0 in padded channels.
+    Attributes:
+        matrix: phi(k)^T v by chunks of keys, fp32 [B, H, chunks, HEAD_PAD, HEAD_PAD].
+        total: Sum of phi(k) by chunks of keys, fp32 [B, H, chunks, HEAD_PAD].
+        k_pooled: Means of blocks of k less the mean of k, [B, H, k_blocks, HEAD_PAD] in the dtype
+            of k, 0 in padded channels.
     """
 
     matrix: torch.Tensor
@@ -230,10 +237,10 @@ class KeySums(NamedTuple):
 
 
 class LinearBranch(NamedTuple):
-    """phi(q) @ matrix / (phi(q) · total + eps) + bias is the branch with its projection.
+    """The terms of the projected linear branch, phi(q) @ matrix / (phi(q) · total + eps) + bias.
 
-    matrix [B, H, HEAD_PAD, HEAD_PAD] in the dtype of k, total [B, H, HEAD_PAD] fp32, bias
-    [HEAD_PAD] fp32 or None, eps; k_pooled as in `KeySums`, for the block map.
+    matrix [B, H, HEAD_PAD, HEAD_PAD] in the dtype of k; total [B, H, HEAD_PAD] fp32;
+    bias [HEAD_PAD] fp32 or None; eps; k_pooled as in `KeySums`, for the block map.
     """
 
     matrix: torch.Tensor
@@ -245,7 +252,7 @@ class LinearBranch(NamedTuple):
 
 @triton.jit
 def _softmax_features(x, offs_d, HEAD_DIM: tl.constexpr):
-    """phi(x): softmax of x [T, HEAD_PAD] fp32 over the channels of its head; 0 in the others."""
+    """Compute phi(x), the softmax of x [T, HEAD_PAD] fp32 over channels, 0 in padded channels."""
     x = tl.where((offs_d < HEAD_DIM)[None, :], x, float("-inf"))
     e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * _LOG2_E)
     return e / tl.sum(e, axis=1)[:, None]
@@ -253,8 +260,10 @@ def _softmax_features(x, offs_d, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Sums [ROWS, HEAD_PAD] of every ROWS-th of x [STEP, HEAD_PAD]: those a thread has itself,
-    which need no exchange."""
+    """Sum every ROWS-th row of x [STEP, HEAD_PAD]: [ROWS, HEAD_PAD].
+
+    A thread holds all rows of such a sum, so threads exchange no data.
+    """
     return tl.sum(tl.reshape(x, [STEP // ROWS, ROWS, HEAD_PAD]), axis=0)
 
 
@@ -265,10 +274,10 @@ def key_value_kernel(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """phi(k)^T v and the sum of phi(k) over a chunk of keys, and k's means over its blocks.
+    """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
 
-    Grid: (chunks, heads, batch). k, v [B, N, H*D]; k_mean [B, H, HEAD_PAD], in the dtype of k, to
-    which k is rounded again without it; what is written as in `KeySums`.
+    Grid: (chunks, heads, batch). k, v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k, to
+    which k less its mean is rounded again; results as in `KeySums`.
     """
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = b.to(tl.int64) * heads + h
@@ -307,7 +316,7 @@ def key_value_kernel(
 
 
 def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]:
-    """Blocks of keys of a chunk, and chunks, for about so many programs."""
+    """Return blocks of keys per chunk, and the number of chunks, for about `programs` programs."""
     blocks = cdiv(k_blocks, max(1, programs // batch_heads))
     return blocks, cdiv(k_blocks, blocks)
 
@@ -315,7 +324,7 @@ def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]
 def _key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
-    """One pass over k and v [B, N, H*D] with contiguous channels."""
+    """Run one pass over k and v [B, N, H*D] with contiguous channels."""
     target = target_of(k.device)
     hopper = target == ("cuda", 90)
     made: list[KeySums] = []
@@ -333,7 +342,7 @@ def _key_sums(
     head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)
     blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
     sums = empty_sums(k, heads, head_pad, chunks, k_blocks)
-    # 4-byte tiles beside a [D, D] sum leave room for half as many, and for one at a time.
+    # With a [D, D] sum, 4-byte tiles leave room for half the keys and no pipeline.
     wide = k.element_size() > 2 and head_pad > 64
     step = min(_STEP // 2 if wide else _STEP, block_k)
     launch(
@@ -357,7 +366,7 @@ def _key_sums(
         BLOCK_K=block_k,
         STEP=step,
         ROWS=16,
-        # On Hopper fp32 in three parts spills little; elsewhere more than as it is.
+        # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain fp32.
         PRECISION="tf32x3" if hopper else "ieee",
         num_warps=8 if head_pad > 64 else 4,
         num_stages=1 if wide else 2,
@@ -366,7 +375,7 @@ def _key_sums(
 
 
 def empty_sums(k: torch.Tensor, heads: int, head_pad: int, chunks: int, k_blocks: int) -> KeySums:
-    """Room for the sums over k [B, N, H*D]."""
+    """Allocate the sums over k [B, N, H*D]."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(k.shape[0], heads, *shape, head_pad, dtype=dtype, device=k.device)
@@ -384,13 +393,16 @@ def linear_branch(
     heads: int,
     block_k: int,
 ) -> LinearBranch:
-    """k and v [B, N, H*D] with contiguous channels, k_mean [B, H, HEAD_PAD] in the dtype of k;
-    weight [D, D], bias [D]."""
+    """Compute the terms of the linear branch that depend on the keys.
+
+    k and v [B, N, H*D] with contiguous channels; k_mean [B, H, HEAD_PAD] in the dtype of k;
+    weight [D, D]; bias [D].
+    """
     n_kv, head_dim = k.shape[1], k.shape[2] // heads
     head_pad = pad_head(head_dim)
     matrix, total, k_pooled = _key_sums(k, v, k_mean, heads=heads, block_k=block_k)
-    # D / N keeps the sums over tokens near 1, where fp16 has its precision. The projection is
-    # linear, so it goes into the matrix: the branch is one product in the attention's epilogue.
+    # D / N keeps the sums over tokens near 1, where fp16 is precise. The projection is linear, so
+    # it is multiplied into the matrix: the branch is one product in the attention's epilogue.
     factor = head_dim / n_kv
     own = _padded(weight.float(), head_pad) * factor
     projected = torch.matmul(matrix.sum(2), own.T).to(v.dtype)
@@ -400,7 +412,7 @@ def linear_branch(
 
 
 def _padded(x: torch.Tensor, head_pad: int) -> torch.Tensor:
-    """x [D] or [D, D] with zeros to HEAD_PAD."""
+    """Pad x [D] or [D, D] with zeros to HEAD_PAD."""
     missing = head_pad - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing) * x.dim()) if missing else x
 
@@ -417,24 +429,26 @@ def select_kernel(
     lut_ptr, scores_ptr, rows, columns, count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The columns of the `count` largest scores of each row, ascending; of equals the first.
+    """Select the columns of the `count` largest scores of each row, ascending.
 
-    Grid: (blocks of ROWS rows). scores [rows, columns]; lut [rows, count] int32. A NaN is
-    the largest, so that it is seen. The count-th largest is found bit by bit, from the integers
-    whose order is that of the scores: no sorting, and the same in every run.
+    Of equal scores the first is taken. A NaN counts as the largest, so that it reaches the output.
+
+    Grid: (blocks of ROWS rows). scores [rows, columns]; lut [rows, count] int32. The count-th
+    largest score is found bit by bit, on integers with the order of the scores. So there is no
+    sorting, and every run gives the same result.
     """
     offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_c = tl.arange(0, COLUMNS)
     inside = (offs_r < rows)[:, None] & (offs_c < columns)[None, :]
     row = offs_r.to(tl.int64)[:, None]
-    # -0 + 0 is 0: both zeros are equal.
+    # -0 + 0 is 0, which makes both zeros equal.
     scores = tl.load(scores_ptr + row * columns + offs_c[None, :], mask=inside, other=0.0)
     scores = scores.to(tl.float32) + 0.0
     bits = scores.to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ _NO_SIGN, bits)
     rank = tl.where(scores == scores, rank, _NO_SIGN)
     rank = tl.where(inside, rank, _LOWEST)
-    # The largest integer that `count` of a row reach, counted from the lowest.
+    # The largest integer that at least `count` of a row reach, counted from the lowest.
     least = tl.zeros([ROWS], tl.int32)
     for i in range(32):
         trial = least | (tl.full([ROWS], 1, tl.int32) << (31 - i))
@@ -453,8 +467,15 @@ def select_kernel(
 
 @replayed
 def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` blocks of keys that each block of queries sees: int32 [B, H, q_blocks, count],
-    ascending, for scores [B, H, q_blocks, k_blocks]."""
+    """Choose the `count` blocks of keys that each block of queries sees.
+
+    Args:
+        scores: [B, H, q_blocks, k_blocks].
+        count: Number of blocks.
+
+    Returns:
+        int32 [B, H, q_blocks, count], ascending.
+    """
     batch, heads, q_blocks, k_blocks = scores.shape
     lut = torch.empty(batch, heads, q_blocks, count, dtype=torch.int32, device=scores.device)
     columns = max(16, triton.next_power_of_2(k_blocks))
@@ -482,7 +503,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def _block_of(lut, i, count, STEPS: tl.constexpr):
-    """The block of keys of step i out of lut [count], STEPS to a block; past the end the last."""
+    """Load the block of step i from lut [count], STEPS per block; the last block past the end."""
     return tl.load(lut + tl.maximum(0, tl.minimum(i // STEPS, count - 1)))
 
 
@@ -494,10 +515,10 @@ def _over_blocks(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, FP8: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the first `count` blocks of keys in lut, all of them whole."""
-    # The table is read two steps ahead: copies of the next step's keys begin in this one, and
-    # would wait for an address that was just loaded. What is passed on has to change on the way,
-    # or the compiler sees a dependence over two steps and does not overlap them.
+    """Compute the online softmax over the first `count` blocks of keys in lut, unmasked."""
+    # The table is read two steps ahead, because copies of the next step's keys begin in this one
+    # and would wait for an address that was just loaded. The value has to change between steps.
+    # Otherwise the compiler sees a dependence over two steps and does not overlap them.
     steps: tl.constexpr = BLOCK_K // BLOCK_N
     start_n = tl.load(lut) * BLOCK_K
     following = _block_of(lut, 1, count, steps)
@@ -516,7 +537,7 @@ def _over_blocks(
 
 @triton.jit
 def _features(rows, start, mask_m, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
-    """STEP channels of the argument of phi from `start` on, in log2 units; -inf past the head."""
+    """Load STEP channels of the argument of phi in log2 units, -inf past the head."""
     offs_d = start + tl.arange(0, STEP)
     mask_d = (offs_d < HEAD_DIM)[None, :]
     x = tl.load(rows + offs_d[None, :], mask=mask_m[:, None] & mask_d, other=0.0)
@@ -528,15 +549,15 @@ def _add_linear(
     acc, rows, matrix, total, mask_m, eps,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """acc + phi(x) matrix / (phi(x) · total + eps), x the BLOCK_M rows at `rows` [BLOCK_M, 1].
+    """Return acc + phi(x) matrix / (phi(x) · total + eps) for the rows x at `rows` [BLOCK_M, 1].
 
-    Twice over a few channels at a time, and not once over all: beside the accumulator there is
-    room for no second tile if three programs are to share a multiprocessor.
+    Two loops read a few channels at a time, instead of one tile with all channels. Beside the
+    accumulator there is no room for such a tile if three programs share a multiprocessor.
     """
     STEP: tl.constexpr = 32
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
-    along = tl.zeros([BLOCK_M], tl.float32)  # phi · total, both not yet normalised
+    along = tl.zeros([BLOCK_M], tl.float32)  # phi · total, unnormalised
     for start in tl.range(0, HEAD_PAD, STEP, num_stages=1):
         x = _features(rows, start, mask_m, HEAD_DIM, STEP)
         higher = tl.maximum(peak, tl.max(x, axis=1))
@@ -546,14 +567,14 @@ def _add_linear(
         mass = mass * fade + tl.sum(e, axis=1)
         along = along * fade + tl.sum(e * t[None, :], axis=1)
         peak = higher
-    # phi = e / mass, divided by along / mass + eps.
+    # phi = e / mass, and it is divided by along / mass + eps.
     factor = 1.0 / (along + eps * mass)
     columns = tl.arange(0, HEAD_PAD)[None, :]
     for start in tl.range(0, HEAD_PAD, STEP, num_stages=2):
         x = _features(rows, start, mask_m, HEAD_DIM, STEP)
         phi = tl.exp2(x - peak[:, None]) * factor[:, None]
         if matrix.dtype.element_ty == tl.float16:
-            # Where a row's features meet hardly a key's, the division leaves its range.
+            # If a row's features hardly overlap with those of keys, phi leaves fp16's range.
             phi = tl.minimum(phi, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
         m = tl.load(matrix + (start + tl.arange(0, STEP))[:, None] * HEAD_PAD + columns)
         acc = tl.dot(phi.to(m.dtype), m, acc, input_precision="ieee")
@@ -571,12 +592,12 @@ def sparse_attention_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax over the chosen keys(q k^T) v + phi(q) matrix / (phi(q) · total + eps) + bias.
+    """Compute softmax(q k^T) v over chosen keys + phi(q) matrix / (phi(q) · total + eps) + bias.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
     y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of BLOCK_K keys
     that a block of BLOCK_Q rows sees; features [B, Nq, H*D] with contiguous channels, the
-    argument of phi; matrix [B, H, HEAD_PAD, HEAD_PAD] in its dtype; total [B, H, HEAD_PAD] fp32;
+    argument of phi; matrix [B, H, HEAD_PAD, HEAD_PAD] in that dtype; total [B, H, HEAD_PAD] fp32;
     bias [HEAD_PAD] fp32; the rest as in `attention.attend`.
     """
     start_m = tl.program_id(0) * BLOCK_M
@@ -602,7 +623,7 @@ def sparse_attention_kernel(
         l_i = tl.zeros([BLOCK_M], tl.float32)
         v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
 
-    # Blocks ascend, so the one block that may end past the last key is the last one chosen.
+    # Blocks ascend, so only the last chosen one may end past the last key.
     lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
     partial = tl.load(lut + count - 1) * BLOCK_K
     whole = count
@@ -653,25 +674,26 @@ def sparse_linear_attention(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """The sum of both branches [B, Nq, H*D]; see `ops.sparse_linear_attention`.
+    """Compute the sum of both branches [B, Nq, H*D]; see `ops.sparse_linear_attention`.
 
     Args:
-        inputs: With "int8" or "int4", its pv chosen, RMSNorms or none, and no skip.
+        inputs: The attention, with "int8" or "int4", a pv other than "auto", RMSNorms or no norms,
+            and no skip.
         weight: [D, D] of the linear branch's projection.
         bias: [D] or None.
         count: Blocks of keys that a block of queries sees.
-        block_q: Queries of a block.
-        block_k: Keys of a block.
+        block_q: Queries in a block.
+        block_k: Keys in a block.
     """
     tokens = prepare_tokens(inputs, block_q=block_q)
-    # Normalised and rotated once, for all readers.
+    # q and k are normalised and rotated once for all kernels that read them.
     a = inputs._replace(
         q=tokens.q, k=tokens.k, v=dense_rows(inputs.v), norm_q=None, norm_k=None,
         cos=None, sin=None, eps=0.0,
     )  # fmt: skip
     branch = linear_branch(a.k, a.v, tokens.k_mean, weight, bias, heads=a.heads, block_k=block_k)
-    # Rounded at every step as the author's code is (thu-ml/TurboDiffusion, SLA/utils.py): among
-    # blocks whose scores are nearly equal the rounding chooses.
+    # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
+    # the rounding decides among blocks whose scores are nearly equal.
     scores = torch.matmul(tokens.q_pooled, branch.k_pooled.transpose(-1, -2))
     lut = largest_scores(scores, count)
     return _attended(a, lut, *branch[:4], block_q, block_k)
@@ -688,13 +710,15 @@ def _attended(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """Both branches, given the chosen blocks of keys, lut [B, H, q_blocks, count], and what
-    `LinearBranch` has; q and k are normalised and rotated."""
+    """Compute both branches from chosen blocks lut [B, H, q_blocks, count] and a `LinearBranch`.
+
+    q and k are normalised and rotated already.
+    """
     batch, n_q, channels = a.q.shape
     target = target_of(a.q.device)
     operands = quantize(a)
     tile = tile_for("attention", variant_of(a), target)
-    # A program's rows share a choice of keys, and a step stays within a block of them.
+    # The rows of a program share their blocks of keys, and a step stays within one block.
     tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
     arguments = attention_arguments(a, operands, tile)
     for name in ("CAUSAL", "HAS_LENGTHS", "lengths_ptr"):

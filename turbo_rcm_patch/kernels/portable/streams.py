@@ -1,9 +1,8 @@
-"""Skips and norms of two residual streams that are one sequence inside a branch, text and video,
-in one launch for both.
+"""Skips and norms of two residual streams, text and video, that are one sequence inside a branch.
+One launch serves both.
 
-Short sequences are bound by the number of launches, and the modulation of a stream (a row of the
-block's own Linear) with the weights of the layer norm under it is four more, where they are folded
-before they are read. So the kernel folds them itself.
+With short sequences the number of launches limits the speed. To combine the modulation of a stream
+with weight and bias of its layer norm would take four more launches, so the kernel does it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Two = tuple[torch.Tensor, torch.Tensor]
 
 @triton.jit
 def _row(second, first_ptr, first_strides, second_ptr, second_strides, b, n):
-    """Where row n of sample b of one of two tensors begins; n is the stream's own."""
+    """Return a pointer to row n of sample b of one of two tensors; n counts within its stream."""
     first = first_ptr + b * first_strides[0] + n * first_strides[1]
     other = second_ptr + b * second_strides[0] + n * second_strides[1]
     return tl.where(second, other, first)
@@ -41,14 +40,16 @@ def streams_kernel(
     BLOCK_C: tl.constexpr, SKIP: tl.constexpr, ROUND_TO: tl.constexpr, NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """y = x + gate * branch of each stream (SKIP), and of that, or of x, the sequence
-    (layer_norm * weight + bias) * (ONE + factor) + offset (NORM); a token a program.
+    """Compute the skip of each stream (SKIP), and the norm of both as one sequence (NORM).
 
-    Grid: (tokens of both streams, batch). The first n_tokens are the first stream's, of `rows` in
-    all. x [B, Ni, C] with contiguous channels, y likewise and dense; branch, normed [B, rows, C],
-    normed dense; gate, factor and offset broadcast to x, their last strides are the third of
-    each; weight, bias [C].
-    Steps, layouts and so the bits of a skip and a norm are those of `skip_norm_kernel`.
+    The skip is y = x + gate * branch. The norm is (layer_norm * weight + bias) * (ONE + factor) +
+    offset, of y or, without SKIP, of x.
+
+    Grid: (tokens of both streams, batch). The first n_tokens of `rows` are the first stream's.
+    x [B, Ni, C] with contiguous channels; y [B, Ni, C] dense; branch [B, rows, C];
+    normed [B, rows, C] dense; gate, factor and offset broadcast to x, and their strides end with
+    that of channels; weight, bias [C].
+    Steps and layouts, and so the bits of skip and norm, are those of `skip_norm_kernel`.
     """
     at, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     second = at >= n_tokens
@@ -115,25 +116,25 @@ def streams(
     out_dtype: torch.dtype,
     normed_dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The skip of two streams, their norm, or both.
+    """Compute the skip of two streams, their norm, or both.
 
     Args:
         x: [B, Ni, C] each.
         branch: [B, N1 + N2, C]; None for no skip.
-        gate: Broadcast to the streams; beside a branch.
-        factor: Likewise; None for no norm.
-        offset: Likewise; beside a factor.
-        weight: Of the layer norm, [C] or None.
-        bias: Likewise.
-        cast: Of the skip, as in `ops.skip`.
+        gate: Gates that broadcast to the streams; None without a branch.
+        factor: Factors that broadcast to the streams; None for no norm.
+        offset: Offsets that broadcast to the streams; None without a factor.
+        weight: Weight of the layer norm, [C] or None.
+        bias: Bias of the layer norm, [C] or None.
+        cast: Cast policy of the skip, as in `ops.skip`.
         one: Added to the factor.
-        eps: Of the norm.
-        out_dtype: Of the sums.
-        normed_dtype: Of the norm.
+        eps: Epsilon of the norm.
+        out_dtype: dtype of the sums.
+        normed_dtype: dtype of the norm.
 
     Returns:
-        The sums [B, Ni, C], None without a branch; and (layer_norm * weight + bias) * (one +
-        factor) + offset of them, or of x, as one sequence [B, N1 + N2, C], None without a factor.
+        The two sums [B, Ni, C], or None without a branch, and the norm of them (without a branch,
+        of x) as one sequence [B, N1 + N2, C], or None without a factor.
     """
     device = x[0].device
     target_of(device)
