@@ -207,8 +207,8 @@ def attention_skip(
         norm_k_bias: Makes the norm of k a layer norm of each head, as norm_q_bias.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
-        kv_lengths: int32 [B]; keys at or past the length are masked exactly, whatever they hold. A
-            query that sees no key gives 0.
+        kv_lengths: int32 [B]; keys at or past the length are masked exactly, even if they hold
+            NaN. A query that sees no key gives 0.
         out_dtype: dtype of the result; q's by default.
 
     Returns:

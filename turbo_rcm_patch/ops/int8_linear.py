@@ -1,15 +1,19 @@
-"""A linear in int8, and rows of a float matrix in int8.
+"""The int8 linear, and the quantisation of rows to int8.
 
-Numeric contract, which the kernels follow too. A row (all its channels) is quantised
-symmetrically, scale max |row| / 127, values rounded half to even; rows smaller than `TINY`
-everywhere are zeros, and a row with a NaN or an infinity has scale NaN. Weights have a scale per
-output channel, per output channel and 128 input channels, or per 128 of both; activations one per
-row. The product of the integers is exact (int32), times both scales, plus bias, in fp32. With a
-scale for each 128 channels the products over each 128 are exact, and are scaled and added in fp32.
-The activation follows in fp32.
+The numeric contract, which the kernels follow too:
 
-Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093). Scales are applied after
-the sum over channels, so they cost nothing inside it.
+- A row (all its channels) is quantised symmetrically, with the scale max |row| / 127, and values
+  are rounded half to even. Rows whose values are all smaller than `TINY` become zeros. A row with
+  a NaN or an infinity has the scale NaN.
+- Activations have a scale per row. Weights have a scale per output channel, per output channel and
+  128 input channels, or per block of 128 x 128.
+- The product of the integers is exact (int32). It is multiplied by both scales, and the bias is
+  added, in fp32. With a scale per 128 channels, the product over each 128 is exact, and these
+  products are scaled and added in fp32.
+- The activation function is computed in fp32.
+
+A scale per output channel is finer than TurboDiffusion's scales per block of 128 x 128 (arXiv
+2512.16093). It is applied after the sum over channels, so it adds no work inside the sum.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Sources: SLA (arXiv 2509.24006) and its inference code in thu-ml/TurboDiffusion, `SLA/core.py`
 (arXiv 2512.16093), from which the block map, the feature map and the epsilon are taken. Like
-`reference.py` this shares nothing with `kernels/`.
+`reference.py` this shares no code with `kernels/`.
 """
 
 from __future__ import annotations

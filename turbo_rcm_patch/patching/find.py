@@ -188,14 +188,14 @@ class Found(NamedTuple):
 def find_blocks(
     modules: Iterable[nn.Module], path: str, cls: type, make: type[PatchedBlock]
 ) -> list[Found]:
-    """Return the blocks in a list of modules, each once: one may be used twice.
+    """Return the blocks in a list of modules, each once even if it is used twice.
 
     Args:
         modules: The list. A block may be inside a wrapper (torch's activation checkpointing, a
             compiled module).
-        path: Of the list.
-        cls: Of the blocks.
-        make: What stands in for their forwards.
+        path: Path of the list in the model.
+        cls: Class of the blocks.
+        make: The class that replaces their forwards.
     """
     found: dict[int, Found] = {}
     for index, module in enumerate(modules):
@@ -207,8 +207,10 @@ def find_blocks(
 
 
 def execution_device(model: nn.Module) -> torch.device:
-    """Return where a model computes: where its offloading hooks move it to, or where its weights
-    are."""
+    """Return the device on which a model computes.
+
+    It is the device to which offloading hooks move the model, or the device of its weights.
+    """
     for module in model.modules():
         hook: Any = module.__dict__.get("_hf_hook")
         device = getattr(hook, "execution_device", None)

@@ -72,7 +72,7 @@ class _Forward:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Compared:
     """The comparisons of one way to run so far.
 
     Attributes:
@@ -113,7 +113,7 @@ class Guard:
         # A diffusers pipeline can be referred to weakly.
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
-        self._seen: dict[Any, _Seen] = {}
+        self._seen: dict[Any, _Compared] = {}
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
@@ -136,7 +136,8 @@ class Guard:
     def prediction(self) -> float | None:
         """The predicted error of the network, in units of the unpatched network's.
 
-        It is the largest over all ways to run, and None before all blocks of one were compared."""
+        It is the largest over all ways to run, and None before all blocks of one were compared.
+        """
         found = [(s.fast / s.author) ** 0.5 for s in self._seen.values() if s.author]
         return max(found, default=None)
 
@@ -161,7 +162,7 @@ class Guard:
         x, attend = block.streams(inputs)[0], block._asked
         one = ops.resolved(attend.spec(), x.device, *block.lengths(*inputs))
         here.way = x.dtype, x.device.type, one.attention, one.pv
-        self._seen.setdefault(here.way, _Seen())
+        self._seen.setdefault(here.way, _Compared())
         now = None if self._pipe is None else _step_of(self._pipe())
         here.step = None if now is None else now[0]
         here.last = now is not None and now[0] == now[1] - 1
@@ -199,7 +200,7 @@ class Guard:
             found = measure(fast, author, dtype)
             if found.error == float("inf"):
                 self._refuse_non_finite(block, inputs, author)
-            reason = self._over(block, found, notes, dtype, here, first)
+            reason = self._why_over(block, found, notes, dtype, here, first)
             level = block.level if not reason else _next_level(block, notes)
             if level == block.level:
                 break
@@ -219,7 +220,7 @@ class Guard:
             seen.last.add(block.index)
         return out
 
-    def _over(
+    def _why_over(
         self,
         block: PatchedBlock,
         found: Measure,

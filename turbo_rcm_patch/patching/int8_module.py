@@ -70,10 +70,10 @@ class Int8Linear(nn.Linear):
         int8: int8 [Cout, K].
         scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
         bias: [Cout] or None.
-        dtype: Of the weight, the input and the output.
+        dtype: dtype of weight, input and output.
 
     Attributes:
-        dtype: The same; `.to` changes it.
+        dtype: dtype of weight, input and output; `.to` changes it.
     """
 
     dtype: torch.dtype

@@ -129,7 +129,8 @@ def _by_rows(
 def _worst_rows(off: Tensor, adds: Tensor, typical: Tensor) -> Tensor:
     """Return the error of the worst hundredth of the rows, [B].
 
-    It is relative to what these rows add or to the typical row, whichever is larger."""
+    It is relative to what these rows add or to the typical row, whichever is larger.
+    """
     off = torch.nan_to_num(off, nan=inf)
     worst, where = off.topk(max(1, off.shape[1] // 100), dim=-1)
     own = adds.gather(-1, where).mean(-1)

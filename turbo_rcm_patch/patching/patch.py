@@ -144,7 +144,7 @@ def refresh(model: object) -> None:
 
 
 def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
-    """Replace the weights of a model's Linears by int8, for good, and free the originals.
+    """Replace the weights of a model's Linears by int8 permanently, and free the originals.
 
     It replaces the Linears that `linear="int8-only"` runs in int8, and no others. Each is replaced
     by one that holds only int8 and scales, and multiplies them back when it is called. So the

@@ -84,14 +84,14 @@ def norm(
     *,
     rows: bool = False,
 ) -> Any:
-    """Compute the norm before a branch, modulated.
+    """Compute the modulated norm before a branch.
 
     Args:
         module: The norm.
         x: Residual stream [B, N, C].
         scale: [B, 1 or N, C]; None for a norm with weights and without modulation.
         shift: [B, 1 or N, C], or None with scale.
-        dtype: Of the result.
+        dtype: dtype of the result.
         impl: "triton", "reference" or "auto".
         rows: Return int8 rows, for Linears in int8.
 
@@ -125,9 +125,9 @@ def skip_norm(
         branch: [B, N, C].
         gate: [B, 1 or N, C], or None for 1.
         module: The norm.
-        scale: Of the norm, [B, 1 or N, C], or None.
-        shift: Of the norm, [B, 1 or N, C], or None.
-        dtype: Of the norm's result.
+        scale: Scale of the norm, [B, 1 or N, C], or None.
+        shift: Shift of the norm, [B, 1 or N, C], or None.
+        dtype: dtype of the norm.
         impl: "triton", "reference" or "auto".
         rows: Return the norm as int8 rows, for Linears in int8.
 

@@ -96,7 +96,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def bare(module: nn.Module) -> bool:
-    """Return True if calling a module runs its class's forward and nothing else."""
+    """Return True if calling a module runs its class's forward and no other code."""
     forward = module.__dict__.get("forward")
     if forward is not None and not is_own(module, "forward", forward):
         return False

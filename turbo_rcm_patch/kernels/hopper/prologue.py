@@ -1,11 +1,11 @@
 """The prologue of the attention for Hopper, in Gluon: q and k as int8, v as e4m3, in two launches.
 
 The arithmetic is that of `portable.prologue`, for 16-bit rows that begin at multiples of 16 bytes
-and heads of 64 or 128 channels. Memory wants neighbouring threads at neighbouring addresses; norm,
-rotary pairs and the Hadamard matrix want 32 neighbouring channels in one thread. So a tile is
-copied to shared memory in the first layout, read from there in the second, and goes back the same
-way as int8. The portable kernels load in the second layout, at a stride of 64 bytes, which takes
-four times the transactions.
+and heads of 64 or 128 channels. Memory is fastest if neighbouring threads access neighbouring
+addresses. Norm, rotary pairs and the Hadamard matrix need 32 neighbouring channels in one thread.
+So a tile is copied to shared memory in the first layout and read from there in the second, and the
+int8 result takes the opposite way. The portable kernels load in the second layout, at a stride of
+64 bytes, which takes four times the transactions.
 
 `hopper_statistics_kernel` writes partial sums of a sample of k, and channel maxima and means of v.
 `hopper_prologue_kernel` is its dependent launch (PDL), and waits for them only before it reads
@@ -430,8 +430,7 @@ def _sample_sum(
     CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Store the sum of a normalised, rotated head of x over a part of tokens 0, step, ... < limit.
-    """
+    """Store the sum of a normalised, rotated head of x over some tokens 0, step, ... < limit."""
     T: gl.constexpr = 8192 // D
     own: gl.constexpr = own_layout(D)
     tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)

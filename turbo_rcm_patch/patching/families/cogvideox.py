@@ -244,8 +244,8 @@ class CogVideoXBlockForward(PatchedBlock):
 
     def notes(self) -> list[str]:
         chosen = self.unused_backend() or self.backend
-        told = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
-        return [f"the attention backend {chosen!r} {told}"] if chosen else []
+        why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
+        return [f"the attention backend {chosen!r} {why}"] if chosen else []
 
     def linears(self) -> dict[str, Any]:
         attn = self.block.attn1
