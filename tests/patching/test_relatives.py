@@ -1,16 +1,20 @@
-"""Relatives of Wan beyond the table of models: a whole rollout of a causal one, and pipelines whose
-transformer is Wan's own class."""
+"""Relatives of Wan beyond the table of models: a rollout of a causal one, a pipeline that holds
+Wan's own class, and classes that are not served."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from diffusers import LucyEditPipeline, WanAnimate2Transformer3DModel
 from torch import Tensor
 
 from tests.measures import relative_l2
-from tests.patching.models import named
-from turbo_rcm_patch import patch_model, patched, report_of, unpatch_model
+from tests.patching.models import dicts, named, run, wan
+from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
+from turbo_rcm_patch.errors import UnknownArchitectureError
 
 HEADS, DIM = 2, 64
 
@@ -62,3 +66,45 @@ def test_a_causal_rollout_is_its_authors() -> None:
     unpatch_model(model)
     with patched(model, attention="int8", guard=False):
         assert torch.equal(rollout(model), made)
+
+
+def test_lucy_edit_is_wans_class_with_twice_the_channels() -> None:
+    one = named("gate-per-token")
+    model, inputs = wan(in_channels=8).eval().requires_grad_(False), one.inputs()
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, dim=1)
+    expected = run(model, inputs)
+    none: Any = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler"))
+    pipe = LucyEditPipeline(transformer=model, **none)
+    report = patch_model(pipe, attention="exact", guard=False)
+    assert report.fused == 6
+    assert relative_l2(run(model, inputs), expected) <= 3e-6
+    assert all(words.startswith("fused") for words in report.ran().values())
+    unpatch_model(pipe)
+
+
+def animate_2() -> Any:
+    return WanAnimate2Transformer3DModel(
+        text_len=7, in_dim=8, dim=32, ffn_dim=32, freq_dim=16, text_dim=16, out_dim=4,
+        num_heads=2, num_layers=1, use_img_emb=False,
+    )  # fmt: skip
+
+
+def test_a_class_that_does_not_fit_says_why() -> None:
+    with pytest.raises(UnknownArchitectureError, match=r"Run it unpatched.*block mask"):
+        patch_model(animate_2())
+
+
+@pytest.mark.parametrize("served", ["transformer", "transformer_2"])
+def test_of_two_experts_both_are_patched_or_neither(served: str) -> None:
+    other = "transformer" if served == "transformer_2" else "transformer_2"
+    pipe = SimpleNamespace(**{served: named("t2v").model(), other: animate_2()})
+    before = [dicts(getattr(pipe, name)) for name in (served, other)]
+    with pytest.raises(UnknownArchitectureError) as raised:
+        patch_model(pipe)
+    assert str(raised.value).startswith(f"{other}; ")
+    assert "WanAnimate2Transformer3DModel" in raised.value.got
+    assert [dicts(getattr(pipe, name)) for name in (served, other)] == before
+    # The remedy that the message names works.
+    assert f"patch_model(pipe.{served})" in raised.value.remedy
+    patch_model(getattr(pipe, served))
+    assert is_patched(pipe)
