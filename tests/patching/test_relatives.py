@@ -1,5 +1,5 @@
 """Relatives of Wan beyond the table of models: a rollout of a causal one, a pipeline that holds
-Wan's own class, and classes that are not served."""
+Wan's own class, classes that are not served, and SLA where its author's kernel cannot run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from diffusers import LucyEditPipeline, WanAnimate2Transformer3DModel
 from torch import Tensor
 
 from tests.measures import relative_l2
+from tests.patching import turbodiffusion
 from tests.patching.models import dicts, named, run, wan
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
@@ -108,3 +109,24 @@ def test_of_two_experts_both_are_patched_or_neither(served: str) -> None:
     assert f"patch_model(pipe.{served})" in raised.value.remedy
     patch_model(getattr(pipe, served))
     assert is_patched(pipe)
+
+
+def test_sla_is_not_compared_where_its_authors_kernel_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = named("turbo-sla")
+    model, inputs = one.model(), one.inputs()
+    with patched(model, attention="int8", guard=False):
+        expected = run(model, inputs)
+
+    def launch(*_: Any) -> None:  # what Triton says on a CPU
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr(turbodiffusion.SparseLinearAttention, "blocks", launch)
+    with pytest.raises(ValueError, match="cpu tensor"):
+        run(model, inputs)
+    report = patch_model(model, attention="int8")
+    assert torch.equal(run(model, inputs), expected)
+    assert {record.verdict for record in report.guard} == {"not compared"}
+    assert "not compared" in str(report.guard)
+    assert "cpu tensor" in str(report.guard)
