@@ -97,6 +97,8 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(part) for part in value]
+        if isinstance(value, dict):
+            return {name: one(part) for name, part in value.items()}
         floats = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.float() if floats else value
 
@@ -249,7 +251,7 @@ _THIRD_CHUNK = _FRAME_TIMES | {
     "chunk_partition": lambda noise, batch: [1, 1, 3],
     "kv_cache": lambda noise, batch: [
         {"compressed_cache": noise(2, batch, 2, 9, 64), "full_cache": noise(2, batch, 2, 25, 64)}
-        for _ in range(2)
+        for _ in range(6)  # enough for tests that add blocks
     ],
     "kv_cache_flag": lambda noise, batch: {"is_cache_step": False, "num_cached_chunks": 2},
 }

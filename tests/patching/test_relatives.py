@@ -1,5 +1,5 @@
-"""Relatives of Wan beyond the table of models: a rollout of a causal one, a pipeline that holds
-Wan's own class, classes that are not served, and SLA where its author's kernel cannot run."""
+"""Relatives of Wan beyond the table of models: AnyFlow in its pipelines, a pipeline that holds
+Wan's own class, classes that are not served, SLA where its author's kernel cannot run."""
 
 from __future__ import annotations
 
@@ -8,65 +8,86 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import LucyEditPipeline, WanAnimate2Transformer3DModel
+from diffusers import (
+    AnyFlowFARPipeline,
+    AnyFlowPipeline,
+    FlowMapEulerDiscreteScheduler,
+    LucyEditPipeline,
+    WanAnimate2Transformer3DModel,
+)
 from torch import Tensor
 
 from tests.measures import relative_l2
 from tests.patching import turbodiffusion
-from tests.patching.models import dicts, named, run, wan
+from tests.patching.models import ANYFLOWS, classes, dicts, named, run, wan
+from tests.patching.test_changes import CHANGES, check
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
 
-HEADS, DIM = 2, 64
+ANYFLOW_PIPELINES = {"anyflow": AnyFlowPipeline, "anyflow-far": AnyFlowFARPipeline}
+NO_PARTS: Any = dict.fromkeys(("tokenizer", "text_encoder", "vae"))
 
 
-def rollout(model: Any) -> Tensor:
-    """Three chunks of one frame, each denoised once and then written into the cache, by which the
-    first is compressed: [B, 3, C, H, W]."""
+def sampled(pipe: Any) -> Tensor:
+    """Latents of three frames; the causal pipeline makes a chunk of each, and compresses the first
+    chunk's keys for the third."""
     generator = torch.Generator().manual_seed(3)
-    tokens, compressed = 20, 4
-    held = {"compressed_cache": 2 * compressed, "full_cache": 2 * tokens}
-    caches = [
-        {name: torch.zeros(2, 1, HEADS, n, DIM) for name, n in held.items()} for _ in model.blocks
-    ]
-    noise = torch.randn(1, 3, 4, 8, 10, generator=generator)
     text = torch.randn(1, 7, 16, generator=generator)
-    done: list[Tensor] = []
-    for chunk in range(3):
-        step: dict[str, Any] = {
-            "encoder_hidden_states": text, "kv_cache": caches, "return_dict": False,
-            "chunk_partition": [1] * (chunk + 1), "r_timestep": torch.zeros(1, 1),
-        }  # fmt: skip
-        flags: dict[str, Any] = {"is_cache_step": False, "num_cached_chunks": chunk}
-        with torch.no_grad():
-            made, _ = model(
-                hidden_states=noise[:, chunk : chunk + 1], timestep=torch.full((1, 1), 900.0),
-                kv_cache_flag=flags, **step,
-            )  # fmt: skip
-            done.append(made)
-            seen = torch.cat(done, dim=1)
-            step["r_timestep"] = torch.zeros(1, chunk + 1)
-            flags = {"is_cache_step": True, "num_cached_chunks": chunk}
-            model(
-                hidden_states=seen, timestep=torch.zeros(1, chunk + 1), kv_cache_flag=flags, **step
-            )
-    return torch.cat(done, dim=1)
+    far = {"chunk_partition": [1, 1, 1]} if isinstance(pipe, AnyFlowFARPipeline) else {}
+    frames: Tensor = pipe(
+        prompt_embeds=text, height=64, width=80, num_frames=9, num_inference_steps=2,
+        generator=generator, output_type="latent", **far,
+    ).frames  # fmt: skip
+    assert frames.shape == (1, 4, 3, 8, 10)
+    return frames
 
 
-def test_a_causal_rollout_is_its_authors() -> None:
-    model = named("anyflow-far").model()
-    expected = rollout(model)
-    with patched(model, attention="exact", guard=False):
-        assert relative_l2(rollout(model), expected) <= 3e-6
-        assert all("fills the cache" in words for words in report_of(model).ran().values())
-    report = patch_model(model, attention="int8", fidelity=None)
-    made = rollout(model)
+@pytest.mark.supports(classes(ANYFLOWS), "its pipeline")
+@pytest.mark.parametrize("one", ANYFLOWS, ids=str)
+def test_anyflows_pipelines_make_the_same_latents(one: Any) -> None:
+    scheduler = FlowMapEulerDiscreteScheduler()
+    pipe = ANYFLOW_PIPELINES[one.name](**NO_PARTS, transformer=one.model(), scheduler=scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    expected = sampled(pipe)
+    with patched(pipe, attention="exact", guard=False):
+        assert relative_l2(sampled(pipe), expected) <= 3e-6
+    report = patch_model(pipe, attention="int8", fidelity=None)
+    made = sampled(pipe)
     assert 0 < relative_l2(made, expected) <= 0.03
+    assert all(words.startswith("fused") for words in report.ran().values())
     assert not report.guard.decisions
-    # The guard runs blocks twice; the cached keys are the same with it and without.
-    unpatch_model(model)
-    with patched(model, attention="int8", guard=False):
-        assert torch.equal(rollout(model), made)
+    # The guard runs blocks twice; the causal model's cache of keys is the same with and without.
+    unpatch_model(pipe)
+    with patched(pipe, attention="int8", guard=False):
+        assert torch.equal(sampled(pipe), made)
+    assert torch.equal(sampled(pipe), expected)
+
+
+@pytest.mark.supports("AnyFlowFARTransformer3DModel", "attention mask")
+def test_a_forward_that_fills_the_cache_is_the_authors() -> None:
+    one = named("anyflow-far")
+    model, inputs, reference = one.model(), one.inputs(), one.inputs()
+    for given in (inputs, reference):
+        given |= {"hidden_states": torch.ones(2, 2, 4, 8, 10), "chunk_partition": [1, 1]}
+        given |= {"timestep": torch.zeros(2, 2), "r_timestep": torch.zeros(2, 2)}
+        given["kv_cache_flag"]["is_cache_step"] = True
+    with torch.no_grad():
+        model(**reference)
+        patch_model(model, attention="int8")
+        model(**inputs)
+    assert all("fills the cache" in words for words in report_of(model).ran().values())
+    for made, expected in zip(inputs["kv_cache"], reference["kv_cache"], strict=True):
+        assert all(torch.equal(made[name], expected[name]) for name in made)
+
+
+@pytest.mark.supports(classes(ANYFLOWS), "LoRA", "offloading, casting")
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("name", ["lora", "layerwise-casting", "offloaded-leaves",
+                                  "hook-attention", "hook-norm-of-q", "other-norm"])  # fmt: skip
+@pytest.mark.parametrize("one", ANYFLOWS, ids=str)
+def test_a_patched_relative_follows_a_change(one: Any, name: str, linear: str) -> None:
+    change = next(change for change in CHANGES if change.name == name)
+    check(one, [change], linear, "patch first")
 
 
 def test_lucy_edit_is_wans_class_with_twice_the_channels() -> None:
@@ -74,8 +95,7 @@ def test_lucy_edit_is_wans_class_with_twice_the_channels() -> None:
     model, inputs = wan(in_channels=8).eval().requires_grad_(False), one.inputs()
     inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, dim=1)
     expected = run(model, inputs)
-    none: Any = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler"))
-    pipe = LucyEditPipeline(transformer=model, **none)
+    pipe = LucyEditPipeline(**NO_PARTS, transformer=model, scheduler=None)
     report = patch_model(pipe, attention="exact", guard=False)
     assert report.fused == 6
     assert relative_l2(run(model, inputs), expected) <= 3e-6
