@@ -8,6 +8,7 @@ would write other keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -93,9 +94,18 @@ class AnyFlowFARBlock(AnyFlowBlock):
     def why_inputs(self, *inputs: Any) -> str:
         if len(inputs) == 5:
             return "causal attention without a cache"
-        if inputs[6]["is_cache_step"]:
+        held, flags = inputs[5:]
+        if flags["is_cache_step"]:
             return "the forward fills the cache of keys"
+        if any(x.dtype != inputs[0].dtype for x in held.values()):
+            return "the cache of keys is of another dtype than the video"
         return super().why_inputs(*inputs)
+
+    def pairs(self) -> list[SkipPair]:
+        pairs = super().pairs()
+        if pairs[0].runs == "one-launch":  # It knows no cache.
+            pairs[0] = replace(pairs[0], runs="two-launch")
+        return pairs
 
     def notes(self) -> list[str]:
         return []  # The backend "flex" is the author's own choice.
