@@ -1,12 +1,11 @@
 """diffusers' Wan transformers and their relatives with the same block.
 
 - Wan 2.1 T2V, I2V and FLF2V, both experts of 2.2 A14B, and 2.2 TI2V with a gate per token (arXiv
-  2503.20314); Lucy-Edit is the same class.
+  2503.20314). Lucy-Edit and FastWan's 5B with full attention are the same class.
 - ChronoEdit, whose rotary table alone differs (arXiv 2510.04290).
 - Wan-Animate, which adds a face adapter between its blocks (arXiv 2509.14055).
 - SkyReels-V2, whose self-attention may have a mask (arXiv 2504.13074).
-- VACE's plain blocks; its control blocks are in `wan_vace`. AnyFlow's blocks are in `anyflow`.
-- FastWan's 5B with full attention is the same class too.
+- VACE's plain blocks; its control blocks are in `wan_vace`. AnyFlow's are in `wan_anyflow`.
 
 diffusers copies the block and its attention from file to file under the same names. Written
 against diffusers 0.42.

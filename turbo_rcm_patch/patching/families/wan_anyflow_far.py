@@ -18,9 +18,9 @@ from torch import Tensor
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families import anyflow
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.anyflow import AnyFlowBlock
+from turbo_rcm_patch.patching.families import wan_anyflow
+from turbo_rcm_patch.patching.families.wan_anyflow import AnyFlowBlock
 from turbo_rcm_patch.patching.pieces import NO_NORMS, Notes, Operands, called
 from turbo_rcm_patch.skip import SkipPair
 
@@ -118,4 +118,4 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FamilyError: A forward takes other parameters than this was written for.
         OpError: The kernels do not take the model's heads or dtype.
     """
-    return anyflow.blocks_of(model, path, config, AnyFlowFARBlock)
+    return wan_anyflow.blocks_of(model, path, config, AnyFlowFARBlock)

@@ -1,5 +1,6 @@
 """diffusers' AnyFlow transformer: Wan's block with a modulation per token, whose rotary table is
-complex (arXiv 2605.13724). Its causal variant is in `anyflow_far`. Written against diffusers 0.42.
+complex (arXiv 2605.13724). Its causal variant is in `wan_anyflow_far`. Written against diffusers
+0.42.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class AnyFlowBlock(WanBlock):
             temb: [B, N, 6, C].
             rotary_emb: "query" [1, 1, N, D / 2] and "key" [1, 1, Nk, D / 2], complex.
             attention_mask: The causal variant's block mask, or None.
-            kv_cache: The causal variant's, see `anyflow_far.Cache`; None without one.
+            kv_cache: The causal variant's, see `wan_anyflow_far.Cache`; None without one.
             kv_cache_flag: The same.
 
         Returns:
