@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
+import pickle
 
 import pytest
+from torch import nn
 
+from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
 
@@ -47,11 +52,61 @@ def test_unknown_choices_list_the_known_ones() -> None:
         PatchConfig(attention="int2")
 
 
-def test_is_frozen_keyword_only_and_hashable() -> None:
+#: Arguments of `PatchConfig` or of `patch_model` after the model, and what the error says to do.
+WRONG = [
+    (("int8",), {}, "attention='int8'"),
+    (("int8-only",), {}, "linear='int8-only'"),
+    ((3,), {}, "attention='int8'"),
+    (({"pv": "fp8", "guard": False},), {}, "pv='fp8', guard=False"),
+    (({"atention": "int8"},), {}, "Did you mean 'attention'"),
+    ((), {"atention": "int8"}, "Did you mean 'attention'"),
+    ((), {"attention": "int8", "zzz": 1}, "sla_topk; got zzz."),
+    ((), {"cuda_graphs": True}, 'mode="reduce-overhead"'),
+    ((), {"calibration": None}, "The guard decides"),
+    ((), {"guard_budget": 0.1}, "guard=False"),
+    ((), {"kinds": ("self",)}, 'attention="exact"'),
+    ((), {"precision": "fixed"}, "fidelity=None"),
+    ((), {"residual": "model"}, "fp32 inside a block"),
+    ((), {"self_test": True}, "turbo-rcm-patch doctor"),
+]
+
+
+@pytest.mark.parametrize(("values", "options", "words"), WRONG)
+def test_what_is_no_field_is_explained_alike_everywhere(
+    values: tuple[object, ...], options: dict[str, object], words: str
+) -> None:
+    model = nn.Linear(2, 2)
+    calls = {
+        "PatchConfig": lambda: PatchConfig(*values, **options),
+        "patch_model": lambda: patch_model(model, *values, **options),
+        "replace": lambda: dataclasses.replace(PatchConfig(), **options),
+    }
+    for name, call in calls.items():
+        if name == "replace" and values:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert words in str(caught.value), name
+
+
+def test_the_remedy_is_a_call_of_what_was_called() -> None:
+    with pytest.raises(ConfigError, match=r"Write PatchConfig\(attention='exact'\)"):
+        PatchConfig("exact")
+    with pytest.raises(ConfigError, match=r"Write patch_model\(model, pv='fp8'\)"):
+        patch_model(nn.Linear(2, 2), {"pv": "fp8"})
+
+
+def test_the_signature_shows_the_fields() -> None:
+    assert list(inspect.signature(PatchConfig).parameters) == [
+        field.name for field in dataclasses.fields(PatchConfig)
+    ]
+    config = PatchConfig(pv="bf16")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+
+
+def test_is_frozen_and_hashable() -> None:
     config = PatchConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.attention = "exact"
-    with pytest.raises(TypeError):
-        PatchConfig("int8")
     assert hash(config) == hash(PatchConfig())
     assert dataclasses.replace(config, attention="exact") == PatchConfig(attention="exact")

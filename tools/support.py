@@ -53,6 +53,13 @@ class Published:
 _SMALL: Final = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 _14B: Final = {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}
 _IMAGE: Final = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_TI2V: Final = {
+    "num_attention_heads": 24,
+    "num_layers": 30,
+    "ffn_dim": 14336,
+    "in_channels": 48,
+    "out_channels": 48,
+}
 _5B: Final = {
     "num_attention_heads": 48,
     "num_layers": 42,
@@ -72,11 +79,9 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
         Published("Wan 2.1 FLF2V 14B", _14B | _IMAGE | {"pos_embed_seq_len": 514}),
         Published("each expert of Wan 2.2 T2V A14B", _14B),
         Published("each expert of Wan 2.2 I2V A14B", _14B | {"in_channels": 36}),
-        Published(
-            "Wan 2.2 TI2V 5B",
-            {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48,
-             "out_channels": 48},
-        ),
+        Published("Wan 2.2 TI2V 5B", _TI2V),
+        Published("FastWan 2.2 TI2V 5B with full attention", _TI2V),
+        Published("Lucy Edit 5B", _TI2V | {"in_channels": 96}),
     ),
     f"{_DIFFUSERS}transformer_wan_vace.WanVACETransformer3DModel": (
         Published("Wan 2.1 VACE 1.3B", _SMALL | {"vace_layers": list(range(0, 30, 2))}),
@@ -92,6 +97,14 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
         Published("SkyReels-V2 DF 1.3B", _SMALL | {"inject_sample_info": True}),
         Published("SkyReels-V2 T2V 14B", _14B),
         Published("SkyReels-V2 I2V 14B", _14B | _IMAGE),
+    ),
+    f"{_DIFFUSERS}transformer_anyflow.AnyFlowTransformer3DModel": (
+        Published("AnyFlow T2V 1.3B", _SMALL),
+        Published("AnyFlow T2V 14B", _14B),
+    ),
+    f"{_DIFFUSERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": (
+        Published("AnyFlow FAR 1.3B", _SMALL),
+        Published("AnyFlow FAR 14B", _14B),
     ),
     f"{_DIFFUSERS}cogvideox_transformer_3d.CogVideoXTransformer3DModel": (
         Published("CogVideoX 2B"),
@@ -129,6 +142,8 @@ CLASSES: Final = {
     "WanAnimateTransformer3DModel": "Animate",
     "ChronoEditTransformer3DModel": "ChronoEdit",
     "SkyReelsV2Transformer3DModel": "SkyReels-V2",
+    "AnyFlowTransformer3DModel": "AnyFlow",
+    "AnyFlowFARTransformer3DModel": "AnyFlow FAR",
     "CogVideoXTransformer3DModel": "CogVideoX",
     "ConsisIDTransformer3DModel": "ConsisID",
     "WanModel": "TurboDiffusion",
@@ -138,34 +153,34 @@ CLASSES: Final = {
 #: Group -> capability -> a mark for each of `CLASSES`, in their order.
 GROUPS: Final = {
     "fused": {
-        "self-attention":       "yes yes yes  yes yes yes     yes  yes yes",
-        "cross-attention":      "yes yes yes  yes yes -       -    yes -",
-        "image branch":         "yes yes yes  yes yes -       -    yes -",
-        "feed-forward":         "yes yes yes  yes yes yes     yes  yes -",
-        "faces":                "-   -   left -   -   -       left -   -",
-        "int8 Linears":         "yes yes yes  yes yes yes     yes  yes no",
-        "SLA":                  "yes yes yes  yes yes -       -    yes -",
-        "attention mask":       "-   -   -    -   no  -       -    -   -",
-        "gate per token":       "yes -   -    no  no  -       -    -   -",
-        "fused QKV":            "yes no  no   no  no  yes     no   -   -",
+        "self-attention":        "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+        "cross-attention":       "yes yes yes  yes yes yes yes  -        -    yes -",
+        "image branch":          "yes yes yes  yes yes -   -    -        -    yes -",
+        "feed-forward":          "yes yes yes  yes yes yes yes  yes      yes  yes -",
+        "faces":                 "-   -   left -   -   -   -    -        left -   -",
+        "int8 Linears":          "yes yes yes  yes yes yes yes  yes      yes  yes no",
+        "SLA":                   "yes yes yes  yes yes -   -    -        -    yes -",
+        "attention mask":        "-   -   -    -   no  -   left -        -    -   -",
+        "gate per token":        "yes -   -    no  no  yes yes  -        -    -   -",
+        "fused QKV":             "yes no  no   no  no  -   -    yes      no   -   -",
     },
     "with": {
-        "LoRA":                 "yes no  no   no  no  yes     no   no  no",
-        "training":             "yes no  no   no  no  yes     no   no  no",
-        "torch.compile":        "yes no  no   no  no  yes     no   no  no",
-        "FirstBlockCache":      "yes no  -    -   -   yes     -    -   -",
-        "PAB, FasterCache":     "yes no  no   no  no  yes     -    -   -",
-        "offloading, casting":  "yes no  no   no  no  yes     no   -   -",
-        "context parallel":     "yes no  no   yes no  no      no   no  -",
+        "LoRA":                  "yes no  no   no  no  yes yes  yes      no   no  no",
+        "training":              "yes no  no   no  no  yes no   yes      no   no  no",
+        "torch.compile":         "yes no  no   no  no  yes yes  yes      no   no  no",
+        "FirstBlockCache":       "yes no  -    -   -   -   -    yes      -    -   -",
+        "PAB, FasterCache":      "yes no  no   no  no  no  no   yes      -    -   -",
+        "offloading, casting":   "yes no  no   no  no  yes yes  yes      no   -   -",
+        "context parallel":      "yes no  no   yes no  -   -    no       no   no  -",
     },
     "proof": {
-        "the guard":            "yes yes yes  yes yes yes     yes  yes yes",
-        "unpatched, bit-equal": "yes yes yes  yes yes yes     yes  yes yes",
-        "its pipeline":         "yes yes yes  yes yes yes     yes  -   -",
-        "rCM sampler":          "yes yes yes  no  no  refused -    -   -",
-        "generate, compare":    "yes yes yes  yes yes yes     yes  -   -",
-        "Triton kernels":       "gpu gpu gpu  gpu gpu gpu     gpu  no  gpu",
-        "full size":            "gpu gpu gpu  gpu gpu gpu     gpu  gpu -",
+        "the guard":             "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+        "unpatched, bit-equal":  "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+        "its pipeline":          "yes yes yes  yes yes yes yes  yes      yes  -   -",
+        "rCM sampler":           "yes yes yes  no  no  -   -    refused  -    -   -",
+        "generate, compare":     "yes yes yes  yes yes no  no   yes      yes  -   -",
+        "Triton kernels":        "gpu gpu gpu  gpu gpu no  no   gpu      gpu  no  gpu",
+        "full size":             "gpu gpu gpu  gpu gpu no  no   gpu      gpu  gpu -",
     },
 }  # fmt: skip
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import wraps
 from numbers import Real
-from typing import Any, Final, Literal, TypedDict, cast, get_args
+from typing import Any, Final, Literal, TypedDict, TypeVar, cast, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
@@ -41,7 +42,34 @@ _GONE: Final = {
     "self_test": "Run `turbo-rcm-patch doctor`; the guard tests a card by testing the model",
 }
 
+#: Fields that take one of a few words.
+_CHOICES: Final = {
+    "attention": get_args(Attention),
+    "pv": get_args(PVDType),
+    "linear": get_args(Linear),
+    "impl": get_args(Impl),
+    "form": get_args(Form),
+}
 
+_T = TypeVar("_T")
+
+
+def _names_checked(cls: type[_T]) -> type[_T]:
+    """Make a class raise a `ConfigError` where its arguments have no or unknown names."""
+    init: Any = cls.__init__
+
+    @wraps(init)
+    def checked(self: _T, *values: object, **options: object) -> None:
+        if values:
+            raise _unnamed("PatchConfig", values[0], "PatchConfig({})")
+        _check_names(options)
+        init(self, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
     """The options of `patch_model`.
@@ -94,13 +122,7 @@ class PatchConfig:
         return f"PatchConfig({', '.join(chosen)})"
 
     def __post_init__(self) -> None:
-        for field, choices in (
-            ("attention", get_args(Attention)),
-            ("pv", get_args(PVDType)),
-            ("linear", get_args(Linear)),
-            ("impl", get_args(Impl)),
-            ("form", get_args(Form)),
-        ):
+        for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:
                 raise ConfigError(
@@ -151,16 +173,37 @@ def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
             invalid.
     """
     if config is not None and not isinstance(config, PatchConfig):
-        attention = config if config in get_args(Attention) else "int8"
-        raise ConfigError(
-            "config",
-            expected="a PatchConfig",
-            got=repr(config)[:120],
-            remedy=f"Write patch_model(model, attention={attention!r}) or "
-            f"patch_model(model, PatchConfig(attention={attention!r}))",
-        )
+        raise _unnamed("config", config, "patch_model(model, {})")
+    _check_names(options)
+    return replace(config if config is not None else PatchConfig(), **cast("Any", dict(options)))
+
+
+def _unnamed(what: str, value: object, call: str) -> ConfigError:
+    """Return the error about a value in the place of a configuration or of named fields.
+
+    Args:
+        what: The argument.
+        value: What was given.
+        call: The right call, "{}" where its fields go.
+    """
+    if isinstance(value, Mapping):
+        _check_names(value)
+        options = ", ".join(f"{name}={one!r}" for name, one in value.items())
+    else:
+        field = next((name for name, words in _CHOICES.items() if value in words), "attention")
+        options = f"{field}={value if value in _CHOICES[field] else 'int8'!r}"
+    return ConfigError(
+        what,
+        expected="fields of PatchConfig by their names",
+        got=repr(value)[:120],
+        remedy=f"Write {call.format(options)}",
+    )
+
+
+def _check_names(options: Mapping[Any, object]) -> None:
+    """Raise a `ConfigError` for a name that is not a field."""
     names = [field.name for field in fields(PatchConfig)]
-    unknown = [name for name in options if name not in names]
+    unknown = [str(name) for name in options if name not in names]
     if unknown:
         near = get_close_matches(unknown[0], names, 1)
         guess = f"Did you mean {near[0]!r}" if near else ""
@@ -170,7 +213,6 @@ def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
             got=", ".join(unknown),
             remedy=_GONE.get(unknown[0], guess),
         )
-    return replace(config if config is not None else PatchConfig(), **cast("Any", dict(options)))
 
 
 def is_number(value: object) -> bool:

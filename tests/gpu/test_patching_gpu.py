@@ -36,6 +36,8 @@ def on_gpu(inputs: dict[str, object]) -> dict[str, object]:
     def one(value: object) -> object:
         if isinstance(value, list | tuple):
             return type(value)(one(part) for part in value)
+        if isinstance(value, dict):
+            return {key: one(part) for key, part in value.items()}
         return value.to(GPU) if isinstance(value, torch.Tensor) else value
 
     return {name: one(value) for name, value in inputs.items()}

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AnyFlowFARTransformer3DModel,
+    AnyFlowTransformer3DModel,
     ChronoEditTransformer3DModel,
     CogVideoXTransformer3DModel,
     ConsisIDTransformer3DModel,
@@ -95,6 +97,8 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(part) for part in value]
+        if isinstance(value, dict):
+            return {name: one(part) for name, part in value.items()}
         floats = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.float() if floats else value
 
@@ -235,6 +239,26 @@ WANS = [
     _wan_row("skyreels", BLOCK * 2, _SKY),
     _wan_row("skyreels-forcing", BLOCK * 2, _SKY, {}, _FORCED),
     _wan_row("skyreels-masked", BLOCK * 2, _SKY, {"num_frame_per_block": 2}, frames=4),
+]
+
+_FRAME_TIMES = {
+    "hidden_states": lambda noise, batch: noise(batch, 3, 4, 8, 10),
+    "timestep": lambda noise, batch: torch.tensor([[900.0, 500.0, 20.0]] * batch),
+    "r_timestep": lambda noise, batch: torch.tensor([[300.0, 100.0, 0.0]] * batch),
+}
+#: A step of the third chunk: 4 tokens of a compressed frame and 20 of a full one are cached.
+_THIRD_CHUNK = _FRAME_TIMES | {
+    "chunk_partition": lambda noise, batch: [1, 1, 3],
+    "kv_cache": lambda noise, batch: [
+        {"compressed_cache": noise(2, batch, 2, 9, 64), "full_cache": noise(2, batch, 2, 25, 64)}
+        for _ in range(6)  # enough for tests that add blocks
+    ],
+    "kv_cache_flag": lambda noise, batch: {"is_cache_step": False, "num_cached_chunks": 2},
+}
+_FAR = {"full_chunk_limit": 2, "compressed_patch_size": (1, 4, 4)}
+ANYFLOWS = [
+    _wan_row("anyflow", BLOCK * 2, AnyFlowTransformer3DModel, {}, _FRAME_TIMES),
+    _wan_row("anyflow-far", BLOCK * 2, AnyFlowFARTransformer3DModel, _FAR, _THIRD_CHUNK),
 ]
 
 # --- CogVideoX and ConsisID ----------------------------------------------------------------------
@@ -392,7 +416,7 @@ MODULES = [
     Model("rcm", ["self"], lambda: _module(False), _x_and_t),
 ]
 
-MODELS = [*WANS, *COGVIDEOXS, *TURBOS, *MODULES]
+MODELS = [*WANS, *ANYFLOWS, *COGVIDEOXS, *TURBOS, *MODULES]
 
 
 def named(name: str) -> Model:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import prune
 
 from tests.measures import relative_l2
-from tests.patching.models import classes, named, run
+from tests.patching.models import ANYFLOWS, classes, named, run
 from turbo_rcm_patch import patch_model, patched, refresh, report_of, unpatch_model
 
 TIGHT = 3e-6
@@ -528,10 +528,10 @@ def test_autocast_is_the_authors(one: Any) -> None:
     assert all("autocast" in words for words in report_of(model).ran().values())
 
 
-@pytest.mark.supports(_BOTH, "training")
+@pytest.mark.supports((*_BOTH, "AnyFlowTransformer3DModel"), "training")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
-@pytest.mark.parametrize("one", [WAN, COG], ids=str)
+@pytest.mark.parametrize("one", [WAN, COG, named("anyflow")], ids=str)
 def test_gradients_are_the_authors(one: Any, linear: Any, checkpointing: bool) -> None:
     gradients = []
     for is_ours in (False, True):
@@ -756,9 +756,10 @@ def test_a_cache_of_attentions_runs_its_author(one: Any) -> None:
 # --- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.supports(classes([WAN, COG]), "torch.compile")
+@pytest.mark.supports(classes([WAN, COG, *ANYFLOWS]), "torch.compile")
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
-@pytest.mark.parametrize("name", ["t2v", "i2v", "cogvideox-5b", "vace", "skyreels", "sla"])
+@pytest.mark.parametrize("name", ["t2v", "i2v", "cogvideox-5b", "vace", "skyreels", "sla",
+                                  "anyflow", "anyflow-far"])  # fmt: skip
 def test_blocks_compile_once_without_a_break_to_the_same_bits(name: str, linear: Any) -> None:
     one = named(name)
     model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from tests.measures import relative_l2
-from tests.patching.models import COGVIDEOXS, MODELS, TURBOS, WANS, Model, classes, run, wide
+from tests.patching.models import (
+    ANYFLOWS,
+    COGVIDEOXS,
+    MODELS,
+    TURBOS,
+    WANS,
+    Model,
+    classes,
+    run,
+    wide,
+)
 from turbo_rcm_patch import find_pairs, patch_model, patched, report_of
 
 BF16 = torch.bfloat16
@@ -19,7 +29,8 @@ TIGHT = 3e-6
 INT8_ERROR = 0.03
 
 _ALL = classes(MODELS)
-_BLOCKS = classes([*WANS, *COGVIDEOXS, *TURBOS])
+_DIFFUSERS = [*WANS, *ANYFLOWS, *COGVIDEOXS]
+_BLOCKS = classes([*_DIFFUSERS, *TURBOS])
 
 
 def ids(models: list[Model]) -> list[str]:
@@ -35,7 +46,9 @@ def assert_fast(model: object) -> None:
 
 @pytest.mark.supports(_ALL, "self-attention", "unpatched, bit-equal")
 @pytest.mark.supports(_BLOCKS, "feed-forward")
-@pytest.mark.supports(classes([*WANS, *TURBOS]), "cross-attention", "SLA")
+@pytest.mark.supports(classes([*WANS, *ANYFLOWS, *TURBOS]), "cross-attention")
+@pytest.mark.supports(classes([*WANS, *TURBOS]), "SLA")
+@pytest.mark.supports(classes(ANYFLOWS), "gate per token")
 @pytest.mark.parametrize("one", MODELS, ids=ids(MODELS))
 def test_fusing_alone_changes_nothing_in_fp32(one: Model) -> None:
     model, inputs = one.model(), one.inputs()
@@ -72,7 +85,7 @@ def test_int8_attention_is_near_in_fp32(one: Model) -> None:
 
 @pytest.mark.supports(_BLOCKS, "int8 Linears")
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
-@pytest.mark.parametrize("one", [*WANS, *COGVIDEOXS, *TURBOS], ids=str)
+@pytest.mark.parametrize("one", [*_DIFFUSERS, *TURBOS], ids=str)
 def test_a_bf16_network_is_no_further_from_fp32_than_the_unpatched_one(
     one: Model, linear: str
 ) -> None:

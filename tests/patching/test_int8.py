@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -171,6 +174,49 @@ def test_a_weight_that_is_int8_alone_can_be_read_and_not_written() -> None:
     assert relative_l2(linear.weight, weight) < 0.01
     with pytest.raises(DroppedWeightError, match="Fuse adapters before"):
         linear.weight += 1
+
+
+@pytest.mark.parametrize("way", ["kept", "patched", "copied", "pickled"])
+def test_gradients_of_weights_that_are_int8_alone_are_refused_whole(way: str) -> None:
+    model = WAN.model()
+    if way == "patched":
+        patch_model(model, linear="int8-only")
+    else:
+        keep_int8_only(model)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    if way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    for module in (model, model.blocks[0].attn1.to_q):
+        with pytest.raises(DroppedWeightError, match="Train an adapter beside them"):
+            module.requires_grad_(True)
+        with pytest.raises(DroppedWeightError):
+            module.requires_grad_()
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.norm_out.requires_grad_(True)
+    model.proj_out.requires_grad_(True)
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_adapter_beside_int8_alone_can_be_trained() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    patch_model(model, linear="int8-only")
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))
+    model(**inputs)[0].square().mean().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+
+
+def test_a_model_with_int8_alone_goes_with_its_last_reference() -> None:
+    model = WAN.model()
+    keep_int8_only(model)
+    gone = weakref.ref(model)
+    gc.disable()
+    del model
+    gc.enable()
+    assert gone() is None
 
 
 def test_int8_only_is_refused_under_offloading() -> None:

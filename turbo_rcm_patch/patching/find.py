@@ -30,9 +30,18 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_wan.WanTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
+    f"{_TRANSFORMERS}transformer_anyflow.AnyFlowTransformer3DModel": "wan_anyflow",
+    f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow_far",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+}
+
+#: Exact class -> why no family serves it.
+NOT_SERVED: Final = {
+    f"{_TRANSFORMERS}transformer_wan_animate_2.WanAnimate2Transformer3DModel": "Run it unpatched. "
+    "Each frame of its self-attention sees the reference tokens of that frame alone, a block mask "
+    "that only the author's flex attention computes",
 }
 
 #: Name of a class that runs from a checkout, under any module name -> its family, whose
@@ -134,14 +143,19 @@ def find_targets(model: object) -> list[Target]:
     found = {component: list(_walk(part, component)) for component, part in parts.items()}
     unknown = [component for component, targets in found.items() if not targets]
     if unknown:
-        names = ", ".join(qualified_name(type(parts[component])) for component in unknown)
+        names = [qualified_name(type(parts[component])) for component in unknown]
+        served = [component for component, targets in found.items() if targets]
         raise UnknownArchitectureError(
             ", ".join(filter(None, unknown)) or "model",
             expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
             "TurboDiffusion's",
-            got=names,
-            remedy="If it is part of a transformer, pass the transformer. A subclass is not "
-            "patched, because it may run another forward. Of two experts, patch one by passing it",
+            got=", ".join(names),
+            remedy=f"The pipeline is unchanged. To patch its {served[0]} alone, pass that: "
+            f"patch_model(pipe.{served[0]})"
+            if served
+            else NOT_SERVED.get(names[0])
+            or "If it is part of a transformer, pass the transformer. A subclass is not patched, "
+            "because it may run another forward",
         )
     # A network may be held under two names.
     every = [target for targets in found.values() for target in targets]

@@ -12,6 +12,7 @@ as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -116,6 +117,11 @@ class Int8Linear(nn.Linear):
         """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
         return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
+        """Refuse gradients of int8 weights; False is what they have."""
+        RefusesGradients(self)(requires_grad)
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.int8[0].device
@@ -125,6 +131,42 @@ class Int8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """Return the text that a Linear shows."""
         return f"{super().extra_repr()}, dtype={self.dtype}"
+
+
+class RefusesGradients:
+    """The `requires_grad_` of a module with int8 weights alone.
+
+    It holds the module weakly, so that the module goes with its last reference.
+
+    Args:
+        module: The module.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[RefusesGradients], tuple[nn.Module | None]]:
+        return RefusesGradients, (self._module(),)  # A copied module gets its own.
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        """Switch gradients off.
+
+        Raises:
+            DroppedWeightError: They are to be switched on. Nothing has changed.
+        """
+        module = self._module()
+        assert module is not None
+        if requires_grad:
+            raise DroppedWeightError(
+                f"requires_grad_(True) on a {type(module).__qualname__}",
+                expected="weights in a float dtype",
+                got="Linears with int8 weights alone, which take no gradient",
+                remedy="Train an adapter beside them (model.add_adapter), or load the model with "
+                "its weights",
+            )
+        return nn.Module.requires_grad_(module, False)
 
 
 def weight_dtype(linear: Any) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import OffloadedError
-from turbo_rcm_patch.patching.int8_module import HOOK_LEFTOVERS, Int8Linear
+from turbo_rcm_patch.patching.int8_module import HOOK_LEFTOVERS, Int8Linear, RefusesGradients
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
 _log = logging.getLogger(__name__)
@@ -28,10 +28,12 @@ _ROWS: Final = 1024
 
 
 def mark_int8_only(model: nn.Module) -> None:
-    """Record in a diffusers model's configuration that it has int8 weights alone."""
+    """Record in a diffusers model's configuration that it has int8 weights alone, and let its
+    `requires_grad_(True)` raise a `DroppedWeightError`."""
     register = getattr(model, "register_to_config", None)
     if register is not None:
         register(quantization_config=dict(INT8_MARK))
+    vars(model)["requires_grad_"] = RefusesGradients(model)
 
 
 def is_marked(config: Mapping[str, object]) -> bool:

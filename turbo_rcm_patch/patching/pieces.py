@@ -237,6 +237,8 @@ def called(module: Any, x: Tensor) -> Tensor:
 def _reads_rms(module: Any, x: Tensor) -> bool:
     if type(module) not in RMS_NORMS or not bare(module) or module.eps is None:
         return False
+    if getattr(module, "bias", None) is not None:  # diffusers' may have one
+        return False
     weight = module.weight
     return (
         weight is not None

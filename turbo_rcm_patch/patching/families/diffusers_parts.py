@@ -123,7 +123,7 @@ def attention_linears(name: str, attn: Any) -> dict[str, Any]:
     """Return the Linears that an attention calls, by their paths in the block."""
     if type(attn) not in ATTENTIONS:
         return {}
-    cross = attn.is_cross_attention
+    cross = getattr(attn, "is_cross_attention", False)
     names = ["to_q", "to_k", "to_v"]
     if getattr(attn, "fused_projections", False):
         names = ["to_q", "to_kv"] if cross else ["to_qkv"]

@@ -1,11 +1,11 @@
 """diffusers' Wan transformers and their relatives with the same block.
 
 - Wan 2.1 T2V, I2V and FLF2V, both experts of 2.2 A14B, and 2.2 TI2V with a gate per token (arXiv
-  2503.20314); Lucy-Edit is the same class.
+  2503.20314). Lucy-Edit and FastWan's 5B with full attention are the same class.
 - ChronoEdit, whose rotary table alone differs (arXiv 2510.04290).
 - Wan-Animate, which adds a face adapter between its blocks (arXiv 2509.14055).
 - SkyReels-V2, whose self-attention may have a mask (arXiv 2504.13074).
-- VACE's plain blocks; its control blocks are in `wan_vace`.
+- VACE's plain blocks; its control blocks are in `wan_vace`. AnyFlow's are in `wan_anyflow`.
 
 diffusers copies the block and its attention from file to file under the same names. Written
 against diffusers 0.42.
@@ -142,12 +142,11 @@ class WanBlock(PatchedBlock):
     ) -> Tensor:
         """Run self-attention and its output projection: [B, N, C]."""
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
-            made: Tensor = attn(h, None, mask, rotary)
-            return made
+            return self.call_attention(attn, h, None, mask, rotary)
         attend = self.attend
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        tables: Rotary | None = _tables(rotary, attend.head_dim)
+        tables: Rotary | None = self.tables(rotary)
         ulysses = ulysses_of(attn.processor, attend)
         if ulysses is not None:
             q, k, v, attend = ulysses.to_heads(q, k, v, norms, tables)
@@ -168,12 +167,11 @@ class WanBlock(PatchedBlock):
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
         """Run cross-attention to text, and to an image if there is one: [B, N, C]."""
         image = None
-        if attn.add_k_proj is not None:
+        if self.has_image():
             tokens = context.shape[1] - TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
         elif self.calls_backend(attn):
-            made: Tensor = attn(h, context, None, None)
-            return made
+            return self.call_attention(attn, h, context, None, None)
         own_q = attn.to_q(h)
         k, v = parts.kv(attn, context)
         attend = self.attend.over_few_keys(k.shape[1])
@@ -184,6 +182,22 @@ class WanBlock(PatchedBlock):
             q, k, norms = rms_norms(attn.norm_q, attn.norm_added_k, own_q, k)
             out = attend(q, k, v, norms, residual=out)
         return parts.project_out(attn, out)
+
+    def call_attention(
+        self, attn: Any, h: Tensor, context: Tensor | None, mask: Any, rotary: Any
+    ) -> Tensor:
+        """Call an attention as the module it is: [B, N, C]."""
+        made: Tensor = attn(h, context, mask, rotary)
+        return made
+
+    def has_image(self) -> bool:
+        """Return True if cross-attention has keys of an image beside those of the text."""
+        return getattr(self.block.attn2, "add_k_proj", None) is not None
+
+    def tables(self, rotary: Any) -> Rotary:
+        """Return the rotary embedding as (cos, sin), each [N, D]."""
+        dim = self.attend.head_dim
+        return rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
 
     def calls_backend(self, attn: Any) -> bool:
         """Return True if exact attention was asked for and the user chose a backend for it."""
@@ -210,7 +224,7 @@ class WanBlock(PatchedBlock):
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         return ops.attention_project_skip(
             q, k, v, linear.weight, linear.bias, attend.spec(norms.eps), residual=residual,
-            c_out=gate, norm_q=norms.q, norm_k=norms.k, rotary=_tables(rotary, attend.head_dim),
+            c_out=gate, norm_q=norms.q, norm_k=norms.k, rotary=self.tables(rotary),
             form="one-launch", out_dtype=torch.float32,
         )  # fmt: skip
 
@@ -228,7 +242,6 @@ class WanBlock(PatchedBlock):
         if not isinstance(rotary, tuple) or context is None or context.dim() != 3:
             return "it has no text or no rotary table"
         batch, tokens, channels = x.shape
-        image = self.block.attn2.add_k_proj is not None
         fits = (
             context.dtype == x.dtype
             and context.device == x.device
@@ -236,7 +249,7 @@ class WanBlock(PatchedBlock):
             and channels == self.attend.heads * self.attend.head_dim
             and temb.shape[0] == batch
             and rotary[0].numel() == rotary[1].numel() == tokens * self.attend.head_dim
-            and (not image or context.shape[1] > TEXT_TOKENS)
+            and (not self.has_image() or context.shape[1] > TEXT_TOKENS)
             and 0 < batch < 65536
         )
         return "" if fits else "text, modulation or rotary table do not fit the video"
@@ -280,16 +293,11 @@ class WanBlock(PatchedBlock):
         if attached_proj_l(block.attn1) is not None:
             path, stream = f"{pairs[0].path}.proj_l", "proj_l of the linear attention"
             pairs.insert(1, inner_pair(pairs[0], path, stream))
-        if getattr(block.attn2, "add_k_proj", None) is not None:
+        if self.has_image():
             cross = pairs[-2]
             image = inner_pair(cross, f"{cross.path}.image", "text attention", "image")
             pairs.insert(-1, image)
         return pairs
-
-
-def _tables(rotary: Rotary, head_dim: int) -> Rotary:
-    """Reshape (cos, sin) to [N, D] each."""
-    return rotary[0].reshape(-1, head_dim), rotary[1].reshape(-1, head_dim)
 
 
 # --- what is patched in a model ------------------------------------------------------------------
