@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.patching import sla_as_defined
+from turbo_rcm_patch.patching import PatchReport, sla_as_defined
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.filters import filtered
@@ -89,15 +89,6 @@ class Observer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The observer's words about one prompt: asked for, and seen in the two videos."""
-
-    asked: str
-    baseline: str
-    patched: str
-
-
-@dataclass(frozen=True, slots=True)
 class PromptResult:
     """Numbers of one prompt.
 
@@ -110,7 +101,8 @@ class PromptResult:
         decode_seconds: Mean time of one decoding.
         gain: Amplification of the videos of differences.
         unmeasured: Why a measure of ffmpeg is missing, else empty.
-        seen: The observer's words, if there was one.
+        seen: The observer's words about what was "asked" for, and about the videos "baseline" and
+            "patched"; None without an observer.
     """
 
     key: str
@@ -121,7 +113,7 @@ class PromptResult:
     decode_seconds: float
     gain: int
     unmeasured: str = ""
-    seen: Seen | None = None
+    seen: dict[str, str] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON, worst frames included."""
@@ -132,8 +124,7 @@ class PromptResult:
     def from_dict(cls, values: dict[str, Any]) -> PromptResult:
         """Return the result of `as_dict`, from JSON."""
         drifts = {name: Drift.from_dict(values[name]) for name in ("patched", "control")}
-        seen = Seen(**values["seen"]) if values["seen"] else None
-        return cls(**values | drifts | {"seen": seen})
+        return cls(**values | drifts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,29 +190,27 @@ class Comparison:
         seen = [one.seen for one in self.results if one.seen]
         counts = {
             "prompts": len(seen),
-            "baseline": sum(one.baseline == one.asked for one in seen),
-            "patched": sum(one.patched == one.asked for one in seen),
-            "same": sum(one.patched == one.baseline for one in seen),
+            "baseline": sum(one["baseline"] == one["asked"] for one in seen),
+            "patched": sum(one["patched"] == one["asked"] for one in seen),
+            "same": sum(one["patched"] == one["baseline"] for one in seen),
         }
         return counts if seen else None
 
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
         network, fusion = self.network, self.fusion
-        kept = ("attention_backend", "control_backend", "times", "patch", "identity", "command")
+        kept = ("attention_backend", "control_backend", "baseline", "times", "patch", "identity")
         return {
             "schema": 1,
-            "verdict": self.verdict,
+            **{name: getattr(self, name) for name in ("verdict", *kept, "command")},
             "checks": [
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
                 for check in self.judgement.checks
             ],
-            **{name: getattr(self, name) for name in kept},
             "prompts": [one.as_dict() for one in self.results],
             "patch_table": self.patch_report,
-            "baseline": self.baseline,
             "missing": self.judgement.missing,
-            "network": asdict(network) | {"ratio": network.ratio} if network else None,
+            "network": network and asdict(network) | {"ratio": network.ratio},
             "fusion": None
             if fusion is None
             else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT},
@@ -314,15 +303,15 @@ def compare(
         processes.from_first(lambda: until_done.enter_context(in_use(out)))
         check_judged(pipe, config, attention_backend)
         inputs = inputs_of(sources, seed)
-        identity = identify(pipe, settings, config) | {"inputs": inputs}
-        identity["attention_backend"] = attention_backend
+        identity = identify(pipe, settings, config)
+        identity |= {"inputs": inputs, "attention_backend": attention_backend}
         store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
             pipe, sources, inputs, seed, settings, config, attention_backend, store, identity,
             progress or (lambda *_: None), processes,
         )  # fmt: skip
         run.sample("baseline", run.unpatched())
-        run.sample("patched", run.changed())
+        run.sample("patched", judged(pipe, config, attention_backend))
         control = run.sample_control()
         return processes.from_first(
             lambda: run.concluded(network_number, observer, control, command)
@@ -363,29 +352,17 @@ class _Run:
         return self.encode(i).again(self.pipe._execution_device, media)
 
     @contextmanager
-    def unpatched(self, backend: str | None = None) -> Iterator[Callable[[], dict[str, object]]]:
+    def unpatched(self, backend: str | None = None) -> Iterator[None]:
         """Run the authors' attention, or SLA's definition where it holds a proj_l; exactly on one
         of `_BACKENDS` if it is named."""
-        with ExitStack() as stack:
-            stack.enter_context(sla_as_defined(self.pipe, self.config.sla_topk))
-            if backend:
-                stack.enter_context(sdpa_kernel(_BACKENDS[backend]))
-            yield lambda: {"backend": backend}
-
-    @contextmanager
-    def changed(self) -> Iterator[Callable[[], dict[str, object]]]:
-        """Run the judged model."""
-        with judged(self.pipe, self.config, self.attention_backend) as report:
-            if report is None:
-                table = f"nothing: the unpatched model, attention backend {self.attention_backend}"
-                yield lambda: {"table": table, "report": {}}
-            else:
-                yield lambda: {"table": str(report), "report": report.as_dict()}
+        exactly = sdpa_kernel(_BACKENDS[backend]) if backend else nullcontext()
+        with sla_as_defined(self.pipe, self.config.sla_topk), exactly:
+            yield
 
     def sample(
         self,
         variant: Variant,
-        model: AbstractContextManager[Callable[[], dict[str, object]]],
+        model: AbstractContextManager[PatchReport | None],
         *,
         warm: bool = True,
     ) -> None:
@@ -394,9 +371,8 @@ class _Run:
 
         Args:
             variant: The name of the pass.
-            model: Entered for the pass; yields a function that describes the model for
-                runs/VARIANT.json.
-            warm: False leaves the first call out.
+            model: Entered for the pass; yields the report of a patched model.
+            warm: False leaves the first call and runs/VARIANT.json out.
         """
         shared, store, steps = self.processes, self.store, self.settings.steps_run
         missing = shared.from_first(
@@ -410,7 +386,7 @@ class _Run:
         mine = shared.share(missing)
         for i in mine:  # outside the model: only the transformer's attention differs
             self.encode(i)
-        with model as described:
+        with model as report:
             first = self._generate(mine[0]).seconds if mine and warm else None
             for start in range(0, len(missing), shared.ranks.world):
                 now = missing[start : start + shared.ranks.world]
@@ -422,15 +398,23 @@ class _Run:
 
                     sample = self._generate(now[shared.ranks.rank], on_step)
                 done += len(now) * steps
-                came = shared.gathered((sample, described()))
-                if came:
-                    tables = dict.fromkeys(str(note.get("table", "")) for _, note in came)
-                    note = came[0][1] | {"table": "\n\n".join(tables), "first_call_seconds": first}
+                came = shared.gathered((sample, str(report or "")))
+                if came and warm:
+                    note = {
+                        "table": "\n\n".join(dict.fromkeys(table for _, table in came)),
+                        "report": report.as_dict() if report else {},
+                        "first_call_seconds": first,
+                    }
                     store.write_json(f"runs/{variant}.json", note)
                 for i, (one, _) in zip(now, came, strict=False):
                     assert one is not None
-                    if variant == "baseline":
-                        self._check_finite(i, one)
+                    if variant == "baseline" and not one.latents.isfinite().all():
+                        raise SamplingError(
+                            "the unpatched model gave NaN or infinite latents",
+                            got=f"seed {self.seed + i}, {self.keys[i]}",
+                            remedy="Check the model's dtype and weights: there is nothing to "
+                            "compare with",
+                        )
                     store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
 
@@ -443,15 +427,6 @@ class _Run:
             keep_trajectory=True,
             on_step=on_step,
         )
-
-    def _check_finite(self, i: int, sample: Sample) -> None:
-        """Raise if the unpatched model has nothing to compare with."""
-        if not sample.latents.isfinite().all():
-            raise SamplingError(
-                f"the unpatched model gave NaN or infinite latents (seed {self.seed + i}, "
-                f"{self.keys[i]})",
-                remedy="Check dtype and weights of the model; there is nothing to compare with",
-            )
 
     def sample_control(self) -> str:
         """Sample under the first exact backend that differs from the baseline; return its name."""
@@ -473,7 +448,7 @@ class _Run:
         """Return why a backend cannot be the control, empty if it can. Keep the sample then."""
         self.encode(0)
         try:
-            with self.unpatched(name) as described:
+            with self.unpatched(name):
                 sample = self._generate(0)
         except torch.OutOfMemoryError:
             return "runs out of memory"
@@ -487,7 +462,7 @@ class _Run:
         if torch.equal(sample.latents, self.store.load_sample(self.keys[0], "baseline").latents):
             return "is bit-equal to the baseline"
         self.store.save_sample(self.keys[0], "control", sample)
-        self.store.write_json("runs/control.json", described())
+        self.store.write_json("runs/control.json", {"backend": name})
         return ""
 
     def network(self, wanted: bool | None) -> tuple[NetworkNumber | None, str]:
@@ -553,7 +528,8 @@ class _Run:
             attention_backend=self.attention_backend,
             control_backend=control,
             baseline=_baseline(self.pipe, self.config),
-            patch_report=str(patch.get("table", "")),
+            patch_report=patch.get("table")
+            or f"nothing: the unpatched model, attention backend {self.attention_backend}",
             patch=patch.get("report", {}),
             times={variant: self.times(variant) for variant in get_args(Variant)},
             settings=self.settings,
@@ -607,8 +583,8 @@ class _Run:
         contact_sheet(rows, folder / "sheet.png")
         seen = None
         if observer is not None:
-            both = (observer.sees(frames[name]) for name in ("baseline", "patched"))
-            seen = Seen(observer.asks(prompt), *both)
+            seen = {name: observer.sees(frames[name]) for name in ("baseline", "patched")}
+            seen["asked"] = observer.asks(prompt)
         result = PromptResult(
             key,
             prompt,
@@ -733,11 +709,6 @@ def _weights(network: torch.nn.Module) -> str:
             digest.update(repr(some.double().tolist()).encode())
     for name, module in network.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "scaling"):
-            state = (
-                module.active_adapters,
-                module.scaling,
-                module.disable_adapters,
-                module.merged,
-            )
+            state = module.active_adapters, module.scaling, module.disable_adapters, module.merged
             digest.update(f"{name} {state}".encode())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Final, Literal
 
 import torch
@@ -109,11 +110,10 @@ def examine(tell: Callable[[str], object] = lambda _: None) -> Examination:
     Args:
         tell: Called with each line of the report as soon as it is known.
     """
-    found: list[Finding] = []
-    for look in (_packages, _gpus, _kernels):
-        for one in look():
-            tell(str(one))
-            found.append(one)
+    found = []
+    for one in chain(_packages(), _gpus(), _kernels()):
+        tell(str(one))
+        found.append(one)
     examination = Examination(tuple(found))
     bad = "something is missing: see the lines with !!"
     tell("everything that is needed works" if examination.healthy else bad)
@@ -141,7 +141,7 @@ def _packages() -> Iterator[Finding]:
         there = find_spec(name.replace("-", "_")) is not None
         version = torch.__version__ if name == "torch" else version_of(name)
         yield check_version(name, version if there else None)
-    version, broken = version_of("sageattention"), getattr(sage, "broken_sage", str)()
+    version, broken = version_of("sageattention"), sage.broken_sage()
     if version and broken:
         yield Finding("sageattention", "missing", f"{version}: {broken}", 'use attention="int8"')
     else:
@@ -155,9 +155,8 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("gpu", "note", f"none that torch can see{built}")
     for index in range(torch.cuda.device_count()):
         one = torch.cuda.get_device_properties(index)
-        text = (
-            f"{one.name}, {one.total_memory / 2**30:.0f} GiB, capability {one.major}.{one.minor}"
-        )
+        size, capability = f"{one.total_memory / 2**30:.0f} GiB", f"{one.major}.{one.minor}"
+        text = f"{one.name}, {size}, capability {capability}"
         old = torch.version.hip is None and one.major < 8
         remedy = 'the kernels need capability 8.0 or newer: use impl="reference"' if old else ""
         yield Finding(f"gpu {index}", "note" if old else "ok", text, remedy)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -31,7 +33,7 @@ from turbo_rcm_patch.video.settings import Settings
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
 # use_sample_covariance=False.
 SSIM_SIGMA: Final = 1.5
-SSIM_RADIUS: Final = 5
+SSIM_SIDE: Final = 11
 SSIM_C1: Final = 0.01**2
 SSIM_C2: Final = 0.03**2
 #: Rectified-flow times of the network number: the first, second and last step of the four-step
@@ -70,7 +72,8 @@ class Drift:
     @property
     def worst_frame(self) -> int:
         """Index of the frame with the lowest PSNR; a frame with a NaN is worse than any."""
-        return min(range(len(self.frame_psnr)), key=lambda i: _nan_first(self.frame_psnr[i]))
+        order = [(not math.isnan(value), value) for value in self.frame_psnr]
+        return order.index(min(order))
 
     @property
     def worst_psnr(self) -> float:
@@ -124,10 +127,9 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         [F], fp64.
     """
     _check(a, b)
-    if min(a.shape[1:3]) < 2 * SSIM_RADIUS + 1:
-        raise ShapeError(
-            "frames for SSIM", expected="at least 11 pixels a side", got=str(tuple(a.shape))
-        )
+    if min(a.shape[1:3]) < SSIM_SIDE:
+        expected = f"at least {SSIM_SIDE} pixels a side"
+        raise ShapeError("frames for SSIM", expected=expected, got=str(tuple(a.shape)))
     return torch.stack([_ssim_frame(x, y) for x, y in zip(a, b, strict=True)])
 
 
@@ -146,14 +148,9 @@ def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
         In steps of an 8-bit pixel; 0 if the difference is the same in every frame.
     """
     _check(frames, truth)
-    if len(frames) < 2:
-        return 0.0
-    means, before = [], frames[0].double() - truth[0].double()
-    for frame, other in zip(frames[1:], truth[1:], strict=True):
-        after = frame.double() - other.double()
-        means.append(float((after - before).abs().mean()))
-        before = after
-    return 255.0 * sum(means) / len(means)
+    differences = (a.double() - b.double() for a, b in zip(frames, truth, strict=True))
+    changes = [float((b - a).abs().mean()) for a, b in pairwise(differences)]
+    return 255.0 * fmean(changes) if changes else 0.0
 
 
 def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
@@ -190,19 +187,16 @@ def drift(
 
 def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the SSIM of two frames [H, W, 3]. One at a time keeps large videos in memory."""
-    offsets = torch.arange(-SSIM_RADIUS, SSIM_RADIUS + 1, dtype=torch.float64, device=a.device)
-    window = torch.exp(-0.5 * (offsets / SSIM_SIGMA).square())
+    window = torch.signal.windows.gaussian(
+        SSIM_SIDE, std=SSIM_SIGMA, dtype=torch.float64, device=a.device
+    )
     window = window / window.sum()
     x, y = (frame.double().permute(2, 0, 1).unsqueeze(1) for frame in (a, b))  # [3, 1, H, W]
-
-    def blur(image: torch.Tensor) -> torch.Tensor:
-        image = F.conv2d(image, window.view(1, 1, -1, 1))
-        return F.conv2d(image, window.view(1, 1, 1, -1))
-
-    mean_x, mean_y = blur(x), blur(y)
-    var_x = blur(x * x) - mean_x * mean_x
-    var_y = blur(y * y) - mean_y * mean_y
-    covariance = blur(x * y) - mean_x * mean_y
+    blurred = F.conv2d(torch.cat([x, y, x * x, y * y, x * y]), window.view(1, 1, -1, 1))
+    blurred = F.conv2d(blurred, window.view(1, 1, 1, -1))
+    mean_x, mean_y, mean_xx, mean_yy, mean_xy = blurred.chunk(5)
+    var_x, var_y = mean_xx - mean_x**2, mean_yy - mean_y**2
+    covariance = mean_xy - mean_x * mean_y
     score = (2 * mean_x * mean_y + SSIM_C1) * (2 * covariance + SSIM_C2)
     score = score / ((mean_x**2 + mean_y**2 + SSIM_C1) * (var_x + var_y + SSIM_C2))
     return score.mean()
@@ -215,10 +209,6 @@ def _check(a: torch.Tensor, b: torch.Tensor) -> None:
             expected="two videos [F, H, W, 3] of one shape",
             got=f"{tuple(a.shape)} and {tuple(b.shape)}",
         )
-
-
-def _nan_first(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +253,8 @@ def network_number(
     config = config or PatchConfig()
 
     def outputs(calls: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        return [transformer(**call, return_dict=False)[0].float().cpu() for call in calls]
+        given = ({**call, "return_dict": False} for call in calls)
+        return [transformer(**call)[0].float().cpu() for call in given]
 
     with sla_as_defined(transformer, config.sla_topk):
         unpatched = outputs(inputs)
@@ -298,14 +289,7 @@ def measure_network(
     for seed in SEEDS:
         noise = initial_noise(pipe, seed, settings, conditioning).to(device)
         states += family.noised(pipe, clean.to(device), noise)
-    calls = [
-        {
-            name: value
-            for name, value in call.items()
-            if name != "return_dict" and value is not None
-        }
-        for call in recorded_calls(pipe, conditioning, settings, states)
-    ]
+    calls = recorded_calls(pipe, conditioning, settings, states)
     return network_number(pipe.transformer, calls, config, attention_backend=attention_backend)
 
 
@@ -346,23 +330,18 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
         for x, values in held.pop(part, []):
             x.data = values
 
-    int8 = [(m, m.dtype) for m in network.modules() if type(m) is Int8Linear]
-    hooks = []
-    try:
+    with ExitStack() as undo:
+        for part in (network, *blocks):  # also a block that Ctrl-C met between its hooks
+            undo.callback(narrow, part)
         widen(network)
-        for linear, _ in int8:
-            linear.dtype = torch.float32
+        for module in network.modules():
+            if type(module) is Int8Linear:
+                undo.callback(setattr, module, "dtype", module.dtype)
+                module.dtype = torch.float32
         for block in blocks:
-            hooks.append(block.register_forward_pre_hook(widen))
-            hooks.append(block.register_forward_hook(narrow, always_call=True))
+            undo.callback(block.register_forward_pre_hook(widen).remove)
+            undo.callback(block.register_forward_hook(narrow, always_call=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for part in list(held):
-            narrow(part)
-        for linear, dtype in int8:
-            linear.dtype = dtype
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -372,18 +351,16 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 @contextmanager
 def highest_precision() -> Iterator[None]:
     """Switch TF32 off for the length of a `with` block."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
+    both: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    with ExitStack() as undo:
+        for flags in both:
+            undo.callback(setattr, flags, "allow_tf32", flags.allow_tf32)
+            flags.allow_tf32 = False
         yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def _mean_error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    errors = [relative_l2(a, b) for a, b in zip(outputs, truth, strict=True)]
-    return sum(errors) / len(errors)
+    return fmean(map(relative_l2, outputs, truth))
 
 
 @torch.no_grad()

@@ -155,25 +155,24 @@ def judge(
             remedy="Choose another exact attention backend for the control",
         )
     margins, floors, counted = [], [], []
-    for name, of, margin, wider, floor in (
-        (MEDIAN, _median, MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
-        (WORST, _worst, WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
+    for name, how, of, margin, wider, floor in (
+        (MEDIAN, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
          WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
-        value, other = of(patched), of(control)
+        value, other = (how([getattr(one, of) for one in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
         whatever = f"{name}, whatever the control does"
         floors.append(Check(whatever, value, floor, floor, True, " dB"))
         # Where the control is below a floor too, the change is not to blame for it.
         counted += floors[-1:] if other >= floor else []
-    numbers = [
-        Check(name, value, limit, wider, at_least=False)
-        for name, value, limit, wider in (
-            (NETWORK, network_ratio, NETWORK_LIMIT, SIMILAR_NETWORK_LIMIT),
-            (FUSION, fusion, FUSION_LIMIT, FUSION_LIMIT),
+    numbers = []
+    if network_ratio is not None:
+        numbers.append(
+            Check(NETWORK, network_ratio, NETWORK_LIMIT, SIMILAR_NETWORK_LIMIT, at_least=False)
         )
-        if value is not None
-    ]
+    if fusion is not None:
+        numbers.append(Check(FUSION, fusion, FUSION_LIMIT, FUSION_LIMIT, at_least=False))
     checks = (*margins, *floors, *numbers)
     word: Word = "changed"
     if all(check.passed for check in (*margins, *counted, *numbers)):
@@ -201,11 +200,3 @@ def highest(values: Sequence[float]) -> float:
 
 def _or_nan(how: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
     return math.nan if not values or any(map(math.isnan, values)) else how(values)
-
-
-def _median(drifts: Sequence[Drift]) -> float:
-    return median([one.psnr for one in drifts])
-
-
-def _worst(drifts: Sequence[Drift]) -> float:
-    return lowest([one.worst_psnr for one in drifts])
