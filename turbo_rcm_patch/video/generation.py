@@ -82,12 +82,9 @@ class Conditioning:
         """
         frames = list(self.media[name])
         if len(frames) < settings.num_frames:
-            raise SamplingError(
-                name,
-                expected=f"{settings.num_frames} frames, as many as are made",
-                got=f"{len(frames)}",
-                remedy="Lower --num-frames, or give a longer video",
-            )
+            expected = f"{settings.num_frames} frames, as many as are made"
+            remedy = "Lower --num-frames, or give a longer video"
+            raise SamplingError(name, expected=expected, got=f"{len(frames)}", remedy=remedy)
         return frames[: settings.num_frames]
 
 
@@ -162,25 +159,18 @@ def generate(
     check_seed(seed)
     sources = sources_of(prompt, image)
     if len(sources) != 1:
-        raise ConfigError(
-            "prompt",
-            expected="one prompt",
-            got=str(len(sources)),
-            remedy="Call `generate` for each of them, or `compare`, which takes several",
-        )
+        remedy = "Call `generate` for each of them, or `compare`, which takes several"
+        raise ConfigError("prompt", expected="one prompt", got=str(len(sources)), remedy=remedy)
     conditioning = encode(pipe, sources[0], settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
         frames = decode_latents(pipe, sample.latents)[0]
     if not frames.isfinite().all():
-        what = "latents" if not sample.latents.isfinite().all() else "frames"
-        raise SamplingError(
-            "the video holds NaN or infinity",
-            expected="finite numbers",
-            got=f"{what} that are not finite",
-            remedy="Look for NaN in the weights and in what is given, and try another dtype: "
-            "fp16 overflows where bf16 does not",
-        )
+        part = "latents" if not sample.latents.isfinite().all() else "frames"
+        what, got = "the video holds NaN or infinity", f"{part} that are not finite"
+        remedy = "Look for NaN in the weights and in what is given, and try another dtype: fp16 "
+        remedy += "overflows where bf16 does not"
+        raise SamplingError(what, expected="finite numbers", got=got, remedy=remedy)
     return Generation(
         **{one.name: getattr(sample, one.name) for one in fields(Sample)},
         prompt=sources[0].prompt,
@@ -368,7 +358,9 @@ def _denoise(
         "max_sequence_length": settings.max_sequence_length,
         "output_type": "latent",
     }
-    call |= family_of(pipe).call_inputs(_job(pipe, seed, conditioning, settings))
+    family, media = family_of(pipe), conditioning.media
+    call |= {name: media[name] for name in family.AS_GIVEN if name in media}
+    call |= family.call_inputs(_job(pipe, seed, conditioning, settings))
     latents: torch.Tensor = pipe(**call | more).frames
     return latents
 
@@ -473,12 +465,8 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
     """
     vae = pipe.vae
     if vae.dtype != torch.float32:
-        raise DTypeError(
-            "the VAE's dtype",
-            expected="torch.float32",
-            got=str(vae.dtype),
-            remedy="Call pipe.vae.to(torch.float32), or load with load_pipeline",
-        )
+        got, remedy = str(vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"
+        raise DTypeError("the VAE's dtype", expected="torch.float32", got=got, remedy=remedy)
     video = family_of(pipe).decode(pipe, latents.to(pipe._execution_device, torch.float32))
     pipe.maybe_free_model_hooks()
     frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
