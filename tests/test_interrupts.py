@@ -24,7 +24,7 @@ from turbo_rcm_patch.interrupts import held_back, kept_apart
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.turbodiffusion import read_checkpoint
 from turbo_rcm_patch.video import video
-from turbo_rcm_patch.video.load import loading
+from turbo_rcm_patch.video.loading import loading
 
 FRAMES = np.zeros((9, 64, 64, 3), np.uint8)
 

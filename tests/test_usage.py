@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from turbo_rcm_patch.usage import add_fields, add_options, given_fields
+from training.usage import add_options
+from turbo_rcm_patch.usage import add_fields, given_fields
 
 
 @dataclass

@@ -27,9 +27,9 @@ from training.family import Family, family_of_folder
 from training.flow import few_step, guided, ode
 from training.plots import sheet
 from training.train_vae import statistics
+from training.usage import add_options
 from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.tiny.detector import accuracy, detect
-from turbo_rcm_patch.usage import add_options
 from turbo_rcm_patch.video.load import TINY, resolve_model
 
 _TEACHER_STEPS = 24

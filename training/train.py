@@ -43,10 +43,10 @@ from training.probe import Flow, export
 from training.run import Budget, Run
 from training.train_flow import build_corpus, train_student, train_teacher
 from training.train_vae import channels_last, train_decoder, train_twin, train_vae
+from training.usage import add_options
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import merged, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.usage import add_options
 
 _STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
 _MOST_BYTES: Final = 16 * 2**20

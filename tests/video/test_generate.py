@@ -15,7 +15,7 @@ from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import ConfigError, DTypeError, NotAModelError
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import (
-    _say_frames,
+    _say_once,
     generate,
     initial_noise,
     settings_for,
@@ -127,7 +127,7 @@ def test_pipelines_of_other_models_are_refused(tmp_path: Path) -> None:
 
 def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(pipe, caplog) -> None:
     """The next smaller number that it can is made."""
-    _say_frames.cache_clear()
+    _say_once.cache_clear()
     settings = settings_for(pipe, **SMALL | {"steps": 1, "num_frames": 6})
     for seed in (0, 1):
         made = generate(pipe, "a red circle", seed=seed, settings=settings)

@@ -14,7 +14,7 @@ from tests.measures import relative_l2
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
 from turbo_rcm_patch.video.scheduler import RCMScheduler
-from turbo_rcm_patch.video.schedules import SCHEDULES
+from turbo_rcm_patch.video.settings import SCHEDULES
 
 SHAPE = (1, 4, 2, 6, 5)
 

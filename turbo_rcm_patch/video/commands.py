@@ -23,7 +23,8 @@ from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_tra
 from turbo_rcm_patch.turbodiffusion.folder import write_checkpoint
 from turbo_rcm_patch.video import comparison, generation, store
 from turbo_rcm_patch.video.families import VideoPipeline, family_named
-from turbo_rcm_patch.video.load import first_line, load_pipeline, load_skeleton, pipeline_class
+from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
+from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
 from turbo_rcm_patch.video.progress import Progress, bars
 from turbo_rcm_patch.video.settings import Settings

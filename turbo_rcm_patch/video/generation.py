@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral
 from pathlib import Path
@@ -82,12 +82,9 @@ class Conditioning:
         """
         frames = list(self.media[name])
         if len(frames) < settings.num_frames:
-            raise SamplingError(
-                name,
-                expected=f"{settings.num_frames} frames, as many as are made",
-                got=f"{len(frames)}",
-                remedy="Lower --num-frames, or give a longer video",
-            )
+            expected = f"{settings.num_frames} frames, as many as are made"
+            remedy = "Lower --num-frames, or give a longer video"
+            raise SamplingError(name, expected=expected, got=f"{len(frames)}", remedy=remedy)
         return frames[: settings.num_frames]
 
 
@@ -110,28 +107,22 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A generated video.
+class Generation(Sample):
+    """A generated video: a `Sample`, and what was made of it.
 
     Attributes:
         prompt: The prompt.
         seed: Seed of initial noise and re-noising.
         settings: The settings it was made with.
-        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
-        seconds: Time of the denoising loop.
         decode_seconds: Time of the VAE.
-        peak_bytes: Peak memory of the denoising loop.
     """
 
     prompt: str
     seed: int
     settings: Settings
-    latents: torch.Tensor
     frames: torch.Tensor
-    seconds: float
     decode_seconds: float
-    peak_bytes: int | None
 
 
 def generate(
@@ -168,35 +159,25 @@ def generate(
     check_seed(seed)
     sources = sources_of(prompt, image)
     if len(sources) != 1:
-        raise ConfigError(
-            "prompt",
-            expected="one prompt",
-            got=str(len(sources)),
-            remedy="Call `generate` for each of them, or `compare`, which takes several",
-        )
-    source = sources[0]
-    conditioning = encode(pipe, source, settings)
+        remedy = "Call `generate` for each of them, or `compare`, which takes several"
+        raise ConfigError("prompt", expected="one prompt", got=str(len(sources)), remedy=remedy)
+    conditioning = encode(pipe, sources[0], settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
         frames = decode_latents(pipe, sample.latents)[0]
     if not frames.isfinite().all():
-        what = "latents" if not sample.latents.isfinite().all() else "frames"
-        raise SamplingError(
-            "the video holds NaN or infinity",
-            expected="finite numbers",
-            got=f"{what} that are not finite",
-            remedy="Look for NaN in the weights and in what is given, and try another dtype: "
-            "fp16 overflows where bf16 does not",
-        )
+        part = "latents" if not sample.latents.isfinite().all() else "frames"
+        what, got = "the video holds NaN or infinity", f"{part} that are not finite"
+        remedy = "Look for NaN in the weights and in what is given, and try another dtype: fp16 "
+        remedy += "overflows where bf16 does not"
+        raise SamplingError(what, expected="finite numbers", got=got, remedy=remedy)
     return Generation(
-        prompt=source.prompt,
+        **{one.name: getattr(sample, one.name) for one in fields(Sample)},
+        prompt=sources[0].prompt,
         seed=seed,
         settings=settings,
-        latents=sample.latents,
         frames=frames,
-        seconds=sample.seconds,
         decode_seconds=decoding.seconds,
-        peak_bytes=sample.peak_bytes,
     )
 
 
@@ -244,21 +225,20 @@ def settings_for(
     if settings.few_steps or settings.steps < _MANY:
         says = Settings.for_model(folder, usual, family.OWN)
         if not (says.few_steps or says.steps < _MANY or settings.lora):
-            _say_few(str(folder or type(pipe).__name__), settings.sampler, settings.steps)
+            _say_once(
+                f"{settings.steps} steps (sampler {settings.sampler}): nothing says that "
+                f"{folder or type(pipe).__name__} was distilled for few steps, and a model that "
+                "was not gives blurred videos. Load the LoRA it was distilled with (--lora), name "
+                "the sampler in its turbo_rcm.json, or use sampler 'scheduler' with its usual "
+                "steps."
+            )
     return settings
 
 
 @cache
-def _say_few(model: str, sampler: str, steps: int) -> None:
-    """Tell once that few steps were chosen for a model that does not say it was distilled."""
-    _log.warning(
-        "%d steps (sampler %s): nothing says that %s was distilled for few steps, and a model "
-        "that was not gives blurred videos. Load the LoRA it was distilled with (--lora), name "
-        "the sampler in its turbo_rcm.json, or use sampler 'scheduler' with its usual steps.",
-        steps,
-        sampler,
-        model,
-    )
+def _say_once(text: str) -> None:
+    """Log a warning, unless it was logged before."""
+    _log.warning("%s", text)
 
 
 @torch.no_grad()
@@ -378,7 +358,9 @@ def _denoise(
         "max_sequence_length": settings.max_sequence_length,
         "output_type": "latent",
     }
-    call |= family_of(pipe).call_inputs(_job(pipe, seed, conditioning, settings))
+    family, media = family_of(pipe), conditioning.media
+    call |= {name: media[name] for name in family.AS_GIVEN if name in media}
+    call |= family.call_inputs(_job(pipe, seed, conditioning, settings))
     latents: torch.Tensor = pipe(**call | more).frames
     return latents
 
@@ -483,12 +465,8 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
     """
     vae = pipe.vae
     if vae.dtype != torch.float32:
-        raise DTypeError(
-            "the VAE's dtype",
-            expected="torch.float32",
-            got=str(vae.dtype),
-            remedy="Call pipe.vae.to(torch.float32), or load with load_pipeline",
-        )
+        got, remedy = str(vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"
+        raise DTypeError("the VAE's dtype", expected="torch.float32", got=got, remedy=remedy)
     video = family_of(pipe).decode(pipe, latents.to(pipe._execution_device, torch.float32))
     pipe.maybe_free_model_hooks()
     frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
@@ -496,37 +474,23 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) -> None:
-    if settings.few_steps and not family.FEW_STEPS:
-        raise ConfigError(
-            f"sampler of a {type(pipe).__name__}",
-            expected="'scheduler'",
-            got=repr(settings.sampler),
-            remedy="Few-step samplers are for students that predict a rectified flow's velocity; "
-            "leave sampler out",
-        )
-    if settings.strength is not None and "strength" not in family.DEFAULTS:
-        raise ConfigError(
-            f"strength of a {type(pipe).__name__}",
-            expected="none, because it does not begin with a video",
-            got=repr(settings.strength),
-            remedy="Leave --strength out, or load a video-to-video pipeline",
-        )
-    if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
-        raise ConfigError(
-            f"guidance_scale_2 of a {type(pipe).__name__}",
-            expected="none, because it has no second expert",
-            got=repr(settings.guidance_scale_2),
-            remedy="Leave --guidance-scale-2 out",
-        )
+    no_video = settings.strength is not None and "strength" not in family.DEFAULTS
+    one_expert = getattr(pipe, "transformer_2", None) is None
+    for name, wrong, expected, remedy in (
+        ("sampler", settings.few_steps and not family.FEW_STEPS, "'scheduler'",
+         "Few-step samplers are for students that predict a rectified flow's velocity; leave "
+         "sampler out"),
+        ("strength", no_video, "none, because it does not begin with a video",
+         "Leave --strength out, or load a video-to-video pipeline"),
+        ("guidance_scale_2", settings.guidance_scale_2 is not None and one_expert,
+         "none, because it has no second expert", "Leave --guidance-scale-2 out"),
+    ):  # fmt: skip
+        if wrong:
+            what, got = f"{name} of a {type(pipe).__name__}", repr(getattr(settings, name))
+            raise ConfigError(what, expected=expected, got=got, remedy=remedy)
     made = family.frames_made(pipe, settings.num_frames)
     if made != settings.num_frames:
-        _say_frames(settings.num_frames, made)
-
-
-@cache
-def _say_frames(asked: int, made: int) -> None:
-    """Tell once that a video will be shorter or longer than it was asked for."""
-    _log.warning("num_frames %d: this VAE makes %d frames of that", asked, made)
+        _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")
 
 
 def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:

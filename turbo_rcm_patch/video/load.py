@@ -20,31 +20,13 @@ from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline
 from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
-from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading, quiet_loading
+from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
 from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras, check_loras
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin, WanPipeline
-
-__all__ = [
-    "PIPELINES",
-    "SHIPPED",
-    "TINY",
-    "Offload",
-    "check_folder",
-    "check_offload",
-    "choose_device",
-    "first_line",
-    "load_pipeline",
-    "load_skeleton",
-    "loading",
-    "move",
-    "pipeline_class",
-    "quiet_loading",
-    "resolve_model",
-]
 
 Offload = Literal["none", "model", "group", "sequential"]
 
@@ -53,7 +35,6 @@ TINY: Final = "tiny"
 #: Names of shipped models -> what they are called in `turbo_rcm_patch.tiny`.
 SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
-PIPELINES: Final = tuple(FAMILIES)
 #: Pipelines that diffusers does not have -> the one of diffusers with their parts.
 _ALIASES: Final = {FASTWAN: "WanPipeline"}
 _HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
@@ -197,10 +178,10 @@ def check_folder(folder: Path) -> str:
         index = read_json(index_path, ModelFolderError)
         asked = str(index.get("_class_name"))
         asked = _ALIASES.get(asked, asked)
-        if asked not in PIPELINES:
+        if asked not in FAMILIES:
             raise ModelFolderError(
                 f"{index_path}: _class_name",
-                expected=f"one of {PIPELINES}",
+                expected=f"one of {tuple(FAMILIES)}",
                 got=repr(asked),
                 remedy="The transformer of another pipeline may be patched (find_pairs says so), "
                 "but generate and compare run these",
@@ -237,11 +218,9 @@ def _from_pretrained(
     with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
         index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
         asked = _ALIASES.get(index["_class_name"], index["_class_name"])
-        if asked not in PIPELINES:
-            raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
-        alone = {}
-        if isinstance(folder, Path):
-            alone = _int8_parts(folder, dtype, wanted=int8 == "only")
+        if asked not in FAMILIES:
+            raise TypeError(f"it is a {asked}, not one of {tuple(FAMILIES)}")
+        alone = _int8_parts(folder, dtype, wanted=int8 == "only") if local else {}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
         dtypes = {"default": dtype} | {
             part: torch.float32 for part in ("vae", "image_encoder") if part in index
@@ -269,10 +248,11 @@ def _from_pretrained(
     return pipe
 
 
-def _int8_parts(folder: Path, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
+def _int8_parts(folder: Path | str, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
     """Load the transformers that get int8 weights alone: because the folder has no others, or
     because it was asked for and there are int8 weights."""
-    parts = [folder / name for name in TRANSFORMERS if (folder / name / "config.json").is_file()]
+    parts = [Path(folder) / name for name in TRANSFORMERS]
+    parts = [part for part in parts if (part / "config.json").is_file()]
     chosen = [part for part in parts if is_int8_only(part) or (wanted and holds_int8(part))]
     return {part.name: load_int8_only(part, dtype) for part in chosen}
 

@@ -10,21 +10,12 @@ from contextlib import contextmanager
 from typing import Final
 
 import torch
-from huggingface_hub import errors as hub_errors
-from safetensors import SafetensorError
 
 from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.interrupts import kept_apart
 
 #: The form of a name on the model hub.
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: Errors that loading libraries raise for files that are not what they should be.
-LOAD_ERRORS: Final = (
-    *(OSError, ValueError, KeyError, TypeError, RuntimeError),
-    *(AttributeError, ImportError, SafetensorError),
-    # transformers raises it for a configuration, where the installed hub library has it.
-    *(error for error in [getattr(hub_errors, "StrictDataclassError", None)] if error),
-)
 
 
 @contextmanager
@@ -42,7 +33,7 @@ def loading(
     try:
         with kept_apart(), quiet_loading():
             yield
-    except LOAD_ERRORS as why:
+    except Exception as why:
         said = f"{type(why).__name__}: {first_line(why)}"
         if str(why).startswith("Failed to import"):  # The files are not at fault.
             remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.video.schedules import Form
 
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
@@ -54,7 +53,7 @@ def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
     return rectified_flow_time(trig)
 
 
-def step_coefficients(times: torch.Tensor, sampler: Form) -> torch.Tensor:
+def step_coefficients(times: torch.Tensor, sampler: Literal["sde", "ode"]) -> torch.Tensor:
     """Compute (c_skip, c_out, c_noise) of every step: x <- c_skip x + c_out v + c_noise eps.
 
     - "sde": the network's skip, then noise up to the next time,

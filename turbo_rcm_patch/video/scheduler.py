@@ -4,7 +4,7 @@ The network predicts a velocity v at time t, and the clean sample is x0 = x - t 
 the whole network, (c_skip, c_out) = (1, -t). A step closes that skip and adds noise up to the next
 time, which is one linear combination of x, v and noise and runs as one pass over them. rCM's times
 are TrigFlow's, atan(sigma_max), 1.5, 1.4, 1.0 and 0, mapped by t = sin/(cos + sin). Other students
-(Lightning, FastWan, Self-Forcing) take the same step at times of their own; `schedules.SCHEDULES`
+(Lightning, FastWan, Self-Forcing) take the same step at times of their own; `settings.SCHEDULES`
 says where each is published.
 """
 
@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutpu
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
-from turbo_rcm_patch.video.schedules import SCHEDULES, Form, shifted
+from turbo_rcm_patch.video.settings import SCHEDULES, Form, shifted
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
@@ -75,7 +75,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
         times: Network times of the steps, of 1000, from the noisiest down and without the 0 at the
-            end; None for rCM's. They are final: `schedules.shifted` applies a shift.
+            end; None for rCM's. They are final: `settings.shifted` applies a shift.
 
     Raises:
         ConfigError: An argument has another value.
@@ -110,7 +110,9 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self.num_inference_steps: int | None = None
         self.timesteps = torch.empty(0)
         self.sigmas = torch.empty(0, dtype=torch.float64)
+        #: Index of the next step, None before the first.
         self._step_index: int | None = None
+        #: Index of the first step, None unless a pipeline has set it.
         self._begin_index: int | None = None
         self._coefficients = torch.empty(0, 3, dtype=torch.float64)
         self._noise_generator: torch.Generator | None = None
@@ -128,7 +130,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         """Make the scheduler of a published schedule.
 
         Args:
-            name: A key of `schedules.SCHEDULES`: "lightning", "fastwan", "self-forcing".
+            name: A key of `settings.SCHEDULES`: "lightning", "fastwan", "self-forcing".
             shift: In place of the shift that it was trained with.
             sampler: "sde" or "ode", in place of what its authors run.
             noise_seed: As for the class.
@@ -137,26 +139,13 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             ConfigError: There is no such schedule, or the shift is not positive.
         """
         if name not in SCHEDULES:
-            raise ConfigError(
-                "schedule",
-                expected=f"one of {[*SCHEDULES]}",
-                got=repr(name),
-                remedy="RCMScheduler() is rCM's, and RCMScheduler(times=[...]) takes any times",
-            )
-        known = SCHEDULES[name]
-        times = shifted(known.times, known.shift if shift is None else shift)
-        made: RCMScheduler = cls(sampler=sampler or known.form, noise_seed=noise_seed, times=times)
+            remedy = "RCMScheduler() is rCM's, and RCMScheduler(times=[...]) takes any times"
+            known = f"one of {[*SCHEDULES]}"
+            raise ConfigError("schedule", expected=known, got=repr(name), remedy=remedy)
+        its = SCHEDULES[name]
+        times = shifted(its.times, its.shift if shift is None else shift)
+        made: RCMScheduler = cls(sampler=sampler or its.form, noise_seed=noise_seed, times=times)
         return made
-
-    @property
-    def step_index(self) -> int | None:
-        """Index of the next step, None before the first."""
-        return self._step_index
-
-    @property
-    def begin_index(self) -> int | None:
-        """Index of the first step, None unless a pipeline has set it."""
-        return self._begin_index
 
     def __len__(self) -> int:
         return int(self.config.num_train_timesteps)
@@ -250,8 +239,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             The next x in fp64.
         """
         if self._step_index is None and self.num_inference_steps is not None:
-            given = self._begin_index
-            self._step_index = self._find_index(timestep) if given is None else given
+            first = self._begin_index
+            self._step_index = self._find_index(timestep) if first is None else first
         if self._step_index is None or self._step_index >= len(self._coefficients):
             raise SamplingError(
                 "RCMScheduler.step",
@@ -301,12 +290,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         wanted, known = float(timestep), self.timesteps.tolist()
         index = min(range(len(known)), key=lambda i: abs(known[i] - wanted))
         if abs(known[index] - wanted) > 1e-3 * max(1.0, wanted):
-            raise SamplingError(
-                "timestep",
-                expected=f"one of {[round(t, 3) for t in known]}",
-                got=f"{wanted:g}",
-                remedy="Iterate over scheduler.timesteps",
-            )
+            expected, remedy = f"one of {known}", "Iterate over scheduler.timesteps"
+            raise SamplingError("timestep", expected=expected, got=f"{wanted:g}", remedy=remedy)
         return index
 
 

@@ -1,9 +1,12 @@
-"""`Settings`: how a video is sampled. A model folder may bring defaults (`turbo_rcm.json`)."""
+"""`Settings`: how a video is sampled, and the published few-step schedules.
+
+A model folder may bring defaults (`turbo_rcm.json`). Importing this file needs no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,8 +14,8 @@ from typing import Any, Final, Literal, get_args
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.video.schedules import SCHEDULES, Form, Schedule, shifted
 
+Form = Literal["sde", "ode"]
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
 
 #: Steps and guidance that Wan's own scheduler is usually run with.
@@ -24,6 +27,86 @@ _STRENGTH: Final = "more than 0 and at most 1, and at least one step when times 
 _OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+#: Names of settings -> whether a value is right, and what is expected.
+_RULES: Final[Mapping[str, _Rule]] = {
+    "sampler": (lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
+    "form": (lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
+    "steps height width num_frames fps max_sequence_length": (
+        lambda x: type(x) is int and x > 0,
+        "a positive whole number",
+    ),
+    "guidance_scale_2": (lambda x: x is None or _is_finite(x), "a finite number or None"),
+    "sigma_max guidance_scale": (_is_finite, "a finite number"),
+    "strength": (lambda x: x is None or (_is_finite(x) and 0 < x <= 1), _STRENGTH),
+    "negative_prompt": (lambda x: isinstance(x, str), "a text"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A published few-step schedule.
+
+    Attributes:
+        times: Network times of the steps, of 1000, before the shift.
+        shift: The shift that it was trained with.
+        form: "sde" where its authors add noise after each step, else "ode".
+    """
+
+    times: tuple[float, ...]
+    shift: float = 1.0
+    form: Form = "sde"
+
+
+#: Schedules by name. rCM's is not among them, because its times depend on `sigma_max`.
+SCHEDULES: Final = MappingProxyType(
+    {
+        # ModelTC/LightX2V, lightx2v/models/schedulers/wan/step_distill/scheduler.py:
+        # `denoising_step_list` and `sample_shift` of its configurations for Wan 2.2, and the
+        # Euler step of `Wan22StepDistillScheduler`. Run at 1000, 937.5, 833.3, 625.
+        "lightning": Schedule((1000.0, 750.0, 500.0, 250.0), shift=5.0, form="ode"),
+        # hao-ai-lab/FastVideo, `DmdDenoisingStage`: `dmd_denoising_steps` are network times, with
+        # sigma looked up at the nearest of them, so no shift is applied.
+        "fastwan": Schedule((1000.0, 757.0, 522.0)),
+        # guandeh17/Self-Forcing, configs/self_forcing_dmd.yaml: `denoising_step_list`, and
+        # `warp_denoising_step` with `timestep_shift`. LightX2V's LoRAs for Wan 2.1
+        # (`WanStepDistillScheduler`) step the same way. Run at 1000, 937.5, 833.3, 625.
+        "self-forcing": Schedule((1000.0, 750.0, 500.0, 250.0), shift=5.0),
+    }
+)
+
+
+def shifted(times: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
+    """Check network times and shift them, t <- shift t / (1 + (shift - 1) t) for t of 0 to 1.
+
+    Args:
+        times: Network times of 1000, from the noisiest down, without the 0 at the end.
+        shift: 1 keeps them; more moves them towards noise.
+
+    Returns:
+        The network times of the steps, of 1000.
+
+    Raises:
+        ConfigError: They do not decrease, are not in (0, 1000], or the shift is not positive.
+    """
+    given = list(times) if isinstance(times, Sequence) and not isinstance(times, str) else []
+    numbers = all(is_number(time) and 0 < time <= 1000 for time in given)
+    if not given or not numbers or sorted({*given}, reverse=True) != given:
+        raise ConfigError(
+            "times",
+            expected="network times that decrease, in (0, 1000], such as 1000, 750, 500, 250",
+            got=repr(times),
+            remedy="Leave out the 0 at the end",
+        )
+    if not is_number(shift) or not 0 < shift < math.inf:
+        raise ConfigError("shift", expected="a positive number", got=repr(shift))
+    return tuple(1000 * shift * t / (1000 + (shift - 1) * t) for t in map(float, given))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of a generation but seed and what the video is made from.
@@ -31,7 +114,7 @@ class Settings:
     Attributes:
         sampler: "scheduler" is the pipeline's own. The others are for distilled models: "rcm" (1
             to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
-            (`schedules.SCHEDULES`), or "times".
+            (`SCHEDULES`), or "times".
         steps: Number of network calls (two per step under guidance).
         times: Network times of the steps, of 1000, from the noisiest down. Giving them chooses
             sampler="times".
@@ -73,19 +156,8 @@ class Settings:
     lora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = ("steps", "height", "width", "num_frames", "fps", "max_sequence_length")
-        numbers = ("sigma_max", "guidance_scale", "guidance_scale_2")
-        rules: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-            (("sampler",), lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
-            (("form",), lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
-            (counts, lambda x: type(x) is int and x > 0, "a positive whole number"),
-            (numbers[2:], lambda x: x is None or _is_finite(x), "a finite number or None"),
-            (numbers[:2], _is_finite, "a finite number"),
-            (("strength",), lambda x: x is None or (_is_finite(x) and 0 < x <= 1), _STRENGTH),
-            (("negative_prompt",), lambda x: isinstance(x, str), "a text"),
-        )
-        for names, right, expected in rules:
-            for name in names:
+        for names, (right, expected) in _RULES.items():
+            for name in names.split():
                 if not right(value := getattr(self, name)):
                     raise ConfigError(name, expected=expected, got=repr(value))
         for name in ("height", "width"):
@@ -101,40 +173,27 @@ class Settings:
         self._check_few_steps()
 
     def _check_few_steps(self) -> None:
-        named = self.sampler in SCHEDULES
+        sampler = f"sampler={self.sampler!r}"
         if (self.times is not None) != (self.sampler == "times"):
-            given = self.times is not None
-            raise ConfigError(
-                "times",
-                expected=f"{'none' if given else 'some'} with sampler={self.sampler!r}",
-                got=repr(self.times),
-                remedy="Choose sampler='times', or leave them out" if given else "",
-            )
-        if self.shift is not None and not (named or self.sampler == "times"):
-            raise ConfigError(
-                "shift",
-                expected=f"none with sampler={self.sampler!r}",
-                got=repr(self.shift),
-                remedy=f"It shifts the times of {', '.join(SCHEDULES)} and of times=[...]",
-            )
+            expected = f"{'some' if self.times is None else 'none'} with {sampler}"
+            remedy = "Give times=[...] and sampler='times' together, or neither"
+            raise ConfigError("times", expected=expected, got=repr(self.times), remedy=remedy)
+        if self.shift is not None and self.sampler not in (*SCHEDULES, "times"):
+            remedy = f"It shifts the times of {', '.join(SCHEDULES)} and of times=[...]"
+            got = repr(self.shift)
+            raise ConfigError("shift", expected=f"none with {sampler}", got=got, remedy=remedy)
         if self.sampler == "rcm":
             from turbo_rcm_patch.video.rcm_times import rcm_times  # imports torch
 
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:
-                raise ConfigError(
-                    "guidance_scale",
-                    expected="1 with sampler='rcm', whose students have guidance distilled in",
-                    got=str(self.guidance_scale),
-                    remedy="Use sampler='scheduler' for guidance",
-                )
+                expected = "1 with sampler='rcm', whose students have guidance distilled in"
+                got, remedy = str(self.guidance_scale), "Use sampler='scheduler' for guidance"
+                raise ConfigError("guidance_scale", expected=expected, got=got, remedy=remedy)
         elif self.few_steps is not None and self.steps != len(self.few_steps["times"]):
-            raise ConfigError(
-                f"steps of sampler={self.sampler!r}",
-                expected=f"{len(self.few_steps['times'])}, one for each of its times",
-                got=str(self.steps),
-                remedy="Leave steps out, or give other times",
-            )
+            expected = f"{len(self.few_steps['times'])}, one for each of its times"
+            got, remedy = str(self.steps), "Leave steps out, or give other times"
+            raise ConfigError(f"steps of {sampler}", expected=expected, got=got, remedy=remedy)
 
     @property
     def steps_run(self) -> int:
@@ -194,10 +253,6 @@ class Settings:
     def as_dict(self) -> dict[str, object]:
         """Fields by name, for JSON."""
         return asdict(self)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
 
 
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:

@@ -70,6 +70,7 @@ class PipelineFamily(ABC):
         OWN: Steps and guidance that the pipeline's own scheduler is usually run with.
         NEEDS: Fields that a `Source` must have beside its prompt.
         MAY: Fields that it may have.
+        AS_GIVEN: Fields that the pipeline takes under the same name, and resizes.
     """
 
     FEW_STEPS: ClassVar[bool] = True
@@ -77,6 +78,7 @@ class PipelineFamily(ABC):
     OWN: ClassVar[Mapping[str, object]]
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
+    AS_GIVEN: ClassVar[tuple[str, ...]] = ("image", "last_image")
 
     @abstractmethod
     def latent_shape(
@@ -97,7 +99,6 @@ class PipelineFamily(ABC):
 
     def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """Cut denoised latents to those of the video."""
-        del job
         return latents
 
     @abstractmethod
@@ -127,26 +128,21 @@ class PipelineFamily(ABC):
         Raises:
             SamplingError: One lacks what the pipeline needs, or has what it does not take.
         """
-        takes = self.takes
+        takes, a = self.takes, f"because a {pipeline}"
+        most = f"no more than {' and '.join(takes)}" if takes else "a prompt alone"
         for source in sources:
-            for name in self.NEEDS:
+            for name in dict.fromkeys((*self.NEEDS, *source.given)):
                 if name not in source.given:
-                    raise SamplingError(
-                        f"{name} of the prompt {source.prompt!r}",
-                        expected=f"one, because a {pipeline} makes videos from it",
-                        got="none",
-                        remedy=f"Give --{name.replace('_', '-')} FILE, from Python {name}=",
-                    )
-            for name in source.given:
-                if name not in takes:
+                    expected, got = f"one, {a} makes videos from it", "none"
+                    remedy = f"Give --{name.replace('_', '-')} FILE, from Python {name}="
+                elif name not in takes:
+                    expected, got = f"none, {a} takes {most}", "one"
                     others = [key for key in FAMILIES if name in family_named(key).takes]
-                    raise SamplingError(
-                        f"{name} of the prompt {source.prompt!r}",
-                        expected=f"none, because a {pipeline} takes "
-                        + (f"no more than {' and '.join(takes)}" if takes else "a prompt alone"),
-                        got="one",
-                        remedy=f"Leave it out, or load a {' or '.join(others)}",
-                    )
+                    remedy = f"Leave it out, or load a {' or '.join(others)}"
+                else:
+                    continue
+                what = f"{name} of the prompt {source.prompt!r}"
+                raise SamplingError(what, expected=expected, got=got, remedy=remedy)
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -176,9 +172,6 @@ def family_of(pipe: object) -> PipelineFamily:
     for cls in type(pipe).__mro__:
         if cls.__name__ in FAMILIES and cls.__module__.partition(".")[0] == "diffusers":
             return family_named(cls.__name__)
-    raise NotAModelError(
-        "pipe",
-        expected=f"a diffusers {' or '.join(FAMILIES)}",
-        got=type(pipe).__name__,
-        remedy="Load one with turbo_rcm_patch.video.load_pipeline",
-    )
+    expected, got = f"a diffusers {' or '.join(FAMILIES)}", type(pipe).__name__
+    remedy = "Load one with turbo_rcm_patch.video.load_pipeline"
+    raise NotAModelError("pipe", expected=expected, got=got, remedy=remedy)

@@ -36,7 +36,6 @@ class CogVideoX(PipelineFamily):
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
         """Return [1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
-        del conditioning
         # ConsisID's class has no patches in time.
         patch = pipe.transformer.config.get("patch_size_t") or 1
         frames = _latent_frames(pipe, settings)
@@ -67,8 +66,7 @@ class CogVideoX(PipelineFamily):
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Return the video [B, 3, F, H, W] in about -1..1."""
-        video: torch.Tensor = pipe.decode_latents(latents)
-        return video
+        return pipe.decode_latents(latents)  # type: ignore[no-any-return]
 
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """Return latents at those times of the pipeline's schedule whose noise levels are those of
@@ -79,12 +77,9 @@ class CogVideoX(PipelineFamily):
         """
         kept = getattr(pipe.scheduler, "alphas_cumprod", None)
         if kept is None:
-            raise SamplingError(
-                "the network number",
-                expected="a scheduler with alphas_cumprod, such as CogVideoXDDIMScheduler",
-                got=type(pipe.scheduler).__name__,
-                remedy="Leave out --network-number",
-            )
+            expected = "a scheduler with alphas_cumprod, such as CogVideoXDDIMScheduler"
+            got, remedy = type(pipe.scheduler).__name__, "Leave out --network-number"
+            raise SamplingError("the network number", expected=expected, got=got, remedy=remedy)
         alpha, sigma = kept.double().sqrt().cpu(), (1 - kept.double()).sqrt().cpu()
         flow_times = sigma / (alpha + sigma)
         missing = noise.shape[1] - clean.shape[1]  # the frames that were dropped
@@ -103,10 +98,6 @@ class CogVideoXImage(CogVideoX):
 
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
 
-    def call_inputs(self, job: Job) -> dict[str, object]:
-        """Return the noise and the image, which the pipeline resizes."""
-        return super().call_inputs(job) | dict(job.conditioning.media)
-
 
 class ConsisID(CogVideoXImage):
     """`ConsisIDPipeline`: from an image of a face, with what face models made of it."""
@@ -114,10 +105,8 @@ class ConsisID(CogVideoXImage):
     NEEDS: ClassVar[tuple[str, ...]] = ("image", "identity")
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """Return image and identity, in the places that the pipeline has for it."""
-        call = super().call_inputs(job)
-        identity = call.pop("identity")
-        assert isinstance(identity, dict)
+        """Return the noise and the identity, in the places that the pipeline has for it."""
+        call, identity = super().call_inputs(job), job.conditioning.media["identity"]
         call["id_cond"] = identity["id_cond"]
         call["id_vit_hidden"] = [identity[f"id_vit_hidden.{i}"] for i in range(5)]
         if "face_kps" in identity:
@@ -140,13 +129,11 @@ class CogVideoXVideo(CogVideoX):
         pipe, settings = job.pipe, job.settings
         frames, patch = _latent_frames(pipe, settings), pipe.transformer.config.patch_size_t or 1
         if frames % patch:
-            span = int(pipe.vae_scale_factor_temporal)
-            raise SamplingError(
-                "num_frames",
-                expected=f"a multiple of {patch} frames of latents",
-                got=f"{settings.num_frames}, which are {frames} frames of latents",
-                remedy=f"Try --num-frames {(frames - frames % patch - 1) * span + 1}",
-            )
+            near = (frames - frames % patch - 1) * int(pipe.vae_scale_factor_temporal) + 1
+            expected = f"a multiple of {patch} frames of latents"
+            got = f"{settings.num_frames}, which are {frames} frames of latents"
+            remedy = f"Try --num-frames {near}"
+            raise SamplingError("num_frames", expected=expected, got=got, remedy=remedy)
         return self.from_video(job)
 
 

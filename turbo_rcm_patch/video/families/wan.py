@@ -29,7 +29,6 @@ class Wan(PipelineFamily):
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
         """Return [1, C, F, H, W]."""
-        del conditioning
         network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
         space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         patch = network.config.patch_size
@@ -58,22 +57,18 @@ class Wan(PipelineFamily):
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Return the video [B, 3, F, H, W] in about -1..1."""
         mean, std = self.scales(pipe, latents)
-        video: torch.Tensor = pipe.vae.decode(latents * std + mean, return_dict=False)[0]
-        return video
+        video = pipe.vae.decode(latents * std + mean, return_dict=False)
+        return video[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def scales(pipe: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and standard deviation [1, C, 1, 1, 1] of the VAE's latents."""
         config = pipe.vae.config
-        shape = (1, config.z_dim, 1, 1, 1)
-        mean, std = (
-            like.new_tensor(one).view(shape) for one in (config.latents_mean, config.latents_std)
-        )
-        return mean, std
+        mean, std = (like.new_tensor(x) for x in (config.latents_mean, config.latents_std))
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """Return (1 - t) clean + t noise."""
-        del pipe
         return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in TIMES]
 
 
@@ -85,7 +80,7 @@ class WanImage(Wan):
     MAY: ClassVar[tuple[str, ...]] = ("last_image",)
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """Return the noise and the image, which the pipeline resizes.
+        """Return the noise.
 
         Raises:
             SamplingError: The model takes one image and there are two, or the other way round.
@@ -97,15 +92,14 @@ class WanImage(Wan):
         one = pipe.config.expand_timesteps or (clip and not two)
         given = "last_image" in job.conditioning.media
         if (given and one) or (two and not given):
-            raise SamplingError(
-                "last_image",
-                expected="one, because this model was trained with a first and a last frame"
-                if two
-                else "none, because this model takes the first frame alone",
-                got="one" if given else "none",
-                remedy="Give --last-image FILE" if two else "Leave it out, or load an FLF2V model",
-            )
-        return super().call_inputs(job) | dict(job.conditioning.media)
+            expected = "none, because this model takes the first frame alone"
+            remedy = "Leave it out, or load an FLF2V model"
+            if two:
+                expected = "one, because this model was trained with a first and a last frame"
+                remedy = "Give --last-image FILE"
+            got = "one" if given else "none"
+            raise SamplingError("last_image", expected=expected, got=got, remedy=remedy)
+        return super().call_inputs(job)
 
 
 class WanVideo(Wan):
@@ -145,12 +139,11 @@ class Vace(Wan):
         given, size = conditioning.media, (settings.width, settings.height)
         call = super().call_inputs(job)
         if "mask" in given and "video" not in given:
-            raise SamplingError(
-                "mask",
-                expected="a video that it belongs to",
-                got="none",
-                remedy="Give --video FILE, from Python video=",
+            expected, remedy = (
+                "a video that it belongs to",
+                "Give --video FILE, from Python video=",
             )
+            raise SamplingError("mask", expected=expected, got="none", remedy=remedy)
         if "video" in given:
             call["video"] = [x.resize(size) for x in conditioning.frames("video", settings)]
         if "mask" in given:
@@ -188,7 +181,7 @@ class Animate(Vace):
         return 1
 
     def call_inputs(self, job: Job) -> dict[str, object]:
-        """Return image, poses and faces; the pipeline makes as many frames as there are poses.
+        """Return poses and faces; the pipeline makes as many frames as there are poses.
 
         Raises:
             SamplingError: There is a mask without a background, or the other way round.
@@ -197,16 +190,12 @@ class Animate(Vace):
         given, size = conditioning.media, (settings.width, settings.height)
         replaces = "background" in given
         if replaces != ("mask" in given):
-            raise SamplingError(
-                "mask" if replaces else "background",
-                expected="a background and a mask (white where the person is put), or neither",
-                got="one of them",
-                remedy="Give --background FILE and --mask FILE",
-            )
-        frames = settings.num_frames
-        call = Wan.call_inputs(self, job)
-        del call["guidance_scale_2"], call["num_frames"]
-        call |= {"image": given["image"], "segment_frame_length": frames}
+            name, got = "mask" if replaces else "background", "one of them"
+            expected = "a background and a mask (white where the person is put), or neither"
+            remedy = "Give --background FILE and --mask FILE"
+            raise SamplingError(name, expected=expected, got=got, remedy=remedy)
+        latents = Wan.call_inputs(self, job)["latents"]
+        call = {"latents": latents, "segment_frame_length": settings.num_frames}
         names = {"pose": "pose_video", "face": "face_video"}
         if replaces:
             call["mode"] = "replace"
@@ -214,9 +203,7 @@ class Animate(Vace):
         for name, theirs in names.items():
             images = conditioning.frames(name, settings)
             if name == "mask":
-                images = [
-                    one.resize(size, Image.Resampling.NEAREST).convert("L") for one in images
-                ]
+                images = [x.resize(size, Image.Resampling.NEAREST).convert("L") for x in images]
             call[theirs] = images
         return call
 
@@ -250,7 +237,3 @@ class ChronoEdit(SkyReels):
     DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
-
-    def call_inputs(self, job: Job) -> dict[str, object]:
-        """Return the noise and the image, which the pipeline resizes."""
-        return super().call_inputs(job) | dict(job.conditioning.media)
