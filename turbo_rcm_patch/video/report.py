@@ -59,7 +59,7 @@ _PLOTS: Final = {
     "frames": ("Curves: PSNR of each frame, median over prompts",
                "Per frame: median over prompts, and range", "frame", "PSNR, dB", verdict.WORST),
     "steps": ("Curves: drift of the latents after each step, median over prompts",
-              "Latents per step: median over prompts, and range", "denoising step", "relative L2",
+              "Latents per step: median, and range", "denoising step", "relative L2",
               None),
 }  # fmt: skip
 
