@@ -22,10 +22,13 @@ EXTRAS: Final = {
         *("imageio", "imageio_ffmpeg", "numpy", "PIL", "rich"),
     ),
     "report": ("jinja2", "matplotlib"),
+    "lora": ("peft",),
     "sage": ("sageattention",),
 }
 #: Extra -> the extras that it includes.
-_INCLUDED: Final = {"video": ("diffusers",), "report": ("diffusers", "video")}
+_INCLUDED: Final = {
+    "video": ("diffusers",), "report": ("diffusers", "video"), "lora": ("diffusers", "video"),
+}  # fmt: skip
 #: The tested releases of diffusers: at least the first number, and less than the second.
 DIFFUSERS: Final = ("0.42", "0.43")
 

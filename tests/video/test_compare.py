@@ -23,6 +23,7 @@ from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     ConfigError,
+    OutputError,
     OutputExistsError,
     SamplingError,
 )
@@ -234,7 +235,7 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
     with in_use(tmp_path), pytest.raises(OutputExistsError, match="in use by another comparison"):
         compare(pipe, RED, **given, fresh=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(SamplingError, match="is a file.*--out DIR"):
+    with pytest.raises(OutputError, match="Not a directory.*--out"):
         compare(pipe, RED, out=tmp_path / "file", settings=ONE_STEP)
 
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from turbo_rcm_patch.video.kernel_check import LIMIT, KernelCheck
 
 import turbo_rcm_patch
 import turbo_rcm_patch.video as public

@@ -18,7 +18,7 @@ from turbo_rcm_patch import PatchConfig, find_pairs, patched
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import compare, generate, lora
+from turbo_rcm_patch.video import compare, generate
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton
 from turbo_rcm_patch.video.lora import LoRA, add_loras, loras_of, parse_lora
@@ -164,8 +164,8 @@ def test_one_text_is_no_list(files: Path) -> None:
 
 
 def test_without_peft_its_name_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "find_spec", lambda _: None)
-    with pytest.raises(MissingPackageError, match="pip install peft"):
+    monkeypatch.setattr("turbo_rcm_patch.extras.find_spec", lambda _: None)
+    with pytest.raises(MissingPackageError, match=r"pip install .*\[lora\]"):
         load_pipeline(files / "one", device="cpu", lora=[str(files / "other.safetensors")])
 
 

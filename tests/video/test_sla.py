@@ -16,8 +16,9 @@ from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched, unload_extra
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.sla import PROJ_L, attached_proj_l
+from turbo_rcm_patch.patching.sla import MARK, PROJ_L, attached_proj_l
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE
+from turbo_rcm_patch.turbodiffusion.extra_file import mark_of_tensors
 from turbo_rcm_patch.video.comparison import compare, identify
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline
@@ -39,13 +40,17 @@ def sla_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         network: Any = getattr(pipe, name)
         if network is None:
             continue
-        stored = {}
+        stored, held_by = {}, {}
         for i, block in enumerate(with_sla(network).blocks):
             held = attached_proj_l(block.attn1)
             assert held is not None
             for part, x in zip(("weight", "bias"), held, strict=True):
                 stored[f"blocks.{i}.attn1.proj_l.{part}"] = x.clone()
+            held_by[f"blocks.{i}.attn1"] = held
         save_file(stored, folder / name / EXTRA_FILE)
+        config = folder / name / "config.json"
+        marked = json.loads(config.read_text()) | {MARK: mark_of_tensors(held_by)}
+        config.write_text(json.dumps(marked))
     return folder
 
 

@@ -6,11 +6,11 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
+from turbo_rcm_patch.errors import ConfigError, ModelFolderError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.loading import HUB_ID, loading
 from turbo_rcm_patch.video.scheduler import fingerprint
 
@@ -104,10 +104,8 @@ def check_loras(loras: Sequence[str]) -> list[LoRA]:
     if isinstance(loras, str):
         raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
     wanted = [parse_lora(one) for one in loras]
-    if wanted and find_spec("peft") is None:
-        raise MissingPackageError(
-            "lora", expected="the package peft", got="none", remedy="pip install peft"
-        )
+    if wanted:
+        require("lora", "a LoRA", "peft")
     return wanted
 
 

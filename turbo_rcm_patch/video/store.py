@@ -36,7 +36,8 @@ _SETTINGS: Final = "settings.json"
 _FOLDERS: Final = ("latents", "prompts", "runs", "plots")
 #: What a comparison writes, so that --fresh removes nothing else.
 _PATTERNS: Final = (
-    *("metrics.json", "report.html", "report.md", "plots/*.png", "runs/*.json"),
+    *("metrics.json", "report.html", "report.md", "runs/*.json"),
+    *(f"plots/{name}.png" for name in ("prompts", "frames", "steps")),
     *("latents/*.safetensors", *(f"prompts/*/{name}" for name in PROMPT_FILES)),
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
