@@ -63,6 +63,8 @@ def run_command(
     except TurboRCMError as error:
         return _failed(tell(error))
     except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != TERMINATED:
+            raise  # argparse has printed its help or a mistake
         _failed(f"\n{interrupted if isinstance(interrupted, str) else interrupted()}")
         return INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
     except BrokenPipeError:

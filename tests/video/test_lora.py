@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict
 
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, TRANSFORMER, micro_pipe, save
-from turbo_rcm_patch import PatchConfig, find_pairs, patched
+from turbo_rcm_patch import PatchConfig, extras, find_pairs, patched
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
@@ -164,7 +164,8 @@ def test_one_text_is_no_list(files: Path) -> None:
 
 
 def test_without_peft_its_name_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_rcm_patch.extras.find_spec", lambda _: None)
+    there = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "peft" else there(name))
     with pytest.raises(MissingPackageError, match=r"pip install .*\[lora\]"):
         load_pipeline(files / "one", device="cpu", lora=[str(files / "other.safetensors")])
 
