@@ -249,11 +249,8 @@ class Convert(Command):
         of_base = ("low_noise", "copy") if self.back or self.base is None else ()
         for name in (*forward, *of_base):
             if getattr(self, name):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}",
-                    expected="not to be given here",
-                    got=f"it, with {'--back' if self.back else 'no --base'}",
-                )
+                option, got = f"--{name.replace('_', '-')}", "--back" if self.back else "no --base"
+                raise ConfigError(option, expected="not to be given here", got=f"it, with {got}")
 
     @property
     def interrupted(self) -> str:
