@@ -120,7 +120,7 @@ class Generate(Run):
     examples:
       python -m turbo_rcm_patch generate --out circle.mp4 \\
           --prompt 'a large red circle moving left on a black background'
-      python -m turbo_rcm_patch generate --model PATH --sampler scheduler --steps 50 \\
+      python -m turbo_rcm_patch generate --model PATH --steps 50 \\
           --guidance-scale 5 --offload model --prompt 'a cat on a skateboard' --out outputs/cat
       python -m turbo_rcm_patch generate --model PATH --lora LIGHTX2V.safetensors:0.8 \\
           --prompts prompts.txt --out outputs/many --resume
@@ -158,7 +158,7 @@ class Compare(Run):
       python -m turbo_rcm_patch compare --out outputs/circle \\
           --prompt 'a large red circle moving left on a black background'
       python -m turbo_rcm_patch compare --attention int4 --prompts prompts.txt  # shows what fails
-      python -m turbo_rcm_patch compare --model PATH --sampler scheduler --steps 30 \\
+      python -m turbo_rcm_patch compare --model PATH --steps 30 \\
           --offload model --prompts prompts.txt --out outputs/wan
       python -m turbo_rcm_patch compare --model PATH --attention-backend sage \\
           --prompts prompts.txt --out outputs/sage
@@ -249,11 +249,8 @@ class Convert(Command):
         of_base = ("low_noise", "copy") if self.back or self.base is None else ()
         for name in (*forward, *of_base):
             if getattr(self, name):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}",
-                    expected="not to be given here",
-                    got=f"it, with {'--back' if self.back else 'no --base'}",
-                )
+                option, got = f"--{name.replace('_', '-')}", "--back" if self.back else "no --base"
+                raise ConfigError(option, expected="not to be given here", got=f"it, with {got}")
 
     @property
     def interrupted(self) -> str:
@@ -278,7 +275,7 @@ class Demo(Command):
     """Compare a shipped model with its patched self; no GPU is needed.
 
     Generates 10 prompts with a shipped model: unpatched, patched, and unpatched with another exact
-    attention. Judges the videos, then runs one block of the model through the Triton kernels. Exit
+    attention. Judges the videos, then runs one attention through the Triton kernels. Exit
     code 0 only if the verdict is "unchanged" and the kernels are right.
 
     examples:

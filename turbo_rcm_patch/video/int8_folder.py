@@ -69,11 +69,9 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
     config = read_config(place)
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if cls is None or not holds_int8(place):
-        raise CheckpointError(
-            f"{place} has no int8 weights of a transformer",
-            expected="a folder that `convert` wrote from a -quant checkpoint, or that was saved "
-            "from a model with int8 weights alone",
-        )
+        what = f"{place} has no int8 weights of a transformer"
+        expected = "a folder that `convert` wrote from a -quant checkpoint, or that was saved "
+        raise CheckpointError(what, expected=expected + "from a model with int8 weights alone")
     with init_empty_weights():
         network = cls.from_config(config)
     stored = StoredTensors(*(path for path in weight_files(place) if path.is_file()))
@@ -82,11 +80,9 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
     for name, int8, scale in _int8_weights(place, stored):
         linear = modules.get(name)
         if type(linear) is not nn.Linear or linear.weight.shape != int8.shape:
-            raise CheckpointError(
-                f"{place}: {name}",
-                expected=f"a Linear {list(int8.shape)} in a {cls.__name__}",
-                got=type(linear).__name__,
-            )
+            expected = f"a Linear {list(int8.shape)} in a {cls.__name__}"
+            got = type(linear).__name__
+            raise CheckpointError(f"{place}: {name}", expected=expected, got=got)
         made = Int8Linear.in_place_of(linear, int8, scale)
         made.dtype = dtype
         network.set_submodule(name, made)
@@ -132,11 +128,9 @@ def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Ten
         rows, blocks = int8.shape[0], blocks_of(tuple(int8.shape))
         layouts = ((rows,), (rows, blocks[1]), blocks) if source is stored else (blocks,)
         if int8.dtype != torch.int8 or tuple(scale.shape) not in layouts:
-            raise CheckpointError(
-                f"{place}: {name}",
-                expected=f"int8 {list(int8.shape)} with scales of one of the shapes {layouts}",
-                got=f"{int8.dtype} with {list(scale.shape)}",
-            )
+            expected = f"int8 {list(int8.shape)} with scales of one of the shapes {layouts}"
+            got = f"{int8.dtype} with {list(scale.shape)}"
+            raise CheckpointError(f"{place}: {name}", expected=expected, got=got)
         if source is not stored and f"{name}.weight" in stored:
             check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
         yield name, int8, scale
@@ -152,10 +146,7 @@ def _check(
     }
     # Stock weights of int8 Linears may be there, and SLA's among the weights.
     stock = {f"{n.removesuffix(WEIGHT)}weight" for n in state if n.endswith(f".{WEIGHT}")}
-    unexpected = {
-        name: tensor
-        for name, tensor in stored.listing.items()
-        if name not in stock and ".attn1.proj_l." not in name
-    }
+    others = [name for name in stored.listing if name not in stock]
+    found = {name: stored.listing[name] for name in others if ".attn1.proj_l." not in name}
     of = f"one {type(network).__name__} ({INT8_MARK['quant_method']})"
-    check_tensors(f"{place}/{WEIGHTS}", wanted, {**unexpected, **tensors}, of)
+    check_tensors(f"{place}/{WEIGHTS}", wanted, {**found, **tensors}, of)

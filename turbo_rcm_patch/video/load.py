@@ -83,9 +83,8 @@ def load_pipeline(
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            "dtype", expected="a dtype of torch, for instance torch.bfloat16", got=repr(dtype)
-        )
+        expected = "a dtype of torch, for instance torch.bfloat16"
+        raise ConfigError("dtype", expected=expected, got=repr(dtype))
     target = choose_device(device)
     check_offload(offload, target)
     check_loras(lora)
@@ -129,37 +128,25 @@ def resolve_model(model: str | Path) -> Path | str:
     if path.is_dir():
         return path
     if path.is_file():
-        raise ModelFolderError(
-            f"{path} is a file",
-            expected=LAYOUT,
-            remedy="Convert single-file checkpoints with the pipeline's save_pretrained(folder)",
-        )
+        remedy = "Convert single-file checkpoints with the pipeline's save_pretrained(folder)"
+        raise ModelFolderError(f"{path} is a file", expected=LAYOUT, remedy=remedy)
     if not (isinstance(model, str) and HUB_ID.fullmatch(model)):
-        raise ModelFolderError(
-            f"no such folder: {path}",
-            expected=LAYOUT,
-            remedy=f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, "
-            f"or a hub id like '{_HUB_EXAMPLE}'",
-        )
+        remedy = f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, or "
+        remedy += f"a hub id like '{_HUB_EXAMPLE}'"
+        raise ModelFolderError(f"no such folder: {path}", expected=LAYOUT, remedy=remedy)
     # Without a connection the hub takes half a minute to say that it has no such model, so a path
     # that only looks like an id is not looked up there. What the hub's cache holds is an id.
     there = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else None
-    if (there is None and path.suffix.lower() not in _WEIGHTS) or _is_cached(model):
-        return model
-    near = difflib.get_close_matches(path.name, there or [], n=3, cutoff=0.5)
-    raise ModelFolderError(
-        f"no such folder: {model}",
-        expected=LAYOUT,
-        got="" if there is None else f"in {path.parent}/: {', '.join(near or sorted(there)[:6])}",
-        remedy="Check the spelling. If you mean a model of the hub, download it first "
-        f"(`hf download {model}`), or run where no folder has the name {str(path.parent)!r}",
-    )
-
-
-def _is_cached(model: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
+    cached = (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
+    if cached or (there is None and path.suffix.lower() not in _WEIGHTS):
+        return model
+    near = difflib.get_close_matches(path.name, there or [], n=3, cutoff=0.5)
+    got = "" if there is None else f"in {path.parent}/: {', '.join(near or sorted(there)[:6])}"
+    remedy = "Check the spelling. If you mean a model of the hub, download it first (`hf download "
+    remedy += f"{model}`), or run where no folder has the name {str(path.parent)!r}"
+    raise ModelFolderError(f"no such folder: {model}", expected=LAYOUT, got=got, remedy=remedy)
 
 
 def check_folder(folder: Path) -> str:
@@ -171,21 +158,17 @@ def check_folder(folder: Path) -> str:
     try:
         index_path = folder / "model_index.json"
         if not index_path.is_file():
-            inside = sorted(p.name for p in folder.iterdir())[:8]
-            raise ModelFolderError(
-                f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
-            )
+            what = f"{folder} has no model_index.json"
+            got = f"a folder with {sorted(p.name for p in folder.iterdir())[:8]}"
+            raise ModelFolderError(what, expected=LAYOUT, got=got)
         index = read_json(index_path, ModelFolderError)
         asked = str(index.get("_class_name"))
         asked = _ALIASES.get(asked, asked)
         if asked not in FAMILIES:
-            raise ModelFolderError(
-                f"{index_path}: _class_name",
-                expected=f"one of {tuple(FAMILIES)}",
-                got=repr(asked),
-                remedy="The transformer of another pipeline may be patched (find_pairs says so), "
-                "but generate and compare run these",
-            )
+            what, expected = f"{index_path}: _class_name", f"one of {tuple(FAMILIES)}"
+            remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
+            remedy += "but generate and compare run these"
+            raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
                 check_part(folder, name, weights=name in _WITH_WEIGHTS)
@@ -193,10 +176,8 @@ def check_folder(folder: Path) -> str:
     except ModelFolderError:
         raise
     except OSError as error:
-        raise ModelFolderError(
-            f"{error.filename or folder} cannot be read ({error.strerror})",
-            remedy="Check its permissions and the disk",
-        ) from error
+        what = f"{error.filename or folder} cannot be read ({error.strerror})"
+        raise ModelFolderError(what, remedy="Check its permissions and the disk") from error
 
 
 def _from_pretrained(
@@ -233,10 +214,9 @@ def _from_pretrained(
         if part is None:
             continue
         if any(p.is_meta for p in part.parameters()):
-            raise ModelFolderError(
-                f"{folder}/{name}: weights that its config.json asks for are not in its files",
-                remedy="Download the folder again, config.json included",
-            )
+            what = f"{folder}/{name}: weights that its config.json asks for are not in its files"
+            remedy = "Download the folder again, config.json included"
+            raise ModelFolderError(what, remedy=remedy)
         part.eval()
         if name in TRANSFORMERS:
             _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
@@ -263,14 +243,13 @@ def _attach_extra(transformer: Any, model: Path | str, name: str, *, int8: bool)
     if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
         load_extra(transformer, place, int8=int8)
     if isinstance(mark_of(transformer.config), Mapping) and not held_proj_l(transformer):
-        raise ModelFolderError(
-            f"{model}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
-            "with its proj_l, and its weights were not trained for dense attention",
-            expected="a folder that `python -m turbo_rcm_patch convert` wrote",
-            got=str(sorted(path.name for path in place.iterdir())),
-            remedy=f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
-            f'set "{MARK}" to null in {name}/config.json',
-        )
+        what = f"{model}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
+        what += "with its proj_l, and its weights were not trained for dense attention"
+        expected = "a folder that `python -m turbo_rcm_patch convert` wrote"
+        got = str(sorted(path.name for path in place.iterdir()))
+        remedy = f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
+        remedy += f'set "{MARK}" to null in {name}/config.json'
+        raise ModelFolderError(what, expected=expected, got=got, remedy=remedy)
 
 
 def _extra_folder(transformer: Any, model: Path | str, name: str) -> Path:
@@ -284,11 +263,10 @@ def _extra_folder(transformer: Any, model: Path | str, name: str) -> Path:
         return _fetch(transformer, model, f"{name}/{EXTRA_FILE}").parent
     except EntryNotFoundError as error:
         if isinstance(error, LocalEntryNotFoundError) and mark_of(transformer.config):
-            raise ModelFolderError(
-                f"{model}: {name}/{EXTRA_FILE}, which its config.json asks for, could not be "
-                f"fetched ({first_line(error)})",
-                remedy="Check the connection, or download the folder first",
-            ) from error
+            what = f"{model}: {name}/{EXTRA_FILE}, which its config.json asks for, could not be "
+            what += f"fetched ({first_line(error)})"
+            remedy = "Check the connection, or download the folder first"
+            raise ModelFolderError(what, remedy=remedy) from error
         return Path(str(transformer.config.get("_name_or_path", "")))
 
 
@@ -317,24 +295,18 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         raise DeviceError("device", expected="'cpu', 'cuda' or 'cuda:N'", got=repr(str(device)))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise DeviceError(
-            "device",
-            expected=f"one of the {count} GPUs that torch can see, from 'cuda:0' on",
-            got=repr(str(device)),
-            remedy="Run `python -m turbo_rcm_patch doctor`, or use device='cpu'",
-        )
+        expected = f"one of the {count} GPUs that torch can see, from 'cuda:0' on"
+        remedy = "Run `python -m turbo_rcm_patch doctor`, or use device='cpu'"
+        raise DeviceError("device", expected=expected, got=repr(str(device)), remedy=remedy)
     return chosen
 
 
 def check_offload(offload: Offload, device: torch.device) -> None:
     """Raise a `DeviceError` if there is no GPU to offload from."""
     if offload != "none" and device.type == "cpu":
-        raise DeviceError(
-            f"offload={offload!r}",
-            expected="a GPU to offload from",
-            got="cpu",
-            remedy="Leave offload at 'none' on a machine without a GPU",
-        )
+        what, expected = f"offload={offload!r}", "a GPU to offload from"
+        remedy = "Leave offload at 'none' on a machine without a GPU"
+        raise DeviceError(what, expected=expected, got="cpu", remedy=remedy)
 
 
 def move(pipe: Any, device: torch.device, offload: Offload) -> None:

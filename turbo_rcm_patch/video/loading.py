@@ -33,6 +33,8 @@ def loading(
     try:
         with kept_apart(), quiet_loading():
             yield
+    except MemoryError:
+        raise
     except Exception as why:
         said = f"{type(why).__name__}: {first_line(why)}"
         if str(why).startswith("Failed to import"):  # The files are not at fault.

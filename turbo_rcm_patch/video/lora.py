@@ -73,11 +73,9 @@ def parse_lora(text: str) -> LoRA:
         owner = source.split("/")
         source, file = "/".join(owner[:2]), "/".join(owner[2:])
         if not HUB_ID.fullmatch(source) or source.endswith(".safetensors"):
-            raise ModelFolderError(
-                f"no such LoRA: {path}",
-                expected=f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub",
-                remedy="Check the spelling",
-            )
+            expected = f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub"
+            what, remedy = f"no such LoRA: {path}", "Check the spelling"
+            raise ModelFolderError(what, expected=expected, remedy=remedy)
     return LoRA(source, file, scale, parts or TRANSFORMERS)
 
 
@@ -87,9 +85,8 @@ def _scale(text: str, given: str) -> float:
     except ValueError:
         scale = math.nan
     if not math.isfinite(scale):
-        raise ConfigError(
-            f"scale of the LoRA {text!r}", expected="a finite number after the colon", got=given
-        )
+        expected = "a finite number after the colon"
+        raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=given)
     return scale
 
 
@@ -132,12 +129,10 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
     for text, lora in zip(loras, wanted, strict=True):
         parts = [part for part in lora.parts if part in networks]
         if not parts:
-            raise ConfigError(
-                f"lora {text!r}",
-                expected=f"a LoRA for one of {[*networks]}, which a {type(pipe).__name__} has",
-                got=f"one for {' and '.join(lora.parts)}",
-                remedy="Write transformer=FILE to load it anyway",
-            )
+            expected = f"a LoRA for one of {[*networks]}, which a {type(pipe).__name__} has"
+            got = f"one for {' and '.join(lora.parts)}"
+            remedy = "Write transformer=FILE to load it anyway"
+            raise ConfigError(f"lora {text!r}", expected=expected, got=got, remedy=remedy)
         work += [(text, lora, part) for part in parts]
     before = {part: _active(network) for part, network in networks.items()}
     added: dict[str, dict[str, float]] = {part: {} for part in networks}
@@ -154,10 +149,10 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
     except BaseException:
         for part, network in networks.items():
             loaded = [one for one in added[part] if one in getattr(network, "peft_config", {})]
-            if loaded and not before[part]:
-                network.unload_lora()
-            elif loaded:
+            if loaded and before[part]:
                 network.delete_adapters(loaded)
+            elif loaded:
+                network.unload_lora()
         raise
 
 

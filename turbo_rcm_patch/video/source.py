@@ -66,12 +66,9 @@ class Source:
     def __post_init__(self) -> None:
         for name, one in _images(self.media):
             if min(one.size) < _LEAST:
-                raise SamplingError(
-                    name,
-                    expected=f"at least {_LEAST} pixels a side",
-                    got=f"{one.width} x {one.height}",
-                    remedy="Give a larger picture",
-                )
+                expected, got = f"at least {_LEAST} pixels a side", f"{one.width} x {one.height}"
+                remedy = "Give a larger picture"
+                raise SamplingError(name, expected=expected, got=got, remedy=remedy)
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -134,17 +131,14 @@ def _tensors(given: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.
         try:
             found = load_file(Path(given).expanduser())
         except (OSError, SafetensorError) as error:
-            raise SamplingError(
-                f"identity {given} cannot be read ({error})", expected="a .safetensors file"
-            ) from error
+            what = f"identity {given} cannot be read ({error})"
+            raise SamplingError(what, expected="a .safetensors file") from error
     missing = [name for name in _IDENTITY if name not in found]
     if missing:
-        raise SamplingError(
-            "identity",
-            expected=f"the tensors {', '.join(_IDENTITY)}",
-            got=", ".join(sorted(found)) or "none",
-            remedy="Save what diffusers' process_face_embeddings_infer gives (docs/comparing.md)",
-        )
+        expected = f"the tensors {', '.join(_IDENTITY)}"
+        got = ", ".join(sorted(found)) or "none"
+        remedy = "Save what diffusers' process_face_embeddings_infer gives (docs/comparing.md)"
+        raise SamplingError("identity", expected=expected, got=got, remedy=remedy)
     return found
 
 
@@ -175,17 +169,13 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
         with Image.open(path) as image:
             return _as_rgb(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        known = not isinstance(error, UnidentifiedImageError)
-        raise SamplingError(
-            f"{name} {path} cannot be read ({why})"
-            if known
-            else f"{name} {path} is no image that can be read",
-            expected="a PNG, JPEG, WebP or another file that Pillow reads",
-            remedy="Check its name, its permissions and whether it is complete"
-            if known
-            else "Convert it, for instance with `ffmpeg -i FILE image.png`",
-        ) from error
+        what = f"{name} {path} cannot be read ({getattr(error, 'strerror', None) or error})"
+        remedy = "Check its name, its permissions and whether it is complete"
+        if isinstance(error, UnidentifiedImageError):
+            what = f"{name} {path} is no image that can be read"
+            remedy = "Convert it, for instance with `ffmpeg -i FILE image.png`"
+        expected = "a PNG, JPEG, WebP or another file that Pillow reads"
+        raise SamplingError(what, expected=expected, remedy=remedy) from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -214,18 +204,14 @@ def sources_of(
     given = [prompts] if isinstance(prompts, (str, Source)) else list(prompts)
     texts = [one.prompt if isinstance(one, Source) else one for one in given]
     if not given or any(not text.strip() for text in texts):
-        raise SamplingError(
-            "prompts", expected="at least one, none of them empty", got=repr(texts)
-        )
+        expected = "at least one, none of them empty"
+        raise SamplingError("prompts", expected=expected, got=repr(texts))
     if images is None:
         return [one if isinstance(one, Source) else Source(one) for one in given]
     if isinstance(images, (str, Path, Image.Image)):
         images = [read_image(images)] * len(given)
     if len(images) != len(given) or any(isinstance(one, Source) for one in given):
-        raise SamplingError(
-            "images",
-            expected=f"one, or one for each of {len(given)} prompts that are texts",
-            got=f"{len(images)}",
-            remedy="A `Source` holds its own image; leave images out",
-        )
+        expected = f"one, or one for each of {len(given)} prompts that are texts"
+        remedy = "A `Source` holds its own image; leave images out"
+        raise SamplingError("images", expected=expected, got=f"{len(images)}", remedy=remedy)
     return [Source(text, image=image) for text, image in zip(texts, images, strict=True)]
