@@ -243,3 +243,9 @@ def test_a_skeleton_from_the_hub_without_a_connection_says_so(
     monkeypatch.setattr(diffusers.WanTransformer3DModel, "load_config", offline)
     with pytest.raises(ModelFolderError, match="the connection, or download the folder first"):
         load_skeleton("somebody/some-model")
+
+
+def test_a_wheel_without_the_second_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turbo_rcm_patch.tiny.TINY_COGVIDEOX", Path("nowhere"))
+    with pytest.raises(ModelFolderError, match=r"no weights of tiny-cogvideox.*clone"):
+        load_pipeline("tiny-cogvideox")

@@ -123,6 +123,12 @@ def resolve_model(model: str | Path) -> Path | str:
         from turbo_rcm_patch import tiny
 
         shipped: Path = getattr(tiny, SHIPPED[str(model)])
+        if not shipped.is_dir():
+            expected, remedy = (
+                "a clone of the repository",
+                "Run it from one; wheels hold 'tiny' alone",
+            )
+            raise ModelFolderError(f"no weights of {model}", expected=expected, remedy=remedy)
         return shipped
     path = Path(model).expanduser()
     if path.is_dir():
