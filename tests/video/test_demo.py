@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from turbo_rcm_patch.video.kernel_check import LIMIT, KernelCheck
 
 import turbo_rcm_patch
 import turbo_rcm_patch.video as public
@@ -27,6 +26,7 @@ from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video import video as video_module
 from turbo_rcm_patch.video.environment import python_command
+from turbo_rcm_patch.video.kernel_check import LIMIT, KernelCheck
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
