@@ -46,7 +46,7 @@ def problems(folder: Path) -> Iterator[str]:
     if "py3-none-any" not in wheel.name:
         yield f"{wheel.name} is not for every system"
     ours = {name for name in inside if ".dist-info/" not in name}
-    yield from _compare("the wheel", ours, {one for one in tracked() if _in_package(one)})
+    yield from _compare("the wheel", ours, {one for one in tracked() if in_package(one)})
     with tarfile.open(sdist) as packed:
         members = {one.name.partition("/")[2] for one in packed.getmembers() if one.isfile()}
     yield from _compare("the source distribution", members - {"PKG-INFO"}, set(tracked()))
@@ -73,7 +73,7 @@ def tracked() -> list[str]:
     return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def _in_package(name: str) -> bool:
+def in_package(name: str) -> bool:
     package, second_model = "turbo_rcm_patch/", "turbo_rcm_patch/tiny/weights/cogvideox/"
     return name.startswith(package) and not name.startswith(second_model)
 

@@ -64,7 +64,7 @@ def built(
     names = [name for name in CHECK.tracked() if name != without] + [more] * bool(more)
     with zipfile.ZipFile(folder / "a-1-py3-none-any.whl", "w") as wheel:
         for name in names:
-            if name.startswith("turbo_rcm_patch/"):
+            if CHECK.in_package(name):
                 wheel.writestr(name, b"")
         wheel.writestr("a-1.dist-info/METADATA", f"Name: a\n\n{readme}\n")
     with tarfile.open(folder / "a-1.tar.gz", "w:gz") as sdist:
