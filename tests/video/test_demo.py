@@ -27,7 +27,6 @@ from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video import video as video_module
 from turbo_rcm_patch.video.doctor import KernelCheck
 from turbo_rcm_patch.video.environment import python_command
-from turbo_rcm_patch.video.kernel_check import LIMIT, KernelCheck
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
