@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -268,13 +269,20 @@ def test_an_interrupt_is_no_damage(kind: str, pth: Path, tmp_path: Path) -> None
         for key in tensors:
             stored[key]
 
+    interrupted = 0
     for _ in range(40):
         given = os.kill, (os.getpid(), signal.SIGINT)
         timer = threading.Timer(draw.uniform(1e-3, 0.02), *given)
-        with pytest.raises(KeyboardInterrupt):
+        try:
             timer.start()
-            while True:
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
                 read() if kind == "safetensors" else read_checkpoint(pth)
+            timer.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+    # Python drops an interrupt that comes while it deletes an object.
+    assert interrupted > 30
 
 
 # Several networks in a file.
