@@ -52,6 +52,7 @@ _ALLOCATIONS = frozenset(
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
+_data_ptr = torch.Tensor.data_ptr
 _local = threading.local()
 #: Storage address -> tensor that lives as long as the process, which any recording may read.
 _kept: dict[int, torch.Tensor] = {}
@@ -126,7 +127,7 @@ class Recordings:
         """
         found = self.found.get(signature, 0)
         if found.__class__ is list:
-            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            addresses = list(map(_data_ptr, tensors))
             for program in found:  # type: ignore[union-attr]
                 if program.fits(addresses):
                     return program(tensors, addresses)
@@ -216,7 +217,7 @@ class _Buffer(NamedTuple):
     """An allocation of a program."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None  # None if dense
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -291,16 +292,9 @@ class Program:
         if index is not None and index != _current_device():
             with torch.cuda.device(index):
                 return self(tensors, addresses)
-        like = tensors[0]  # `new_empty` is a microsecond faster than `torch.empty`
-        made = [
-            like.new_empty(shape, dtype=dtype)
-            if stride is None
-            else like.new_empty_strided(shape, stride, dtype=dtype)
-            for shape, stride, dtype in self._buffers
-        ]
-        values: list[Any] = addresses
-        for tensor in made:
-            values.append(tensor.data_ptr())
+        allocate = tensors[0].new_empty_strided  # the fastest of torch's allocating functions
+        made = [allocate(shape, stride, dtype=dtype) for shape, stride, dtype in self._buffers]
+        values: list[Any] = [*addresses, *map(_data_ptr, made)]
         held = self._values
         for slot, offset in held.inside:
             values.append(values[slot] + offset)
@@ -542,12 +536,11 @@ def _buffers(
             shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
             continue
         slots.append((len(buffers), 0))
-        stride = None if tensor.is_contiguous() else tensor.stride()
-        buffers.append(_Buffer(tuple(tensor.shape), stride, tensor.dtype))
+        buffers.append(_Buffer(tuple(tensor.shape), tensor.stride(), tensor.dtype))
     if sharing:
         for i in sharing:
             slots[i] = (len(buffers), slots[i][1])
-        buffers.append(_Buffer((shared,), None, torch.uint8))
+        buffers.append(_Buffer((shared,), (1,), torch.uint8))
     return tuple(buffers), slots
 
 
@@ -592,22 +585,29 @@ def _launch_hooks() -> object:
 
 
 class _Kinds(NamedTuple):
-    """The indices of tensors and tuples among values of known types, and a getter of the rest."""
+    """Getters of the tensors, the tuples and the rest among values of known types."""
 
-    tensors: tuple[int, ...]
-    tuples: tuple[int, ...]
-    plain: Callable[[Any], Any]
+    tensors: Callable[[Any], tuple[Any, ...]]
+    tuples: Callable[[Any], tuple[Any, ...]]
+    plain: Callable[[Any], tuple[Any, ...]]
+
+
+def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that takes the values at these places of a tuple, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 @functools.lru_cache(maxsize=4096)
 def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
     """Classify types; return None if one is neither a tensor, a tuple nor plain."""
-    tensors = tuple([i for i, kind in enumerate(kinds) if kind in _TENSORS])
-    tuples = tuple([i for i, kind in enumerate(kinds) if issubclass(kind, tuple)])
+    tensors = [i for i, kind in enumerate(kinds) if kind in _TENSORS]
+    tuples = [i for i, kind in enumerate(kinds) if issubclass(kind, tuple)]
     plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
     if len(tensors) + len(tuples) + len(plain) < len(kinds):
         return None
-    return _Kinds(tensors, tuples, itemgetter(*plain) if plain else lambda values: None)
+    return _Kinds(_getter(tensors), _getter(tuples), _getter(plain))
 
 
 def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
@@ -619,11 +619,12 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
     found = _kinds_of(kinds)
     if found is None:
         return False
-    key.append(kinds)
-    key.append(found.plain(values))
-    for i in found.tensors:
-        tensors.append(values[i])
-    return all([_add_to_key(values[i], key, tensors) for i in found.tuples])
+    key += kinds, found.plain(values)
+    tensors += found.tensors(values)
+    for inner in found.tuples(values):
+        if not _add_to_key(inner, key, tensors):
+            return False
+    return True
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:

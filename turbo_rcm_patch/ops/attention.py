@@ -50,7 +50,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
         return out, no_lse if lse is None else lse
     branch, lse = _branch(a)
     if not a.closes_skip:
-        out = branch.to(a.out_dtype)
+        out = branch if branch.dtype == a.out_dtype else branch.to(a.out_dtype)
     else:
         out = closed(
             a.residual, branch, a.skip_factor, a.out_factor,
@@ -62,13 +62,18 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """Compute the attention without its skip in torch: [B, Nq, H*D], and the logsumexp or None."""
     vh = split_heads(a.v, a.heads)
-    of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
-    one_pass = all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k))
-    if a.impl == "triton" and one_pass and not a.want_lse:
-        # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
-        qh, kh = (_rotated(*one, a.cos, a.sin, a.heads, a.eps) for one in (of_q, of_k))
-    else:
+    of_q, of_k = (a.norm_q, a.norm_q_bias), (a.norm_k, a.norm_k_bias)
+    one_pass = in_one_pass(a.q, *of_q, a.heads) and in_one_pass(a.k, *of_k, a.heads)
+    if a.impl != "triton" or not one_pass or a.want_lse:
         qh, kh = prepared(a)
+    elif a.cos is None and (a.norm_q is None or a.norm_k is None):
+        qh = _rotated(a.q, *of_q, None, None, a.heads, a.eps)
+        kh = _rotated(a.k, *of_k, None, None, a.heads, a.eps)
+    else:
+        # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
+        from turbo_rcm_patch.kernels.portable.norm import norm_rotate_both
+
+        qh, kh = norm_rotate_both(a.q, a.k, a.heads, of_q, of_k, a.cos, a.sin, a.eps)
     if a.attention in QMAX:
         return emulated_attention(
             qh, kh, vh, sm_scale=a.sm_scale, pv=cast("Any", a.pv), qmax=QMAX[a.attention],

@@ -161,6 +161,11 @@ def _linear(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    if resolve_impl(impl, x.device) == "triton":
+        from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear_of as launch
+
+        gelu = activation == "gelu-tanh"
+        return launch(x, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)
     rows, scale = _quantize_rows(x, impl)
     return _rows_linear(rows, scale, weight, weight_scale, bias, activation, impl, out_dtype)
 

@@ -21,6 +21,11 @@ from turbo_rcm_patch.errors import GradientError
 #: The library of torch that holds the operations. Its end would remove them.
 _LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "DEF")  # type: ignore[no-untyped-call]
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
+#: Asked on every call, so their names are looked up once.
+_compiling: Final = torch.compiler.is_compiling
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_tracer: Final = torch._C._get_tracing_state
+_autocast: Final = torch._C._is_any_autocast_enabled
 
 
 class Operation:
@@ -46,15 +51,14 @@ class Operation:
         self._registered = getattr(torch.ops.turbo_rcm_patch, name).default
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._registered(*args)
         if (
-            type(args[0]) not in _PLAIN
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._get_tracing_state() is not None
+            _compiling()
+            or type(args[0]) not in _PLAIN
+            or _dispatch_modes()
+            or _tracer() is not None
         ):
             return self._registered(*args)
-        if torch._C._is_any_autocast_enabled():
+        if _autocast():
             return without_autocast(self._body, args)
         return self._body(*args)
 

@@ -95,34 +95,27 @@ class Int8Forward:
             [..., Cout], dtype of the weight.
         """
         linear = self.linear
-        dtype = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
-        if type(input) is Rows:
-            weight, scale = self._weight()
-            made: Tensor = unchecked.int8_linear_rows(
-                *input, weight, scale, linear.bias, activation, self.impl, dtype
-            )
-            return made
-        if not self.serves(input):
+        is_rows = type(input) is Rows
+        if not is_rows and not self.serves(input):
             out: Tensor = type(linear).forward(linear, input)
             return F.gelu(out, approximate="tanh") if activation else out
-        weight, scale = self._weight()
-        rows = input if input.dim() == 3 else input.reshape(1, -1, input.shape[-1])
-        made = unchecked.int8_linear(
-            rows, weight, scale, linear.bias, activation, self.impl, dtype
-        )
+        rest = *self._weight(), linear._parameters["bias"], activation, self.impl
+        if is_rows:
+            made: Tensor = unchecked.int8_linear_rows(*input, *rest, _dtype(linear))
+            return made
+        one = input if input.dim() == 3 else input.reshape(1, -1, input.shape[-1])
+        made = unchecked.int8_linear(one, *rest, input.dtype)
         return made if input.dim() == 3 else made.reshape(*input.shape[:-1], -1)
 
     def serves(self, x: Tensor) -> bool:
         """Return True if the Linear runs in int8 on this input, which takes plain inference on its
         own dtype and device."""
-        linear = self.linear
-        dtype = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
         return (
             self.on
             and (compiling() or not _thread.wide)
             and x.dim() >= 2
             and x.numel() > 0
-            and _serves(linear, x, dtype)
+            and _serves(self.linear, x)
         )
 
     def _weight(self) -> tuple[Tensor, Tensor]:
@@ -131,7 +124,7 @@ class Int8Forward:
         if type(linear) is Int8Linear:
             held: tuple[Tensor, Tensor] = linear.int8
             return held
-        weight = linear.weight
+        weight = linear._parameters["weight"]
         if compiling():  # A graph quantises on every call, so that it sees a changed weight.
             return quantize_weight(weight, impl=self.impl)
         brought = attached_int8(linear)
@@ -171,26 +164,48 @@ def _same(one: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:
     return one is not None and one[0] is other[0] and one[1:] == other[1:]
 
 
-def _serves(linear: Any, x: Tensor, dtype: torch.dtype) -> bool:
+def _dtype(linear: Any) -> torch.dtype:
+    """Return the dtype of a Linear's input and output."""
+    dtype: torch.dtype = (
+        linear.dtype if type(linear) is Int8Linear else linear._parameters["weight"].dtype
+    )
+    return dtype
+
+
+def _holds_plainly(linear: nn.Module) -> bool:
+    """Return True if weight and bias are a Linear's own parameters.
+
+    A quantised or sharded weight is a subclass of Tensor, and a normalised one no parameter.
+    """
+    held = linear._parameters
+    whole = type(linear) is Int8Linear or type(held.get("weight")) is nn.Parameter
+    return whole and "bias" in held
+
+
+def _serves(linear: Any, x: Tensor) -> bool:
     """Return True if this call is plain inference on the Linear's own dtype and device."""
-    if x.dtype != dtype or dtype not in FLOATS or torch.is_autocast_enabled(x.device.type):
+    if not _holds_plainly(linear):
         return False
-    if type(linear) is not Int8Linear and type(linear.weight) is not nn.Parameter:
-        return False  # a quantised or sharded weight is a subclass of Tensor
     held = [p for p in linear._parameters.values() if p is not None]
-    if any([p.device != x.device for p in held]):
+    dtype, device = x.dtype, x.device
+    if dtype != _dtype(linear) or dtype not in FLOATS or torch.is_autocast_enabled(device.type):
+        return False
+    if any([p.device != device for p in held]):
         return False
     wants = torch.is_grad_enabled() and (x.requires_grad or any([p.requires_grad for p in held]))
     return not wants
 
 
 def int8_forward(module: Any) -> Int8Forward | None:
-    """Return the int8 forward of a Linear, or None if calling the Linear would run other code."""
-    forward = getattr(module.__dict__.get("forward"), "__self__", None)
+    """Return the int8 forward of a Linear, or None if calling it would run other code; None for
+    None."""
+    installed = None if module is None else module.__dict__.get("forward")
+    if installed is None:
+        return None
+    forward = getattr(installed, "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
-    sharded = type(module) is not Int8Linear and type(module.weight) is not nn.Parameter
-    return None if sharded else forward
+    return forward if _holds_plainly(module) else None
 
 
 def takes_rows(modules: Iterable[Any]) -> bool:
@@ -208,11 +223,13 @@ def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
     Returns:
         `Rows` if all of the modules run in int8 on x, else x.
     """
-    forwards = [int8_forward(module) for module in modules]
-    impls = [one.impl for one in forwards if one is not None and one.serves(x)]
-    if x.dim() != 3 or len(impls) < len(modules):
-        return x
-    return Rows(*unchecked.quantize_rows(x, impls[0]))
+    impl = ""
+    for module in modules:
+        forward = int8_forward(module)
+        if forward is None or x.dim() != 3 or not forward.serves(x):
+            return x
+        impl = forward.impl
+    return Rows(*unchecked.quantize_rows(x, impl))
 
 
 def why_not_int8(module: nn.Module) -> str:

@@ -162,7 +162,10 @@ def _numbers(
     """
     if type(module) not in LAYER_NORMS or not bare(module):
         return None
-    weight, bias = module.weight, module.bias
+    held = module._parameters
+    if "weight" not in held or "bias" not in held:  # replaced by tensors that are no parameters
+        return None
+    weight, bias = held["weight"], held["bias"]
     if scale is not None:
         modulates = weight is None and bias is None
         return (scale, shift, 1.0, module.eps) if modulates else None
@@ -221,8 +224,9 @@ def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
     """
     if of_q is None and of_k is None:
         return q, k, NO_NORMS
-    if _reads_rms(of_q, q) and _reads_rms(of_k, k) and of_q.eps == of_k.eps:
-        return q, k, Norms(of_q.weight, of_k.weight, eps=of_q.eps)
+    weight_q, weight_k = _rms_weight(of_q, q), _rms_weight(of_k, k)
+    if weight_q is not None and weight_k is not None and of_q.eps == of_k.eps:
+        return q, k, Norms(weight_q, weight_k, eps=of_q.eps)
     return called(of_q, q), called(of_k, k), NO_NORMS
 
 
@@ -234,18 +238,20 @@ def called(module: Any, x: Tensor) -> Tensor:
     return made.to(x.dtype)
 
 
-def _reads_rms(module: Any, x: Tensor) -> bool:
+def _rms_weight(module: Any, x: Tensor) -> Tensor | None:
+    """Return the weight of an RMSNorm if a kernel can compute that norm of x, else None."""
     if type(module) not in RMS_NORMS or not bare(module) or module.eps is None:
-        return False
-    if getattr(module, "bias", None) is not None:  # diffusers' may have one
-        return False
-    weight = module.weight
-    return (
-        weight is not None
-        and readable(weight, device=x.device)
+        return None
+    held = module._parameters
+    weight: Tensor | None = held.get("weight")
+    if weight is None or held.get("bias") is not None:  # diffusers' may have one
+        return None
+    fits = (
+        readable(weight, device=x.device)
         and weight.shape == x.shape[-1:]
-        and weight.dtype in (x.dtype, torch.float32)
+        and (weight.dtype == x.dtype or weight.dtype == torch.float32)
     )
+    return weight if fits else None
 
 
 class Attend(NamedTuple):
@@ -355,8 +361,8 @@ def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
         forward = int8_forward(linear)
         if forward is not None:
             x = forward.run(h, "gelu-tanh")
-        elif plain_linear(linear, h) and linear.bias is not None:
-            x = unchecked.linear_gelu(h, linear.weight, linear.bias)
+        elif plain_linear(linear, h) and (bias := linear.bias) is not None:
+            x = unchecked.linear_gelu(h, linear.weight, bias)
         else:
             x = F.gelu(linear(h), approximate="tanh")
     for module in rest:

@@ -24,6 +24,7 @@ from turbo_rcm_patch.kernels.launch import (
     tile_for,
 )
 from turbo_rcm_patch.kernels.operands import ALIGNED, Rows
+from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 from turbo_rcm_patch.kernels.portable.skip import gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 
@@ -250,3 +251,18 @@ def int8_linear(
         num_stages=tile.stages,
     )
     return y
+
+
+@replayed
+def int8_linear_of(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gelu: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Quantise x [B, N, K] and compute `int8_linear` of its rows, in one replay."""
+    rows = quantize_rows(x)
+    return int8_linear(rows, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)

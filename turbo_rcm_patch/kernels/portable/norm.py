@@ -240,6 +240,28 @@ def norm_rotate(
     return y
 
 
+@replayed
+def norm_rotate_both(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    heads: int,
+    norm_q: tuple[torch.Tensor | None, torch.Tensor | None],
+    norm_k: tuple[torch.Tensor | None, torch.Tensor | None],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply `norm_rotate` by heads to q and k, in one replay; a norm is (weight, bias)."""
+    return (
+        norm_rotate(
+            q, heads, weight=norm_q[0], bias=norm_q[1], cos=cos, sin=sin, eps=eps, by_head=True
+        ),
+        norm_rotate(
+            k, heads, weight=norm_k[0], bias=norm_k[1], cos=cos, sin=sin, eps=eps, by_head=True
+        ),
+    )
+
+
 @triton.jit
 def _store_int8(out, x, inverse, offs_c, padded):
     int8 = nearest_int8(x[None, :], inverse[None])

@@ -42,22 +42,24 @@ def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
     """Project the context of a cross-attention to k and v, [B, T, H*D] each."""
     if attn.fused_projections:
         return tuple(attn.to_kv(context).chunk(2, -1))
-    given = shared_rows((attn.to_k, attn.to_v), context)
-    return attn.to_k(given), attn.to_v(given)
+    to_k, to_v = attn.to_k, attn.to_v
+    given = shared_rows((to_k, to_v), context)
+    return to_k(given), to_v(given)
 
 
 def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
     """Project the image tokens of a cross-attention to k and v, [B, T, H*D] each."""
     if attn.fused_projections:
         return tuple(attn.to_added_kv(image).chunk(2, -1))
-    given = shared_rows((attn.add_k_proj, attn.add_v_proj), image)
-    return attn.add_k_proj(given), attn.add_v_proj(given)
+    to_k, to_v = attn.add_k_proj, attn.add_v_proj
+    given = shared_rows((to_k, to_v), image)
+    return to_k(given), to_v(given)
 
 
 def project_out(attn: Any, out: Tensor) -> Tensor:
     """Call the output projection, and the module after it unless that is a plain Dropout."""
-    made: Tensor = attn.to_out[0](out)
-    dropout = attn.to_out[1]
+    linear, dropout = attn.to_out
+    made: Tensor = linear(out)
     if type(dropout) is not nn.Dropout or not bare(dropout):
         made = dropout(made)
     return made

@@ -100,11 +100,12 @@ class WanBlock(PatchedBlock):
     ) -> Tensor:
         block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
         attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
+        int8 = bool(self.int8)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
 
-        rows = mask is None and takes_rows(parts.qkv_linears(attn1))
+        rows = int8 and mask is None and takes_rows(parts.qkv_linears(attn1))
         h = norm(block.norm1, hidden_states, scale1, shift1, dtype, impl, rows=rows)
-        rows = takes_rows((attn2.to_q,))
+        rows = int8 and takes_rows((attn2.to_q,))
         if self.one_launch(attn1, mask):
             x = self.self_attention_skip(attn1, h, rotary_emb, hidden_states, gate1)
             h = norm(block.norm2, x, None, None, dtype, impl, rows=rows)
@@ -117,8 +118,7 @@ class WanBlock(PatchedBlock):
             notes.streams.append((x,))
 
         y = self.cross_attention(attn2, h, encoder_hidden_states)
-        first = gelu_linear(ffn.net)[0]
-        rows = first is not None and takes_rows((first,))
+        rows = int8 and takes_rows((gelu_linear(ffn.net)[0],))
         x, h = skip_norm(x, y, None, block.norm3, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
             notes.streams.append((x,))
