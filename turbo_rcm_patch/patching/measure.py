@@ -29,8 +29,8 @@ BUDGET: Final = 0.10
 ROW_ROOM: Final = 4.0
 LAST_ROOM: Final = 2.0
 _LAST_ROWS: Final = 64
-#: In sequences longer than this, every third row is compared, and all of the last rows. Tiles of
-#: kernels have a power of two of rows, so every position within a tile is reached.
+#: In a longer sequence, every third row and all of the last rows are compared. The number of rows
+#: in a kernel's tile is a power of two, so every position within a tile is reached.
 _WHOLE: Final = 4096
 _EVERY: Final = 3
 #: Two computations that round once each differ by 0.3 of the epsilon (root mean square over evenly
@@ -41,10 +41,10 @@ _CHUNK: Final = 16 << 20
 
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
-#: Bytes of logits at a time. Three tensors of this size are held.
+#: Bytes of an attention's logits at a time. Four tensors of this size are held.
 _LOGITS: Final = 128 << 20
-#: Most parts of the keys that are multiplied with the values side by side. Undivided, the 64 rows
-#: of a head would keep one or two multiprocessors busy over all keys.
+#: Largest number of parts into which the keys are split for the product with the values. Without
+#: a split, one or two multiprocessors per head would loop over all keys.
 _PARTS: Final = 16
 #: Relative root mean square error of one rounding, in units of the dtype's epsilon.
 _ROUNDING: Final = 0.204
@@ -54,8 +54,7 @@ _INSIDE: Final = 4.0
 
 #: The residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
-#: One stream of them.
-Streams = Sequence[Tensor]
+_Stream = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:
-        fast: Streams of the fast path.
-        author: Streams of the author's forward from the same input.
+        fast: Streams of the fast path, before the first branch the author's.
+        author: Streams of the author's forward.
         dtype: The model's dtype.
     """
     floor = 2 * (_TAKEN_OFF * torch.finfo(dtype).eps) ** 2
@@ -101,17 +100,17 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     return Measure(found[worst], where, tuple(others[1::3]), apart)
 
 
-def _compare(fast: Streams, author: Streams, floor: float) -> tuple[Tensor, Tensor]:
+def _compare(fast: _Stream, author: _Stream, floor: float) -> tuple[Tensor, Tensor]:
     """Compare one stream.
 
     Args:
-        fast: [B, N, C] before the first branch and after each branch.
+        fast: The fast path's, [B, N, C] before the first branch and after each branch.
         author: The author's.
-        floor: Square of the rounding of the author's stream, relative to that stream.
+        floor: Square of the rounding of the author's stream, as a share of the stream's square.
 
     Returns:
-        The errors of all rows, of the worst and of the last, [branches, 3, B], and the sums over
-        rows and samples of what `_squares` returns.
+        The errors of all rows, of the worst rows and of the last rows, [branches, 3, B], and what
+        `_squares` returns, summed over rows and samples.
     """
     batch, length, width = author[0].shape
     every, last = _EVERY if length > _WHOLE else 1, min(_LAST_ROWS, max(1, length // 16))
@@ -126,32 +125,32 @@ def _compare(fast: Streams, author: Streams, floor: float) -> tuple[Tensor, Tens
     if every > 1:
         found, left, adds = found[..., :-last], left[..., :-last], adds[..., :-last]
     typical = adds.median(-1).values
-    # The worst hundredth is relative to what these rows add or to the typical row, whichever is
-    # larger.
+    # The error of the worst hundredth is relative to what these rows add or to the typical row,
+    # whichever is larger.
     worst, where = torch.nan_to_num(left, nan=inf).topk(max(1, left.shape[-1] // 100), dim=-1)
     own = torch.maximum(typical, adds.gather(-1, where).mean(-1))
     least = torch.maximum(typical * last, last_adds.sum(-1))
     offs = torch.stack([left.sum(-1), worst.mean(-1), last_left.sum(-1)], 1)
     sizes = torch.stack([adds.sum(-1), ROW_ROOM**2 * own, LAST_ROOM**2 * least], 1)
     errors = torch.where(offs == 0, offs, offs / sizes).sqrt()
-    # Streams are added up, so the compared rows stand for all rows.
+    # The caller adds streams of different lengths, so the compared rows stand for all rows.
     return errors, found.sum((-2, -1)) * (length / left.shape[-1])
 
 
-def _squares(fast: Streams, author: Streams, rows: slice) -> Tensor:
-    """Sum squares over the channels of some rows, in fp32.
+def _squares(fast: _Stream, author: _Stream, rows: slice) -> Tensor:
+    """Sum squares over the channels of some rows.
 
     Returns:
-        [1 + 3 * branches, B, n]: of the distance of the two outputs, then of each branch: of the
-        distance of the two terms that it adds, of the author's term, and of the author's stream
-        after it.
+        fp32 [1 + 3 * branches, B, n]. The first is the square of the distance of the two outputs.
+        Three of each branch follow: the squares of the distance of the two terms that it adds, of
+        the author's term, and of the author's stream after it.
     """
     norms: list[Tensor] = []
     before, apart = author[0][:, rows], None
     for x, y in zip(fast[1:], author[1:], strict=True):
         after = y[:, rows].float()
-        # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0): x0 is y0 at first, and the
-        # difference of two close numbers is not rounded.
+        # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0). The difference of two close
+        # numbers is exact, and the first x0 - y0 is 0.
         now = x[:, rows] - after
         off = now if apart is None else now - apart
         norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
@@ -227,11 +226,11 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
     )
     wide_k = norm_rope(k, heads, weight=norms.k, bias=norms.k_bias, cos=cos, sin=sin, eps=eps)
     vh, got = split_heads(v, heads), split_heads(out[:, ::step], heads)
-    # A separate generator, so that the caller's random numbers do not change. All heads get the
-    # same errors, which does not change the mean of the squares.
+    # A separate generator, so that the caller's random numbers do not change. All heads share the
+    # same draws: the mean of the squares does not change.
     random = torch.Generator(q.device).manual_seed(0)
     shake_q, shake_k = (
-        torch.randn(x[:, :1].shape, generator=random, device=x.device).mul_(spread).add_(1)
+        torch.normal(1.0, spread, x[:, :1].shape, generator=random, device=x.device)
         for x in (wide_q, wide_k)
     )
     each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
@@ -240,8 +239,7 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
         some = slice(start, start + each)
         qh, kh = wide_q[:, some], wide_k[:, some]
         v_wide = vh[:, some].to(torch.float32, memory_format=torch.contiguous_format)
-        truth = _attend(qh, kh, v_wide)
-        moved = _attend(qh * shake_q, kh * shake_k, v_wide)
+        truth, moved = _attend([(qh, kh), (qh * shake_q, kh * shake_k)], v_wide)
         rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh[:, some])
         off = torch.stack([torch.zeros_like(truth), got[:, some], rounded, moved]) - truth
         sums += vector_norm(off.flatten(1), dim=-1).square()
@@ -250,13 +248,27 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
     return (of_fast + of_operands) / size, (of_author + of_operands) / size
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention of few rows [B, H, R, D] and many keys [B, H, N, D], in fp32.
+def _attend(pairs: list[tuple[Tensor, Tensor]], v: Tensor) -> tuple[Tensor, ...]:
+    """Compute attentions with the same values in fp32, for few rows.
 
-    If a user has allowed TF32, its roundings are an eighth of those of bf16.
+    If the user has allowed TF32, its roundings, an eighth of bf16's, add up to 6 % to the author's
+    share of a bf16 model (simulated). They can double that of an fp16 model, where the error of
+    int8 is hundreds of times larger.
+
+    Args:
+        pairs: For each attention q [B, H, R, D] and k [B, H, N, D].
+        v: [B, H, N, D], dense.
+
+    Returns:
+        [B, H, R, D] for each.
     """
-    parts = next(n for n in range(_PARTS, 0, -1) if k.shape[2] % n == 0)
-    weights = ((q * q.shape[3] ** -0.5) @ k.mT).softmax(-1)
-    by_part = weights.view(*weights.shape[:3], parts, -1).transpose(2, 3)
-    out: Tensor = (by_part @ v.view(*v.shape[:2], parts, -1, v.shape[3])).sum(2)
-    return out
+    batch, heads, rows, dim = pairs[0][0].shape
+    keys = v.shape[2]
+    parts = next(n for n in range(_PARTS, 0, -1) if keys % n == 0)
+    weights = []
+    for q, k in pairs:
+        logits = torch.bmm((q * dim**-0.5).flatten(0, 1), k.flatten(0, 1).mT)
+        weights.append(logits.softmax(-1).view(-1, rows, parts, keys // parts).transpose(1, 2))
+    by_part = torch.cat(weights, 2).flatten(0, 1)  # [B * H * parts, pairs * R, N / parts]
+    out = torch.bmm(by_part, v.reshape(-1, keys // parts, dim))
+    return out.view(batch, heads, parts, -1, rows, dim).sum(2).unbind(2)
