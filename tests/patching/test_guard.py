@@ -271,6 +271,46 @@ def test_a_planted_fault_is_seen_and_the_block_is_right_in_the_same_call(
         assert report.fused == 0  # its author computes it
 
 
+def scaled(rows: slice, by: float) -> Callable[[Tensor], Tensor]:
+    def wrong(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, rows] *= by
+        return x
+
+    return wrong
+
+
+#: Faults of a few rows of a long sequence. The first is small in the mean over all rows.
+LONG_FAULTS = [
+    Fault("one row of a tile", "attention", result(0, scaled(slice(63, None, 64), 1.7))),
+    Fault("one row of a tile of the sum", "skip", result(0, scaled(slice(127, None, 128), -1))),
+    Fault("the last two rows", "attention", result(0, scaled(slice(-2, None), -1))),
+    Fault("the last two rows of the sum", "skip", result(0, scaled(slice(-2, None), -1))),
+    Fault("one sample", "skip_norm", result(1, one_sample)),
+]
+
+
+@pytest.mark.parametrize("fault", [*LONG_FAULTS, None], ids=str)
+def test_faults_of_few_rows_are_seen_in_a_long_sequence(
+    fault: Fault | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third of 4,185 rows is compared, which skips the last two, and so are the last 64."""
+    model = wan(num_layers=1, num_attention_heads=1, attention_head_dim=16, ffn_dim=16)
+    model.eval().requires_grad_(False)
+    inputs = named("t2v").inputs()
+    generator = torch.Generator().manual_seed(2)
+    inputs["hidden_states"] = torch.randn(2, 4, 5, 62, 54, generator=generator)
+    before = run(model, inputs)
+    report = patch_model(model, attention="exact", fidelity=None)
+    if fault is not None:
+        fault.plant(monkeypatch)
+    made = run(model, inputs)
+    assert bool(report.guard.decisions) == (fault is not None)
+    assert relative_l2(made, before) < 1e-5
+    if fault is None:
+        assert all(record.error < 1e-4 for record in report.guard)
+
+
 @pytest.mark.parametrize(("fault", "least"), SMALL_FAULTS, ids=[str(f) for f, _ in SMALL_FAULTS])
 def test_of_smaller_faults_those_that_can_be_seen_fail_a_comparison(
     fault: Fault, least: float, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.patching.pieces import Operands
@@ -28,16 +29,23 @@ BUDGET: Final = 0.10
 ROW_ROOM: Final = 4.0
 LAST_ROOM: Final = 2.0
 _LAST_ROWS: Final = 64
+#: In a longer sequence, every third row and all of the last rows are compared. The number of rows
+#: in a kernel's tile is a power of two, so every position within a tile is reached.
+_WHOLE: Final = 4096
+_EVERY: Final = 3
 #: Two computations that round once each differ by 0.3 of the epsilon (root mean square over evenly
 #: spread mantissas). This much is subtracted, with room for a second rounding.
 _TAKEN_OFF: Final = 0.5
-#: Elements that are held in fp32 at a time.
-_CHUNK: Final = 6 << 20
+#: Elements of a stream that are compared at a time. Five fp32 tensors of this size are held.
+_CHUNK: Final = 16 << 20
 
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
-#: Bytes of logits at a time.
-_LOGITS: Final = 256 << 20
+#: Bytes of an attention's logits at a time. Four tensors of this size are held.
+_LOGITS: Final = 128 << 20
+#: Largest number of parts into which the keys are split for the product with the values. Without
+#: a split, one or two multiprocessors per head would loop over all keys.
+_PARTS: Final = 16
 #: Relative root mean square error of one rounding, in units of the dtype's epsilon.
 _ROUNDING: Final = 0.204
 #: Roundings between the residual stream and q or k, and inside a branch.
@@ -46,6 +54,7 @@ _INSIDE: Final = 4.0
 
 #: The residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
+_Stream = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,76 +78,84 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:
-        fast: Streams of the fast path.
+        fast: Streams of the fast path, before the first branch the author's.
         author: Streams of the author's forward.
         dtype: The model's dtype.
     """
     floor = 2 * (_TAKEN_OFF * torch.finfo(dtype).eps) ** 2
-    numbers, places, added = [], [], []
-    for stage in range(1, len(author)):
-        sums = []
-        for stream in range(len(author[0])):
-            four = (fast[stage - 1], fast[stage], author[stage - 1], author[stage])
-            off, adds, size = _by_rows(*[one[stream] for one in four])
-            left = (off - floor * size).clamp_min(0)
-            typical = adds.median(-1).values
-            numbers.append(_ratio(left.sum(-1), adds.sum(-1)))
-            numbers.append(_worst_rows(left, adds, typical) / ROW_ROOM)
-            last = min(_LAST_ROWS, max(1, off.shape[1] // 16))
-            least = torch.maximum(adds[:, -last:].sum(-1), typical * last)
-            numbers.append(_ratio(left[:, -last:].sum(-1), least) / LAST_ROOM)
-            branch = f"branch {stage}" + (f", stream {stream + 1}" if len(author[0]) > 1 else "")
-            places += [branch, f"{branch}, its worst rows", f"{branch}, its last rows"]
-            sums.append(adds.sum())
-        added.append(torch.stack(sums).sum())
-    ends = [_by_rows(x, x, y, y, whole=True) for x, y in zip(fast[-1], author[-1], strict=True)]
-    off, _, size = (
-        torch.stack([part.sum() for part in parts]).sum() for parts in zip(*ends, strict=True)
-    )
-    table = torch.nan_to_num(torch.stack(numbers), nan=inf)
-    shares = torch.nan_to_num(torch.stack([off, *added]) / size, nan=inf)
+    streams = zip(zip(*fast, strict=True), zip(*author, strict=True), strict=True)
+    errors, sums = zip(*[_compare(xs, ys, floor) for xs, ys in streams], strict=True)
+    table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]
+    total = torch.stack(sums).sum(0)
+    shares = torch.nan_to_num(total / total[-1], nan=inf)
     # The only wait for the device.
-    values = torch.cat([table.double().flatten(), shares.double()]).tolist()
-    errors, (apart, *added_shares) = values[: table.numel()], values[table.numel() :]
-    worst = max(range(len(errors)), key=errors.__getitem__)
-    samples = table.shape[1]
-    where = places[worst // samples] + (f", sample {worst % samples}" if samples > 1 else "")
-    return Measure(errors[worst], where, tuple(added_shares), apart)
+    values = torch.cat([table.flatten(), shares]).tolist()
+    found, (apart, *others) = values[: table.numel()], values[table.numel() :]
+    worst = max(range(len(found)), key=found.__getitem__)
+    place, sample = divmod(worst, table.shape[3])
+    stage, stream, kind = place // (3 * len(sums)), place // 3 % len(sums), place % 3
+    where = f"branch {stage + 1}" + (f", stream {stream + 1}" if len(sums) > 1 else "")
+    where += ("", ", its worst rows", ", its last rows")[kind]
+    where += f", sample {sample}" if table.shape[3] > 1 else ""
+    return Measure(found[worst], where, tuple(others[1::3]), apart)
 
 
-def _by_rows(
-    x0: Tensor, x1: Tensor, y0: Tensor, y1: Tensor, *, whole: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the squares of each row of (x1 - x0) - (y1 - y0), y1 - y0 and y1: three [B, N] fp64.
+def _compare(fast: _Stream, author: _Stream, floor: float) -> tuple[Tensor, Tensor]:
+    """Compare one stream.
 
-    With `whole`, of x1 - y1, y1 and y1 instead.
+    Args:
+        fast: The fast path's, [B, N, C] before the first branch and after each branch.
+        author: The author's.
+        floor: Square of the rounding of the author's stream, as a share of the stream's square.
+
+    Returns:
+        The errors of all rows, of the worst rows and of the last rows, [branches, 3, B], and what
+        `_squares` returns, summed over rows and samples.
     """
-    parts = []
-    step = max(1, _CHUNK // max(1, y1.shape[0] * y1.shape[2]))
-    for start in range(0, y1.shape[1], step):
-        rows = slice(start, start + step)
-        end = y1[:, rows].float()
-        adds = end if whole else end - y0[:, rows].float()
-        other = x1[:, rows].float()
-        off = other - end if whole else other - x0[:, rows].float() - adds
-        parts.append(torch.stack([part.square().sum(-1) for part in (off, adds, end)]))
-    off, adds, size = torch.cat(parts, -1).double()
-    return off, adds, size
+    batch, length, width = author[0].shape
+    every, last = _EVERY if length > _WHOLE else 1, min(_LAST_ROWS, max(1, length // 16))
+    step = every * max(1, _CHUNK // (batch * width))
+    chunks = [slice(start, start + step, every) for start in range(0, length, step)]
+    if every > 1:
+        chunks.append(slice(length - last, length))
+    found = torch.cat([_squares(fast, author, rows) for rows in chunks], -1)
+    off, adds, size = found[1:].view(-1, 3, *found.shape[1:]).unbind(1)
+    left = (off - floor * size).clamp_min(0)
+    last_left, last_adds = left[..., -last:], adds[..., -last:]
+    if every > 1:
+        found, left, adds = found[..., :-last], left[..., :-last], adds[..., :-last]
+    typical = adds.median(-1).values
+    # The error of the worst hundredth is relative to what these rows add or to the typical row,
+    # whichever is larger.
+    worst, where = torch.nan_to_num(left, nan=inf).topk(max(1, left.shape[-1] // 100), dim=-1)
+    own = torch.maximum(typical, adds.gather(-1, where).mean(-1))
+    least = torch.maximum(typical * last, last_adds.sum(-1))
+    offs = torch.stack([left.sum(-1), worst.mean(-1), last_left.sum(-1)], 1)
+    sizes = torch.stack([adds.sum(-1), ROW_ROOM**2 * own, LAST_ROOM**2 * least], 1)
+    errors = torch.where(offs == 0, offs, offs / sizes).sqrt()
+    # The caller adds streams of different lengths, so the compared rows stand for all rows.
+    return errors, found.sum((-2, -1)) * (length / left.shape[-1])
 
 
-def _worst_rows(off: Tensor, adds: Tensor, typical: Tensor) -> Tensor:
-    """Return the error of the worst hundredth of the rows, [B].
+def _squares(fast: _Stream, author: _Stream, rows: slice) -> Tensor:
+    """Sum squares over the channels of some rows.
 
-    It is relative to what these rows add or to the typical row, whichever is larger.
+    Returns:
+        fp32 [1 + 3 * branches, B, n]. The first is the square of the distance of the two outputs.
+        Three of each branch follow: the squares of the distance of the two terms that it adds, of
+        the author's term, and of the author's stream after it.
     """
-    off = torch.nan_to_num(off, nan=inf)
-    worst, where = off.topk(max(1, off.shape[1] // 100), dim=-1)
-    own = adds.gather(-1, where).mean(-1)
-    return _ratio(worst.mean(-1), torch.maximum(typical, own))
-
-
-def _ratio(off: Tensor, size: Tensor) -> Tensor:
-    return torch.where(off == 0, off, off / size).sqrt()
+    norms: list[Tensor] = []
+    before, apart = author[0][:, rows], None
+    for x, y in zip(fast[1:], author[1:], strict=True):
+        after = y[:, rows].float()
+        # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0). The difference of two close
+        # numbers is exact, and the first x0 - y0 is 0.
+        now = x[:, rows] - after
+        off = now if apart is None else now - apart
+        norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
+        before, apart = y[:, rows], now
+    return torch.stack([vector_norm(now, dim=-1), *norms]).square()
 
 
 # --- errors to fp32 ------------------------------------------------------------------------------
@@ -206,27 +223,52 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
     eps = norms.eps
     wide_q = norm_rope(
         q[:, ::step], heads, weight=norms.q, bias=norms.q_bias, cos=rows_cos, sin=rows_sin, eps=eps
-    ).float()
-    got = split_heads(out[:, ::step], heads).float()
-    each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
-    # A separate generator, so that the caller's random numbers do not change.
-    random = torch.Generator(q.device).manual_seed(0)
-
-    def shaken(x: Tensor) -> Tensor:
-        drawn = torch.randn(x.shape, generator=random, device=x.device)
-        return x * drawn.mul_(spread).add_(1)
-
+    )
     wide_k = norm_rope(k, heads, weight=norms.k, bias=norms.k_bias, cos=cos, sin=sin, eps=eps)
-    vh = split_heads(v, heads)
-    sums = torch.zeros(4, dtype=torch.float64, device=q.device)
+    vh, got = split_heads(v, heads), split_heads(out[:, ::step], heads)
+    # A separate generator, so that the caller's random numbers do not change. All heads share the
+    # same draws: the mean of the squares does not change.
+    random = torch.Generator(q.device).manual_seed(0)
+    shake_q, shake_k = (
+        torch.normal(1.0, spread, x[:, :1].shape, generator=random, device=x.device)
+        for x in (wide_q, wide_k)
+    )
+    each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
+    sums = torch.zeros(4, device=q.device)
     for start in range(0, heads, each):
         some = slice(start, start + each)
-        qh, kh, v_wide = wide_q[:, some], wide_k[:, some].float(), vh[:, some].float()
-        truth = F.scaled_dot_product_attention(qh, kh, v_wide)
+        qh, kh = wide_q[:, some], wide_k[:, some]
+        v_wide = vh[:, some].to(torch.float32, memory_format=torch.contiguous_format)
+        truth, moved = _attend([(qh, kh), (qh * shake_q, kh * shake_k)], v_wide)
         rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh[:, some])
-        moved = F.scaled_dot_product_attention(shaken(qh), shaken(kh), v_wide)
-        off = (truth, got[:, some] - truth, rounded.float() - truth, moved - truth)
-        sums += torch.stack([x.double().square().sum() for x in off])
+        off = torch.stack([torch.zeros_like(truth), got[:, some], rounded, moved]) - truth
+        sums += vector_norm(off.flatten(1), dim=-1).square()
     size, of_fast, of_author, of_operands = sums.tolist()
     size = max(size, 1e-30)
     return (of_fast + of_operands) / size, (of_author + of_operands) / size
+
+
+def _attend(pairs: list[tuple[Tensor, Tensor]], v: Tensor) -> tuple[Tensor, ...]:
+    """Compute attentions with the same values in fp32, for few rows.
+
+    If the user has allowed TF32, its roundings, an eighth of bf16's, add up to 6 % to the author's
+    share of a bf16 model (simulated). They can double that of an fp16 model, where the error of
+    int8 is hundreds of times larger.
+
+    Args:
+        pairs: For each attention q [B, H, R, D] and k [B, H, N, D].
+        v: [B, H, N, D], dense.
+
+    Returns:
+        [B, H, R, D] for each.
+    """
+    batch, heads, rows, dim = pairs[0][0].shape
+    keys = v.shape[2]
+    parts = next(n for n in range(_PARTS, 0, -1) if keys % n == 0)
+    weights = []
+    for q, k in pairs:
+        logits = torch.bmm((q * dim**-0.5).flatten(0, 1), k.flatten(0, 1).mT)
+        weights.append(logits.softmax(-1).view(-1, rows, parts, keys // parts).transpose(1, 2))
+    by_part = torch.cat(weights, 2).flatten(0, 1)  # [B * H * parts, pairs * R, N / parts]
+    out = torch.bmm(by_part, v.reshape(-1, keys // parts, dim))
+    return out.view(batch, heads, parts, -1, rows, dim).sum(2).unbind(2)
