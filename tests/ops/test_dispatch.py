@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from turbo_rcm_patch.errors import DeviceError, Fp8UnsupportedError
+from turbo_rcm_patch.errors import DeviceError, Fp8UnsupportedError, MissingPackageError
 from turbo_rcm_patch.ops import (
     FP8_MIN_KEYS,
     AttentionSpec,
@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops import (
     resolve_pv,
     resolved,
 )
+from turbo_rcm_patch.ops.dispatch import load_kernels
 
 #: A GPU of a number that no machine has: decisions are kept by device.
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 99)
@@ -113,3 +114,13 @@ def test_a_gpu_that_nobody_sees_has_no_automatic_pv(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="Name pv explicitly"):
         resolve_pv("auto", CUDA)
+
+
+def test_a_triton_that_cannot_be_imported_is_said_before_a_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "turbo_rcm_patch.kernels.gluon", None)
+    with pytest.raises(MissingPackageError, match='Triton.*impl="reference"'):
+        load_kernels("auto", torch.device("cuda"))
+    load_kernels("auto", torch.device("cpu"))
+    load_kernels("reference", torch.device("cuda"))

@@ -8,8 +8,11 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+import torch
 import triton
 from triton.errors import TritonError
+
+from turbo_rcm_patch.kernels.launch import target_of
 
 #: The first release of Triton whose Gluon has all functions that these kernels use.
 _SINCE = (3, 6)
@@ -37,6 +40,17 @@ def hopper_module(name: str, what: str) -> ModuleType | None:
             stacklevel=2,
         )
         return None
+
+
+def load_kernels(device: torch.device) -> None:
+    """Import what the first forward on a GPU imports, and let Triton hash its own files."""
+    for name in ("attention", "norm", "skip", "skip_norm"):
+        import_module(f"turbo_rcm_patch.kernels.portable.{name}")
+    if target_of(device) == ("cuda", 90):
+        hopper_module("attention", "attention")
+    hashes = getattr(triton.runtime.cache, "triton_key", None)  # 0.4 s, once a process
+    if hashes is not None:
+        hashes()
 
 
 #: (module, operation) of kernels that did not compile.

@@ -621,10 +621,7 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
         return False
     key += kinds, found.plain(values)
     tensors += found.tensors(values)
-    for inner in found.tuples(values):
-        if not _add_to_key(inner, key, tensors):
-            return False
-    return True
+    return all([_add_to_key(inner, key, tensors) for inner in found.tuples(values)])
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 
 from turbo_rcm_patch.config import Attention, Impl, PVDType
-from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    DeviceError,
+    Fp8UnsupportedError,
+    MissingPackageError,
+)
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 
 if TYPE_CHECKING:
@@ -63,6 +68,26 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
     if impl not in get_args(Impl):
         raise ConfigError("impl", expected=f"one of {get_args(Impl)}", got=repr(impl))
     return "triton" if impl == "triton" else "reference"
+
+
+def load_kernels(impl: str, device: torch.device) -> None:
+    """Import the kernels that run on a GPU, so that no forward waits for them.
+
+    Raises:
+        MissingPackageError: Triton is installed and cannot be imported.
+    """
+    if device.type != "cuda" or resolve_impl(impl, device) != "triton":
+        return
+    try:
+        from turbo_rcm_patch.kernels.gluon import load_kernels as load
+    except ImportError as error:
+        raise MissingPackageError(
+            'impl="triton"',
+            expected="a Triton that can be imported",
+            got=f"{type(error).__name__}: {error}",
+            remedy='Install the Triton that your torch asks for, or use impl="reference"',
+        ) from error
+    load(device)
 
 
 def resolve_pv(

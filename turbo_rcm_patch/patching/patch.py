@@ -25,6 +25,7 @@ from turbo_rcm_patch.errors import (
     NothingToPatchError,
     NotPatchedError,
 )
+from turbo_rcm_patch.ops.dispatch import load_kernels
 from turbo_rcm_patch.ops.sage import refuse_broken_sage
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
@@ -355,6 +356,7 @@ def _check_device(config: PatchConfig, device: Any) -> None:
         )
     if config.attention == "sage":
         refuse_broken_sage()
+    load_kernels(config.impl, device)
 
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
