@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, Final, Unpack
 
 import torch
@@ -18,14 +17,12 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig, PatchOptions, chosen_config
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
-    ConfigError,
     DeviceError,
     FamilyError,
-    MissingPackageError,
     NothingToPatchError,
     NotPatchedError,
 )
-from turbo_rcm_patch.ops.sage import refuse_broken_sage
+from turbo_rcm_patch.ops.sage import refuse_unusable_sage
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     Target,
@@ -93,7 +90,8 @@ def patch_model(
             for record in records:
                 record.install()
         except BaseException:
-            _undo_all([record for record in records if record_of(record.model) is record])
+            for record in records:
+                record.undo()
             raise
         return _report(model, records)
 
@@ -109,8 +107,7 @@ def unpatch_model(model: object) -> None:
         WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
-        records = _records(model, "unpatch_model")
-        _undo_all(records)
+        _undo_all(_records(model, "unpatch_model"))
 
 
 @contextmanager
@@ -201,10 +198,7 @@ def find_pairs(model: object) -> PairTable:
     pairs: list[SkipPair] = []
     for target in find_targets(model):
         record = record_of(target.module)
-        if record is None:
-            note_classes(target.module)
-            record = _record(model, target, PatchConfig(guard=False), GuardLog())
-        pairs += record.pairs()
+        pairs += (record or _record(model, target, PatchConfig(guard=False), GuardLog())).pairs()
     return PairTable(pairs)
 
 
@@ -214,8 +208,6 @@ def find_pairs(model: object) -> PairTable:
 def _records_for(model: object, targets: list[Target], config: PatchConfig) -> list[PatchRecord]:
     """Return a record for each target, ready to be installed; the model does not change yet."""
     log = GuardLog()
-    for target in targets:
-        note_classes(target.module)
     records = [_record(model, target, config, log) for target in targets]
     pairs = [pair for record in records for pair in record.pairs()]
     if not any(pair.fused for pair in pairs):
@@ -231,8 +223,9 @@ def _records_for(model: object, targets: list[Target], config: PatchConfig) -> l
 
 def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
     """Return the record of one target, ready to be installed."""
-    module, family = target.module, target.family
-    found = family.blocks_of(module, target.path, config)
+    module = target.module
+    note_classes(module)
+    found = target.family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
     others += _boundary(model, target)
@@ -308,16 +301,13 @@ def _refuse_patched(target: Target, caller: str) -> None:
 
 def _refuse_shared(records: list[PatchRecord]) -> None:
     """Refuse networks that share a block, because a block can hold one replacement only."""
-    owners: dict[int, PatchRecord] = {}
-    for record in records:
-        for entry in record.entries:
-            if owners.setdefault(id(entry.module), record) is not record:
-                raise FamilyError(
-                    f"{record.path}: {type(entry.module).__name__}",
-                    expected="networks that share no block",
-                    got=f"one that {owners[id(entry.module)].path} holds too",
-                    remedy="Patch one of the networks by itself, or give the other a copy",
-                )
+    places = [(id(entry.module), entry.name) for record in records for entry in record.entries]
+    if len(set(places)) < len(places):
+        raise FamilyError(
+            " and ".join(record.path for record in records),
+            expected="networks that share no block",
+            remedy="Patch one of the networks by itself, or give the other a copy",
+        )
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:
@@ -332,29 +322,8 @@ def _check_device(config: PatchConfig, device: Any) -> None:
         )
     if ops.quantises(config.attention):
         ops.resolve_pv(config.pv, device)
-    elif config.form == "one-launch":
-        raise ConfigError(
-            'PatchConfig.form="one-launch"',
-            expected='attention="int8" or "int4", whose kernel can finish the projection',
-            got=f"attention={config.attention!r}",
-            remedy='Use form="auto"',
-        )
-    if config.attention == "sage" and find_spec("sageattention") is None:
-        raise MissingPackageError(
-            'PatchConfig.attention="sage"',
-            expected="the sageattention package",
-            got="none installed",
-            remedy="pip install 'turbo_rcm_patch[sage]', or use attention='int8'",
-        )
-    if config.attention == "sage" and not gpu:
-        raise DeviceError(
-            'PatchConfig.attention="sage"',
-            expected="a CUDA device",
-            got=f"a model on {device} and no GPU",
-            remedy="Use attention='int8'",
-        )
     if config.attention == "sage":
-        refuse_broken_sage()
+        refuse_unusable_sage(torch.device("cuda") if gpu else device)
 
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
@@ -410,34 +379,29 @@ def _undo_all(records: list[PatchRecord]) -> None:
 
 
 def _report(model: object, records: list[PatchRecord]) -> PatchReport:
-    config = records[0].config
+    config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
-    held = [weakref.ref(record.model) for record in records]
-    kept = [record.pairs() for record in records]
-    log = records[0].guard.log if records[0].guard is not None else GuardLog()
+    held = [(weakref.ref(record.model), record.pairs()) for record in records]
 
     def live() -> Live:
         pairs: list[SkipPair] = []
-        ran: dict[str, str] = {}
-        notes: list[str] = []
+        blocks: list[PatchedBlock] = []
         device = None
-        for reference, before in zip(held, kept, strict=True):
+        for reference, before in held:
             module = reference()
-            record = record_of(module) if module is not None else None
+            record = None if module is None else record_of(module)
             pairs += before if record is None else record.pairs()
+            blocks += [] if record is None else record.blocks
             if module is not None and device is None:
                 device = execution_device(module)
-            for block in () if record is None else record.blocks:
-                words = block.words()
-                if words:
-                    ran[block.path] = words
-                notes += [note for note in block.notes() if note not in notes]
+        ran = {block.path: block.words() for block in blocks if block.last is not None}
+        notes = list(dict.fromkeys(note for block in blocks for note in block.notes()))
         if device is None:
             return Live(pairs, ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         return Live(pairs, ran, str(device), ops.resolve_impl(config.impl, device), pv, notes)
 
-    return PatchReport(type(model).__name__, config, log, live)
+    return PatchReport(type(model).__name__, config, guard.log if guard else GuardLog(), live)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from types import MethodType
 from typing import Any, Final
 
@@ -27,15 +26,6 @@ from turbo_rcm_patch.skip import SkipPair
 ATTRIBUTE: Final = "_turbo_rcm_patch"
 
 
-class _Before(Enum):
-    """Markers for the former content of a slot. They survive deepcopy and pickle as themselves."""
-
-    ABSENT = 0
-    #: The class's own bound method. Pickle would store it as "the `forward` of that module", which
-    #: is the replacement.
-    OWN = 1
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """A place that holds a function.
@@ -49,15 +39,8 @@ class Slot:
     name: str
 
     def get(self) -> Any:
-        """Return the content, or `ABSENT`. Class attributes do not count."""
-        return vars(self.holder).get(self.name, _Before.ABSENT)
-
-    def put(self, value: Any) -> None:
-        """Set the content, or delete it if the value is `ABSENT`."""
-        if value is not _Before.ABSENT:
-            setattr(self.holder, self.name, value)
-        elif self.get() is not _Before.ABSENT:
-            delattr(self.holder, self.name)
+        """Return the content, or None. Class attributes do not count."""
+        return vars(self.holder).get(self.name)
 
 
 def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
@@ -72,10 +55,6 @@ def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
         yield Slot(reference, "forward")
 
 
-def _own(module: nn.Module, name: str) -> MethodType:
-    return MethodType(getattr(type(module), name), module)
-
-
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     """Return the place of the author's own function, under any hooks.
 
@@ -86,7 +65,7 @@ def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     if not own_function(type(module), name):
         return None
     places = list(_slots(module, name))
-    if places[0].get() is _Before.ABSENT:
+    if places[0].get() is None:
         return places[0]
     return next((slot for slot in places if is_own(module, name, slot.get())), None)
 
@@ -99,28 +78,23 @@ class Entry:
         module: The module to which the function belongs.
         name: The attribute through which the module runs it.
         function: The replacement.
-        slot: The place of the replacement when it was installed.
-        before: The former content of that place, or a marker for it.
+        slot: The place of the replacement when it was installed, from `innermost`.
+        absent: True if nothing was there; else it was the class's own bound method, which is not
+            kept, because pickle would store it as "the `forward` of that module": the replacement.
     """
 
     module: nn.Module
     name: str
     function: Any
     slot: Slot
-    before: Any = None
+    absent: bool = False
 
     def __post_init__(self) -> None:
-        self.before = self.slot.get()
-        if is_own(self.module, self.name, self.before):
-            self.before = _Before.OWN
+        self.absent = self.slot.get() is None
 
     def install(self) -> None:
         """Put the replacement in place."""
-        self.slot.put(self.function)
-
-    def restore(self, slot: Slot) -> None:
-        """Restore the former content of a slot."""
-        slot.put(_own(self.module, self.name) if self.before is _Before.OWN else self.before)
+        setattr(self.slot.holder, self.slot.name, self.function)
 
     def located(self) -> list[Slot]:
         """Return all places that hold the replacement now."""
@@ -129,8 +103,7 @@ class Entry:
     def check(self, path: str) -> None:
         """Raise WrappedError if other code replaced our function after patching."""
         outside = Slot(self.module, self.name).get()
-        bare = outside is _Before.ABSENT or is_own(self.module, self.name, outside)
-        if bare or self.located():
+        if outside is None or is_own(self.module, self.name, outside) or self.located():
             return
         raise WrappedError(
             f"{path}.{self.name} was replaced after patching",
@@ -142,12 +115,11 @@ class Entry:
     def undo(self) -> None:
         """Remove the replacement from every place that holds it."""
         for slot in self.located():
-            # A later hook saved the replacement where it would have saved the author's function.
-            captured = slot.holder is not self.module or slot.name != self.name
-            if captured and self.before is _Before.ABSENT:
-                slot.put(_own(self.module, self.name))
-            else:
-                self.restore(slot)
+            if self.absent and slot.holder is self.module and slot.name == self.name:
+                delattr(slot.holder, slot.name)
+            else:  # A later hook may have saved the replacement in the author's place.
+                own = MethodType(getattr(type(self.module), self.name), self.module)
+                setattr(slot.holder, slot.name, own)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,18 +154,10 @@ class PatchRecord:
         return [pair for block in self.blocks for pair in block.pairs()] + self.others
 
     def install(self) -> None:
-        """Install all entries, or none: after an exception the model is as before."""
-        done: list[Entry] = []
-        try:
-            for entry in self.entries:
-                done.append(entry)
-                entry.install()
-            setattr(self.model, ATTRIBUTE, self)
-        except BaseException:
-            for entry in reversed(done):
-                entry.restore(entry.slot)
-            self._forget()
-            raise
+        """Install all entries. After an exception, `undo` removes those that were installed."""
+        for entry in self.entries:
+            entry.install()
+        setattr(self.model, ATTRIBUTE, self)
 
     def check(self) -> None:
         """Raise WrappedError if undoing is not safe; change nothing."""
@@ -202,14 +166,10 @@ class PatchRecord:
             entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
 
     def undo(self) -> None:
-        """Undo all entries. Call `check` first."""
+        """Undo the entries that are installed. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
-        self._forget()
-
-    def _forget(self) -> None:
-        if ATTRIBUTE in self.model.__dict__:
-            delattr(self.model, ATTRIBUTE)
+        vars(self.model).pop(ATTRIBUTE, None)
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:
