@@ -17,7 +17,7 @@ from tests.measures import relative_l2
 from tests.patching.models import named, run
 from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
-from turbo_rcm_patch.patching.int8_module import Int8Linear
+from turbo_rcm_patch.patching.int8_only import Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attach_int8
 
 BF16 = torch.bfloat16

@@ -31,7 +31,7 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
     f"{_TRANSFORMERS}transformer_anyflow.AnyFlowTransformer3DModel": "wan_anyflow",
-    f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow_far",
+    f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",

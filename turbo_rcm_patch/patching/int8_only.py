@@ -1,23 +1,32 @@
-"""Drop the original weights of the Linears that run in int8, Linear by Linear."""
+"""Linears that have their weights only in int8, and how a model's original weights are dropped.
+
+An `Int8Linear` replaces an `nn.Linear` whose original weight is dropped (`linear="int8-only"`), or
+whose checkpoint never had one. A call multiplies with int8 times scale, rounded once to its dtype.
+That product is its weight: the author's code, the guard and any reader of `weight` see it. A
+patched model reads the integers instead.
+
+The int8 weight and its scales are parameters, so they move and are offloaded as a weight is. They
+have other names than `weight`, so that loading code does not mistake them for one. Scales are kept
+as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
+"""
 
 from __future__ import annotations
 
 import gc
-import logging
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import OffloadedError
-from turbo_rcm_patch.patching.int8_module import HOOK_LEFTOVERS, Int8Linear, RefusesGradients
+from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
+from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
-
-_log = logging.getLogger(__name__)
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses an unknown quantisation. Without this entry it would run such a folder without weights.
@@ -25,6 +34,149 @@ INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
 
 #: Rows of a weight that are quantised at once; a CPU holds them in fp32 meanwhile.
 _ROWS: Final = 1024
+#: Names of the parameters.
+WEIGHT: Final = "weight_int8"
+SCALE: Final = "weight_scale_bits"
+#: Attributes that hooks of diffusers and accelerate leave on a Linear; they refer to the Linear.
+_HOOK_LEFTOVERS: Final = ("forward", "_diffusers_hook")
+#: Attributes of every Linear; the user put any others on an instance.
+_STOCK: Final = frozenset({*vars(nn.Linear(1, 1)), *_HOOK_LEFTOVERS})
+#: Names of functions that write into a tensor, beside those that end in "_".
+_WRITES: Final = {
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    *("__imatmul__", "__setitem__", "__set__"),
+}
+#: Functions whose result has the same values as their argument.
+_VIEWS: Final = frozenset({"__get__", "__getitem__", "detach", "view", "t", "transpose"})
+
+
+class _ReadOnly(Tensor):
+    """A weight that was computed for one reader. It refuses writes, which would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        named = kwargs or {}
+        written = [*args[:1], *named.values()] if writes else [named.get("out")]
+        if any(isinstance(one, cls) for one in written) and name != "requires_grad_":
+            raise DroppedWeightError(
+                f"{name} of the weight of an Int8Linear",
+                expected="a Linear with a weight to write into",
+                got="one with int8 alone",
+                remedy="Fuse adapters before the weights are dropped, or keep the adapter beside "
+                "the Linear, which is called with it",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **named)
+        if name in _VIEWS and isinstance(made, Tensor) and not isinstance(made, cls):
+            return made.as_subclass(cls)
+        return made
+
+
+class Int8Linear(nn.Linear):
+    """x @ (int8 * scale)^T + bias.
+
+    Args:
+        int8: int8 [Cout, K].
+        scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
+        bias: [Cout] or None.
+        dtype: dtype of weight, input and output.
+
+    Attributes:
+        dtype: dtype of weight, input and output; `.to` changes it.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(
+        self, int8: Tensor, scale: Tensor, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = int8.shape
+        self.dtype = dtype
+        bits = scale.detach().float().contiguous().view(torch.int32)
+        self.register_parameter(WEIGHT, nn.Parameter(int8.detach(), requires_grad=False))
+        self.register_parameter(SCALE, nn.Parameter(bits, requires_grad=False))
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def in_place_of(cls, linear: nn.Linear, int8: Tensor, scale: Tensor) -> Int8Linear:
+        """Make one with a Linear's bias, dtype and mode, and the attributes its user added."""
+        bias: Any = linear._parameters.get("bias")
+        made = cls(int8, scale, bias, linear.weight.dtype)
+        made.training = linear.training
+        own = {name: value for name, value in vars(linear).items() if name not in _STOCK}
+        made.__dict__.update(own)
+        return made
+
+    @property
+    def int8(self) -> tuple[Tensor, Tensor]:
+        """Return int8 [Cout, K] and its scales, as `ops.int8_linear` takes them."""
+        held = self._parameters
+        weight, bits = held[WEIGHT], held[SCALE]
+        assert weight is not None and bits is not None
+        return weight, bits.view(torch.float32)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """int8 times scale [Cout, K], computed on each read, and read-only."""
+        return dequantized(*self.int8, self.dtype).as_subclass(_ReadOnly)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that callers know
+        """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
+        return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
+        """Refuse gradients of int8 weights; False is what they have."""
+        RefusesGradients(self)(requires_grad)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.int8[0].device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
+        return self
+
+
+class RefusesGradients:
+    """The `requires_grad_` of a module with int8 weights alone.
+
+    It holds the module weakly, so that the module goes with its last reference.
+
+    Args:
+        module: The module.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[RefusesGradients], tuple[nn.Module | None]]:
+        return RefusesGradients, (self._module(),)  # A copied module gets its own.
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        """Switch gradients off.
+
+        Raises:
+            DroppedWeightError: They are to be switched on. Nothing has changed.
+        """
+        module = self._module()
+        assert module is not None
+        if requires_grad:
+            raise DroppedWeightError(
+                f"requires_grad_(True) on a {type(module).__qualname__}",
+                expected="weights in a float dtype",
+                got="Linears with int8 weights alone, which take no gradient",
+                remedy="Train an adapter beside them (model.add_adapter), or load the model with "
+                "its weights",
+            )
+        return nn.Module.requires_grad_(module, False)
+
+
+# --- dropping originals --------------------------------------------------------------------------
 
 
 def mark_int8_only(model: nn.Module) -> None:
@@ -34,11 +186,6 @@ def mark_int8_only(model: nn.Module) -> None:
     if register is not None:
         register(quantization_config=dict(INT8_MARK))
     vars(model)["requires_grad_"] = RefusesGradients(model)
-
-
-def is_marked(config: Mapping[str, object]) -> bool:
-    """Return True if a configuration carries the entry of `mark_int8_only`."""
-    return config.get("quantization_config") == INT8_MARK
 
 
 def refuse_offloaded(models: list[nn.Module]) -> None:
@@ -95,21 +242,17 @@ def drop_originals(
     """
     count = len(linears)
     places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
-    wanted = {id(linear) for linear in linears}
-    # A module may be in several models.
-    held = {id(module): module._modules for model in models for module in model.modules()}
-    for children in held.values():
-        for name, child_id in [(name, id(child)) for name, child in children.items()]:
-            if child_id in wanted:
-                places[child_id].append((children, name))
+    for children in [module._modules for model in models for module in model.modules()]:
+        for name in children:
+            places[id(children[name])].append((children, name))
     linears.reverse()
     try:
         while linears:
-            linear = linears[-1]
+            linear = linears.pop()
             made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
-            for children, name in places[id(linears.pop())]:
+            for children, name in places[id(linear)]:
                 children[name] = made
-            for name in HOOK_LEFTOVERS:  # A cycle would keep the weight until it is collected.
+            for name in _HOOK_LEFTOVERS:  # A cycle would keep the weight until it is collected.
                 vars(linear).pop(name, None)
             del linear
         gc.collect()  # Removed hooks form cycles with the functions that they wrapped.
@@ -117,14 +260,6 @@ def drop_originals(
         for model in models:
             if any(type(module) is Int8Linear for module in model.modules()):
                 mark_int8_only(model)
-        if 0 < len(linears) < count:  # Freed originals cannot be restored.
-            _log.warning(
-                "Stopped half way: %d of %d Linears have int8 weights alone, the others have "
-                'their own. The model runs. Patch it with linear="int8-only" again to go on, or '
-                "load it again",
-                count - len(linears),
-                count,
-            )
     return count
 
 

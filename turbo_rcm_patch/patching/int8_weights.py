@@ -62,8 +62,7 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return the attached int8 weight and its scales, or None.
 
     The result is None if there are none, or if the version of the weight shows a change. Writes
-    through `.data` do not change the version; `stands_for` finds them. The result is None inside a
-    compiled graph too, which could not notice a later change of the weight, such as a fused LoRA.
+    through `.data` do not change the version; `stands_for` finds them.
 
     Returns:
         int8 [Cout, K] and fp32 [ceil(Cout / 128), ceil(K / 128)].
@@ -71,8 +70,6 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     buffers = linear._buffers
     int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
     if int8 is None or bits is None:
-        return None
-    if torch.compiler.is_compiling():
         return None
     weight = linear._parameters.get("weight")
     if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
