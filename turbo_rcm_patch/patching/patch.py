@@ -228,7 +228,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     found = target.family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += _boundary(model, target)
+    others += _boundary(model, target.path)
     record = PatchRecord(module, target.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
@@ -275,14 +275,14 @@ def _int8_entries(
     return entries
 
 
-def _boundary(model: object, target: Target) -> list[SkipPair]:
+def _boundary(model: object, path: str) -> list[SkipPair]:
     """Return the pair that a pipeline with an rCM scheduler closes around its whole network."""
     scheduler = getattr(model, "scheduler", None)
-    if not target.component or type(scheduler).__name__ != "RCMScheduler":
+    if isinstance(model, nn.Module) or type(scheduler).__name__ != "RCMScheduler":
         return []
     return [
         SkipPair(
-            path=target.component, kind="boundary", heads=0, head_dim=0,
+            path=path.partition(".")[0], kind="boundary", heads=0, head_dim=0,
             streams=(Stream("latents", "1", "-t", "[B]"),), cast="fp32", projection=False,
             runs="as-written", reason="the scheduler's step closes the network's skip in fp64",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -26,7 +25,7 @@ def branch_pair(
 
     Args:
         block: The patched block.
-        name: Name of the branch in the block.
+        name: Name of the branch in the block, "" for the block itself.
         kind: Kind of the branch.
         why: Why the author's forward runs, or "".
         *streams: Residual streams of the branch; one without a gate by default.
@@ -34,16 +33,14 @@ def branch_pair(
         heads: True if the branch is an attention.
     """
     attend = block.attend
-    reasons = [why or LEVEL_WORDS.get(block.level, "")]
-    if block.level and block.reason:
-        reasons.append(block.reason)
+    reasons = [why or LEVEL_WORDS.get(block.level, ""), block.reason]
     runs: Residual = "two-launch"
     if why or block.level == Level.AUTHOR:
         runs = "as-written"
     elif block.config.form == "one-launch" and kind == "self" and not block.level:
         runs = "one-launch"
     return SkipPair(
-        path=f"{block.path}.{name}",
+        path=f"{block.path}.{name}".strip(".") or type(block.block).__name__,
         kind=kind,
         heads=attend.heads if heads else 0,
         head_dim=attend.head_dim if heads else 0,
@@ -74,14 +71,10 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
 
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
     """Return the names of a branch's Linears that run in int8."""
-    return tuple(
-        path.removeprefix(f"{name}.")
-        for path, linear in block.linears().items()
-        if path.startswith(f"{name}.") and isinstance(linear, nn.Module) and _runs_int8(linear)
-    )
-
-
-def _runs_int8(linear: Any) -> bool:
-    """Return True if the Linear, or the one inside an adapter, has an int8 forward."""
-    base = getattr(linear, "base_layer", linear)
-    return int8_forward(base) is not None
+    found = []
+    for path, linear in block.linears().items():
+        base = getattr(linear, "base_layer", linear)  # inside an adapter
+        inside = not name or path.startswith(f"{name}.")
+        if inside and isinstance(base, nn.Module) and int8_forward(base) is not None:
+            found.append(path.removeprefix(f"{name}."))
+    return tuple(found)

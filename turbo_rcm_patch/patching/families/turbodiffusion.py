@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.reference import norm_rope
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
@@ -39,24 +40,19 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 
 #: Text tokens that follow the image tokens.
 TEXT_TOKENS: Final = 512
-_CROSS: Final = ("self", "x", "context", "context_lens")
+_CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention")
+_SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
+_LAYER_NORMS: Final = ("WanLayerNorm", "FastLayerNorm")
+_RMS_NORMS: Final = ("WanRMSNorm", "FastRMSNorm")
 #: Class -> the parameters of its forward that this family was written against.
 _FORWARDS: Final = {
     "WanAttentionBlock": ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
     "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
-    "WanT2VCrossAttention": _CROSS,
-    "WanI2VCrossAttention": _CROSS,
-    "WanCrossAttention": _CROSS,
     "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
-    "SparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
-    "SageSparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
-    "WanRMSNorm": ("self", "x"),
-    "FastRMSNorm": ("self", "x"),
-    "WanLayerNorm": ("self", "x"),
-    "FastLayerNorm": ("self", "x"),
+    **dict.fromkeys(_CROSS_ATTENTIONS, ("self", "x", "context", "context_lens")),
+    **dict.fromkeys(_SPARSE, ("self", "q", "k", "v", "return_sparsity")),
+    **dict.fromkeys((*_LAYER_NORMS, *_RMS_NORMS), ("self", "x")),
 }
-_CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention")
-_SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
 #: Name of the function that the author's file sets to None if flash-attn is missing.
@@ -96,16 +92,8 @@ class TurboBlock(PatchedBlock):
         out: Tensor = self.run(x, e, seq_lens, freqs, context, context_lens)
         return out
 
-    def fast(
-        self,
-        notes: Notes | None,
-        x: Tensor,
-        e: Tensor,
-        seq_lens: Tensor,
-        freqs: Tensor,
-        context: Tensor,
-        context_lens: Tensor | None,
-    ) -> Tensor:
+    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+        x, e, seq_lens, freqs, context, _ = inputs
         block, impl, dtype = self.block, self.config.impl, x.dtype
         attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
         shift1, scale1, gate1, shift2, scale2, gate2 = (block.modulation + e).chunk(6, dim=1)
@@ -166,9 +154,8 @@ class TurboBlock(PatchedBlock):
         This is so if ranks exchange heads in it, or if it is sparse and exact attention was asked
         for.
         """
-        if getattr(attn.attn_op, "pg", None) is not None and attn.attn_op.pg.size() > 1:
-            return True
-        return is_sparse(attn) and not ops.quantises(self.attend.attention)
+        exactly = not ops.quantises(self.attend.attention)
+        return _exchanges(attn.attn_op) or (is_sparse(attn) and exactly)
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -268,6 +255,11 @@ def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
     return ops.Sparsity(topk=topk, block_q=local.BLKQ, block_k=local.BLKK)
 
 
+def _exchanges(op: Any) -> bool:
+    """Return True if an attention operator exchanges heads with other ranks."""
+    return getattr(op, "pg", None) is not None and op.pg.size() > 1
+
+
 def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     """Return why the fast path cannot run an attention, or ""."""
     if author_class(attn).__name__ not in classes:
@@ -279,7 +271,7 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
         local = getattr(op, "local_attn", None)
         if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
             return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
-        if name == "cross_attn" and getattr(op, "pg", None) is not None and op.pg.size() > 1:
+        if name == "cross_attn" and _exchanges(op):
             return "the attn_op of cross_attn exchanges heads with other ranks"
         if type(local).__name__ in _SPARSE:
             why = _why_sparse(local)
@@ -347,16 +339,15 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     check_parameters(found_forwards, "TurboDiffusion")
     # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048). Our
     # kernel computes the norm with which the model was trained.
-    LAYER_NORMS.update(known[n] for n in ("WanLayerNorm", "FastLayerNorm") if n in known)
-    RMS_NORMS.update(known[n] for n in ("WanRMSNorm", "FastRMSNorm") if n in known)
+    LAYER_NORMS.update(known[n] for n in _LAYER_NORMS if n in known)
+    RMS_NORMS.update(known[n] for n in _RMS_NORMS if n in known)
     cls = author_class(_unwrapped(model.blocks[0]))
+    found = find_blocks(model.blocks, f"{path}.blocks", cls, TurboBlock)
+    made = [one.made(_attend(one, config), config) for one in found]
     tables = KeptTables()
-    made = []
-    for one in find_blocks(model.blocks, f"{path}.blocks", cls, TurboBlock):
-        patched = one.made(_attend(one, config), config)
-        if isinstance(patched, TurboBlock):
-            patched.tables = tables
-        made.append(patched)
+    for one in made:
+        if isinstance(one, TurboBlock):
+            one.tables = tables
     return made
 
 
@@ -397,17 +388,13 @@ class RotaryForward:
         Returns:
             [B, N, C].
         """
-        attn, heads = self._attn, self._attn.num_heads
-        q, k, v = attn.norm_q(attn.q(x)), attn.norm_k(attn.k(x)), attn.v(x)
-        q, k, v = (torch.unflatten(part, 2, (heads, -1)) for part in (q, k, v))
-        branch: Tensor = attn.o(attn.attn_op(_turned(q, freqs), _turned(k, freqs), v).flatten(2))
+        attn, heads, (cos, sin) = self._attn, self._attn.num_heads, _tables(freqs)
+
+        def turned(part: Tensor) -> Tensor:
+            wide = norm_rope(part, heads, weight=None, cos=cos, sin=sin, eps=0.0)
+            return wide.transpose(1, 2).to(part.dtype)
+
+        q, k = turned(attn.norm_q(attn.q(x))), turned(attn.norm_k(attn.k(x)))
+        v = torch.unflatten(attn.v(x), 2, (heads, -1))
+        branch: Tensor = attn.o(attn.attn_op(q, k, v).flatten(2))
         return branch
-
-
-def _turned(x: Tensor, freqs: Tensor) -> Tensor:
-    """Turn channels 2i and 2i + 1 of x [B, N, H, D] by an angle, in fp32, rounded once."""
-    angles = freqs.float().reshape(x.shape[1], 1, -1)
-    cos, sin = angles.cos(), angles.sin()
-    even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-    return turned.flatten(-2).to(x.dtype)
