@@ -116,14 +116,12 @@ def patched(
 ) -> Iterator[PatchReport]:
     """Patch a model for the length of a `with` block, and restore it even after an exception."""
     report = patch_model(model, config, **options)
-    modules = [target.module for target in find_targets(model)]
+    records = _records(model, "patched")  # The pipeline may hold other components later.
     try:
         yield report
     finally:
-        # The modules are kept, because the pipeline may hold other components by now.
         with _LOCK:
-            found = [record_of(module) for module in modules]
-            _undo_all([record for record in found if record is not None])
+            _undo_all([record for record in records if record_of(record.model) is record])
 
 
 def refresh(model: object) -> None:
@@ -397,9 +395,10 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         ran = {block.path: block.words() for block in blocks if block.last is not None}
         notes = list(dict.fromkeys(note for block in blocks for note in block.notes()))
         if device is None:
-            return Live(pairs, ran, "gone", "", "", notes)
+            return Live(PairTable(pairs), ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
-        return Live(pairs, ran, str(device), ops.resolve_impl(config.impl, device), pv, notes)
+        impl = ops.resolve_impl(config.impl, device)
+        return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
 
     return PatchReport(type(model).__name__, config, guard.log if guard else GuardLog(), live)
 

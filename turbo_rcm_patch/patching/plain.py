@@ -145,11 +145,6 @@ def drops(module: nn.Module) -> bool:
 compiling = torch.compiler.is_compiling
 
 
-def transformed() -> bool:
-    """Return True if a forward-mode derivative or a transform of torch.func is active."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
 def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
     """Return why the author's forward has to run this call, or "" if it is plain inference.
 
@@ -162,7 +157,7 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
         return f"the input is {x.dtype}"
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if transformed():
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "a transform of torch.func or forward-mode differentiation is active"
     if torch.is_grad_enabled() and any(
         [x.requires_grad for x in (*inputs, *block.parameters()) if isinstance(x, Tensor)]

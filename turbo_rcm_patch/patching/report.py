@@ -214,7 +214,7 @@ class PatchReport:
     @property
     def pairs(self) -> PairTable:
         """Every pair, as it runs now."""
-        return PairTable(self._live().pairs)
+        return self._live().pairs
 
     @property
     def fused(self) -> int:
@@ -245,7 +245,7 @@ class PatchReport:
 
     def __str__(self) -> str:
         live, config = self._live(), self.config
-        pairs = PairTable(live.pairs)
+        pairs = live.pairs
         words: str = config.attention
         if words in ("auto", "int8", "int4"):
             own = "int8 or exact by length" if words == "auto" else words
@@ -264,15 +264,14 @@ class PatchReport:
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON."""
         live = self._live()
-        pairs = PairTable(live.pairs)
         return {
             "model": self.model,
             "device": live.device,
             "impl": live.impl,
             "pv": live.pv,
             "config": asdict(self.config),
-            "fused": pairs.fused,
-            "pairs": pairs.as_dict(),
+            "fused": live.pairs.fused,
+            "pairs": live.pairs.as_dict(),
             "last_forward": self.last_forward,
             "notes": live.notes,
             "prediction": self.guard.prediction,
@@ -296,7 +295,7 @@ class Live:
         notes: Remarks, such as a setting that the patched model ignores.
     """
 
-    pairs: list[SkipPair]
+    pairs: PairTable
     ran: dict[str, str]
     device: str
     impl: str

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import CheckpointError, ShapeError
+from turbo_rcm_patch.errors import CheckpointError
 
 #: Buffers of an attention that hold the bits of SLA's projection: weight [D, D], bias [D], int32.
 PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
@@ -33,19 +33,7 @@ def attach_proj_l(attention: nn.Module, weight: Tensor, bias: Tensor) -> None:
         attention: Self-attention with heads of D channels.
         weight: [D, D], any float dtype.
         bias: [D], any float dtype.
-
-    Raises:
-        ShapeError: The shapes do not fit the heads of this attention.
     """
-    dim = weight.shape[-1]
-    heads, width = getattr(attention, "heads", 0), getattr(attention, "inner_dim", 0)
-    expected = dim if not heads or not width else width // heads
-    if tuple(weight.shape) != (expected,) * 2 or tuple(bias.shape) != (expected,):
-        raise ShapeError(
-            "proj_l",
-            expected=f"a weight [{expected}, {expected}] and a bias [{expected}]",
-            got=f"{list(weight.shape)} and {list(bias.shape)}",
-        )
     detach_proj_l(attention)
     own = next(attention.parameters(), weight)
     device = weight.device if own.is_meta else own.device

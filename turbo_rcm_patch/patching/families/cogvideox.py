@@ -27,8 +27,7 @@ from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
-from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.families.common import branch_pair, check_attention, check_parameters
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (

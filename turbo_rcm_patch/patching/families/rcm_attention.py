@@ -12,8 +12,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families.checks import check_attention
-from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
 from turbo_rcm_patch.patching.pieces import NO_NORMS, Attend, Notes, Operands
 from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream

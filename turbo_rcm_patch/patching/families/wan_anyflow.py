@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.checks import check_parameters
+from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock, attend_of
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import (

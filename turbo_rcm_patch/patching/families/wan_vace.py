@@ -12,7 +12,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import wan
-from turbo_rcm_patch.patching.families.checks import check_parameters
+from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import Notes, Rotary
