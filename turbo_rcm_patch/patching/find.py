@@ -114,8 +114,8 @@ def parts_of(model: object) -> dict[str, nn.Module]:
     """
     if isinstance(model, nn.Module):
         return {"": model}
-    held = {name: getattr(model, name, None) for name in COMPONENTS}
-    parts = {name: part for name, part in held.items() if isinstance(part, nn.Module)}
+    held = ((name, getattr(model, name, None)) for name in COMPONENTS)
+    parts = {name: part for name, part in held if isinstance(part, nn.Module)}
     if not parts:
         raise NotAModelError(
             "model",

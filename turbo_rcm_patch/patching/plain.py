@@ -109,11 +109,8 @@ def hook_names(module: nn.Module) -> str:
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
         names.append(type(module.__dict__["_hf_hook"]).__name__)
-    if class_replaced(module):
-        names.append(f"{type(module).__qualname__}.forward was replaced")
-    if not names and "forward" in module.__dict__:
-        names.append("an instance forward")
-    return ", ".join(names) or "torch hooks"
+    replaced = class_replaced(module) or "forward" in module.__dict__
+    return ", ".join(names) or ("a replaced forward" if replaced else "torch hooks")
 
 
 def plain_linear(module: nn.Module, x: Tensor) -> bool:

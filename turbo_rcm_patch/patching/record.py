@@ -26,33 +26,26 @@ from turbo_rcm_patch.skip import SkipPair
 ATTRIBUTE: Final = "_turbo_rcm_patch"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """A place that holds a function.
+#: A place that holds a function: a module or a reference of diffusers' hook chain, and the name of
+#: its attribute.
+Slot = tuple[Any, str]
 
-    Attributes:
-        holder: A module, or a reference of diffusers' hook chain.
-        name: The attribute that holds the function.
-    """
 
-    holder: Any
-    name: str
-
-    def get(self) -> Any:
-        """Return the content, or None. Class attributes do not count."""
-        return vars(self.holder).get(self.name)
+def _held(slot: Slot) -> Any:
+    """Return the content of a place, or None. Class attributes do not count."""
+    return vars(slot[0]).get(slot[1])
 
 
 def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
     """Yield all places that can hold the function `module.name`, the instance attribute first."""
-    yield Slot(module, name)
+    yield module, name
     if name != "forward":
         return
     if "_old_forward" in module.__dict__:
-        yield Slot(module, "_old_forward")
+        yield module, "_old_forward"
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
-        yield Slot(reference, "original_forward")
-        yield Slot(reference, "forward")
+        yield reference, "original_forward"
+        yield reference, "forward"
 
 
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
@@ -65,9 +58,9 @@ def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     if not own_function(type(module), name):
         return None
     places = list(_slots(module, name))
-    if places[0].get() is None:
+    if _held(places[0]) is None:
         return places[0]
-    return next((slot for slot in places if is_own(module, name, slot.get())), None)
+    return next((slot for slot in places if is_own(module, name, _held(slot))), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,19 +83,19 @@ class Entry:
     absent: bool = False
 
     def __post_init__(self) -> None:
-        self.absent = self.slot.get() is None
+        self.absent = _held(self.slot) is None
 
     def install(self) -> None:
         """Put the replacement in place."""
-        setattr(self.slot.holder, self.slot.name, self.function)
+        setattr(*self.slot, self.function)
 
     def located(self) -> list[Slot]:
         """Return all places that hold the replacement now."""
-        return [slot for slot in _slots(self.module, self.name) if slot.get() is self.function]
+        return [slot for slot in _slots(self.module, self.name) if _held(slot) is self.function]
 
     def check(self, path: str) -> None:
         """Raise WrappedError if other code replaced our function after patching."""
-        outside = Slot(self.module, self.name).get()
+        outside = _held((self.module, self.name))
         if outside is None or is_own(self.module, self.name, outside) or self.located():
             return
         raise WrappedError(
@@ -115,11 +108,11 @@ class Entry:
     def undo(self) -> None:
         """Remove the replacement from every place that holds it."""
         for slot in self.located():
-            if self.absent and slot.holder is self.module and slot.name == self.name:
-                delattr(slot.holder, slot.name)
+            if self.absent and slot == (self.module, self.name):
+                delattr(*slot)
             else:  # A later hook may have saved the replacement in the author's place.
                 own = MethodType(getattr(type(self.module), self.name), self.module)
-                setattr(slot.holder, slot.name, own)
+                setattr(*slot, own)
 
 
 @dataclass(slots=True, eq=False)

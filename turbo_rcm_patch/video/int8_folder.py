@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.patching.int8_only import (
+from turbo_rcm_patch.patching.int8_weights import (
     INT8_MARK,
     SCALE,
     WEIGHT,

@@ -210,8 +210,8 @@ class TurboBlock(PatchedBlock):
         found: dict[str, Any] = {}
         for name in ("self_attn", "cross_attn"):
             attn = getattr(block, name)
-            names = [*"qkvo", *(("k_img", "v_img") if has_image(attn) else ())]
-            found |= {f"{name}.{one}": getattr(attn, one) for one in names if hasattr(attn, one)}
+            names = [one for one in (*"qkvo", "k_img", "v_img") if hasattr(attn, one)]
+            found |= {f"{name}.{one}": getattr(attn, one) for one in names}
         if type(block.ffn) is nn.Sequential:
             found |= {f"ffn.{index}": block.ffn[index] for index in (0, 2)}
         return found
