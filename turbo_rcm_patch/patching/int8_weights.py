@@ -336,7 +336,6 @@ def drop_originals(
     for children in [module._modules for model in models for module in model.modules()]:
         for name in children:
             places[id(children[name])].append((children, name))
-    linears.reverse()
     try:
         while linears:
             linear = linears.pop()

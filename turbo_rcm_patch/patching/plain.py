@@ -41,9 +41,8 @@ def note_classes(model: nn.Module) -> None:
     for module in model.modules():
         _known.setdefault((type(module), "forward"), type(module).forward)
         processor = module.__dict__.get("processor")
-        call = getattr(type(processor), "__call__", None)  # noqa: B004  the function is wanted
-        if processor is not None and call is not None:
-            _known.setdefault((type(processor), "__call__"), call)
+        if processor is not None:
+            _known.setdefault((type(processor), "__call__"), type(processor).__call__)
 
 
 def class_replaced(one: object, name: str = "forward") -> bool:

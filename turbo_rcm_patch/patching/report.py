@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from math import isfinite
+from math import isfinite, isnan
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from turbo_rcm_patch.config import PatchConfig
@@ -57,20 +57,15 @@ class GuardLog(list[GuardRecord]):
 
     def __init__(self) -> None:
         self._guards: list[Guard] = []
-        self._count = 0
-        self._largest = 0.0
 
     def __repr__(self) -> str:
-        return f"GuardLog({self._count} comparisons)"
+        return f"GuardLog({len(self)} comparisons)"
 
     def add(self, record: GuardRecord) -> None:
-        """Append one comparison."""
+        """Append one comparison, and drop the oldest within the budget if there are too many."""
         self.append(record)
-        self._count += 1
-        if record.verdict == "kept":
-            self._largest = max(self._largest, record.error)
-            if len(self) - len(self.decisions) > _MOST_KEPT:
-                del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
+        if len(self) - len(self.decisions) > _MOST_KEPT:
+            del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
 
     def attach(self, guard: Guard) -> None:
         """Connect `check_next` and `prediction` to a guard."""
@@ -96,14 +91,17 @@ class GuardLog(list[GuardRecord]):
         return max((one for one in found if one is not None), default=None)
 
     def __str__(self) -> str:
-        if not self._count:
+        if not self:
             return "guard: no block has been compared yet"
         decisions, prediction = self.decisions, self.prediction
-        text = f"guard: {self._count} comparisons, largest error kept {self._largest:.3g}"
+        largest = max((one.error for one in self if one.verdict == "kept"), default=0.0)
+        text = f"guard: {len(self)} comparisons, largest error kept {largest:.3g}"
         text += f", {len(decisions)} decisions" if decisions else ", all kept"
         if prediction is not None:
             text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
-        alike = _groups(decisions, lambda one: (one.verdict, one.where * (one.error != one.error)))
+        alike = _groups(
+            decisions, lambda one: (one.verdict, one.where if isnan(one.error) else "")
+        )
         for records in alike:
             paths = _groups([one.path for one in records], _shape)
             text += f"\n  {records[0].verdict}: {', '.join(map(_range, paths))}"

@@ -92,11 +92,10 @@ class SLAForward:
     It holds the attention, so that a deep copy of a patched model holds the copied one.
     """
 
-    __slots__ = ("_attn", "_class", "_spec", "_topk")
+    __slots__ = ("_attn", "_topk")
 
     def __init__(self, attn: Any, topk: float) -> None:
-        self._attn, self._topk, self._class = attn, topk, type(attn)
-        self._spec = ops.AttentionSpec(heads=attn.heads, attention="exact")
+        self._attn, self._topk = attn, topk
 
     def __call__(
         self,
@@ -122,7 +121,7 @@ class SLAForward:
         """
         attn, held = self._attn, attached_proj_l(self._attn)
         if held is None or encoder_hidden_states is not None or attention_mask is not None:
-            forward: Any = self._class.forward
+            forward: Any = type(attn).forward
             written: Tensor = forward(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
@@ -134,9 +133,10 @@ class SLAForward:
         q, k = attn.norm_q(q).to(v.dtype), attn.norm_k(k).to(v.dtype)
         weight, bias = (x.to(q.device) for x in held)
         sparsity = ops.Sparsity.sage(self._topk, q.device)
+        spec = ops.AttentionSpec(heads=attn.heads, attention="exact")
         with torch.autocast(q.device.type, enabled=False):
             out = ops.sparse_linear_attention(
-                q, k, v, weight, bias, self._spec, sparsity, rotary=rotary_emb
+                q, k, v, weight, bias, spec, sparsity, rotary=rotary_emb
             )
         branch: Tensor = attn.to_out[1](attn.to_out[0](out))
         return branch

@@ -23,13 +23,17 @@ from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.common import branch_pair, check_attention, check_parameters
+from turbo_rcm_patch.patching.families.common import (
+    branch_pair,
+    check_attention,
+    check_parameters,
+    share,
+)
 from turbo_rcm_patch.patching.find import Found, find_blocks
-from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
     NO_NORMS,
     WIDE,
@@ -156,9 +160,7 @@ class CogVideoXBlockForward(PatchedBlock):
         """Run the attention over both streams and its output projection: [B, T + N, C]."""
         attend = self.attend
         linears = _qkv(attn)
-        x: Any = h
-        if len(linears) > 1 and takes_rows(linears):  # quantised once for all three
-            x = Rows(*unchecked.quantize_rows(h, self.config.impl))
+        x = shared_rows(linears, h)
         made = [linear(x) for linear in linears]
         q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
         q, k, norms = _norms_of_heads(attn, q, k)
@@ -186,8 +188,6 @@ class CogVideoXBlockForward(PatchedBlock):
         for norm in (block.norm1, block.norm2):
             if type(norm) is not CogVideoXLayerNormZero:
                 return f"a norm is a {type(norm).__qualname__}"
-        if getattr(block.attn1, "is_cross_attention", False):
-            return "attn1 is a cross-attention"
         return parts.why_attention("attn1", block.attn1) or parts.why_feed_forward("ff", block.ff)
 
     def why_inputs(
@@ -315,11 +315,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     where = f"{path}.transformer_blocks"
     found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
     made = [one.made(_attend(one, config), config) for one in found]
-    tables = KeptTables()
-    for one in made:
-        if isinstance(one, CogVideoXBlockForward):
-            one.tables = tables
-    return made + [
+    return share(made, tables=KeptTables()) + [
         SkipPair(
             path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
             heads=attn.heads, head_dim=attn.dim_head,

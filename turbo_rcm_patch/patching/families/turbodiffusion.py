@@ -22,6 +22,7 @@ from turbo_rcm_patch.patching.families.common import (
     check_attention,
     check_parameters,
     inner_pair,
+    share,
 )
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
@@ -46,11 +47,12 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 TEXT_TOKENS: Final = 512
 _CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention")
 _SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
+_BLOCK: Final = "WanAttentionBlock"
 _LAYER_NORMS: Final = ("WanLayerNorm", "FastLayerNorm")
 _RMS_NORMS: Final = ("WanRMSNorm", "FastRMSNorm")
 #: Class -> the parameters of its forward that this family was written against.
 _FORWARDS: Final = {
-    "WanAttentionBlock": ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
+    _BLOCK: ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
     "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
     "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
     **dict.fromkeys(_CROSS_ATTENTIONS, ("self", "x", "context", "context_lens")),
@@ -102,7 +104,9 @@ class TurboBlock(PatchedBlock):
         attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
         shift1, scale1, gate1, shift2, scale2, gate2 = (block.modulation + e).chunk(6, dim=1)
 
-        called = self.calls_attention(attn)
+        # Ranks exchange heads in the author's code, which also computes SLA without quantising.
+        exact_sla = is_sparse(attn) and not ops.quantises(self.attend.attention)
+        called = _exchanges(attn.attn_op) or exact_sla
         rows = not called and takes_rows((attn.q, attn.k, attn.v))
         h = norm(block.norm1, x, scale1, shift1, dtype, impl, rows=rows)
         y = attn(h, seq_lens, freqs) if called else self.self_attention(notes, attn, h, freqs)
@@ -151,15 +155,6 @@ class TurboBlock(PatchedBlock):
             out = attend(q, k, v, norms, residual=out)
         made: Tensor = attn.o(out)
         return made
-
-    def calls_attention(self, attn: Any) -> bool:
-        """Return True if self-attention has to be called as a module.
-
-        This is so if ranks exchange heads in it, or if it is sparse and exact attention was asked
-        for.
-        """
-        exactly = not ops.quantises(self.attend.attention)
-        return _exchanges(attn.attn_op) or (is_sparse(attn) and exactly)
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -287,10 +282,9 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
 
 
 def _why_sparse(local: Any) -> str:
-    maps = {getattr(local, f"feature_map_{of}", None) for of in "qk"}
-    names = {getattr(one, "__name__", type(one).__qualname__) for one in maps}
-    if names != {"softmax_feature_map"}:
-        return f"its feature map is {', '.join(sorted(names))}"
+    maps = {getattr(getattr(local, f"feature_map_{of}", None), "__name__", "") for of in "qk"}
+    if maps != {"softmax_feature_map"}:
+        return "its feature map is not the softmax"
     if not bare(local) or type(local.proj_l) is not nn.Linear or not bare(local.proj_l):
         return "its sparse attention or proj_l is called as a module"
     blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
@@ -313,22 +307,15 @@ def _why_feed_forward(ffn: Any) -> str:
 
 def recognises(model: nn.Module) -> bool:
     """Return True if a WanModel has TurboDiffusion's layout; other projects use the same name."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+    blocks: Any = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
         return False
-    block: Any = _unwrapped(blocks[0])
-    parts = (
-        (block, _LAYOUT),
-        *((getattr(block, name, None), _ATTENTION_LAYOUT) for name in ("self_attn", "cross_attn")),
-    )
-    named = author_class(block).__name__ == "WanAttentionBlock"
-    return named and all(hasattr(part, name) for part, names in parts for name in names)
-
-
-def _unwrapped(block: Any) -> Any:
-    while author_class(block).__name__ == "CheckpointWrapper":
-        block = block._checkpoint_wrapped_module
-    return block
+    found = (one for one in blocks.modules() if author_class(one).__name__ == _BLOCK)
+    block: Any = next(found, None)
+    if not all(hasattr(block, name) for name in _LAYOUT):
+        return False
+    attentions = (block.self_attn, block.cross_attn)
+    return all(hasattr(attn, name) for attn in attentions for name in _ATTENTION_LAYOUT)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
@@ -345,14 +332,9 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     # kernel computes the norm with which the model was trained.
     LAYER_NORMS.update(known[n] for n in _LAYER_NORMS if n in known)
     RMS_NORMS.update(known[n] for n in _RMS_NORMS if n in known)
-    cls = author_class(_unwrapped(model.blocks[0]))
-    found = find_blocks(model.blocks, f"{path}.blocks", cls, TurboBlock)
+    found = find_blocks(model.blocks, f"{path}.blocks", known[_BLOCK], TurboBlock)
     made = [one.made(_attend(one, config), config) for one in found]
-    tables = KeptTables()
-    for one in made:
-        if isinstance(one, TurboBlock):
-            one.tables = tables
-    return made
+    return share(made, tables=KeptTables())
 
 
 def _attend(found: Found, config: PatchConfig) -> Attend:

@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.common import check_parameters
+from turbo_rcm_patch.patching.families.common import check_parameters, share
 from turbo_rcm_patch.patching.families.wan import WanBlock, attend_of
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import (
@@ -224,8 +224,4 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     make = AnyFlowFARBlock if causal else AnyFlowBlock
     found = find_blocks(model.blocks, f"{path}.blocks", block, make)
     made = [one.made(attend_of(one, config), config) for one in found]
-    kept = {"query": KeptTables(), "key": KeptTables()}
-    for one in made:
-        if isinstance(one, AnyFlowBlock):
-            one.kept = kept
-    return made
+    return share(made, kept={"query": KeptTables(), "key": KeptTables()})
