@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -73,9 +73,6 @@ class _Origin:
     def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
         return _Origin, ()  # A copy of the Linear has another weight, so it gets no origin.
 
-    def is_of(self, weight: Tensor) -> bool:
-        return self.weight is weight and self.version == weight._version
-
 
 def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
     """Attach the int8 weight with which a Linear runs under `linear="int8"`.
@@ -109,8 +106,8 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
     if int8 is None or bits is None:
         return None
-    weight = linear._parameters.get("weight")
-    if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
+    weight, origin = linear._parameters.get("weight"), getattr(linear, _ORIGIN)
+    if weight is None or weight is not origin.weight or weight._version != origin.version:
         return None
     return int8, bits.view(torch.float32)
 
@@ -279,7 +276,7 @@ def mark_int8_only(model: nn.Module) -> None:
     vars(model)["requires_grad_"] = RefusesGradients(model)
 
 
-def refuse_offloaded(models: list[nn.Module]) -> None:
+def _refuse_offloaded(models: list[nn.Module]) -> None:
     """Raise an `OffloadedError` if hooks move the weights in and out for each call.
 
     Such hooks keep the originals, and would not find their replacements. After the originals are
@@ -290,25 +287,20 @@ def refuse_offloaded(models: list[nn.Module]) -> None:
         if any(type(module) is Int8Linear for module in modules.values()):
             continue
         for name, module in modules.items():
-            kind = next(_offloading(module), "")
-            if kind:
+            hook: Any = vars(module).get("_hf_hook")
+            each = (hook, *getattr(hook, "hooks", ()))
+            kinds = [type(one).__name__ for one in each if getattr(one, "offload", False)]
+            registry: Any = vars(module).get("_diffusers_hook")
+            kinds += [kind for kind in getattr(registry, "hooks", {}) if "offload" in kind]
+            if kinds:
                 raise OffloadedError(
-                    f"{name or type(model).__name__}: {kind}",
+                    f"{name or type(model).__name__}: {kinds[0]}",
                     expected="a model whose weights no hook has taken over",
                     got="one that is offloaded in parts",
                     remedy='Drop the originals first (patch_model with linear="int8-only", '
                     'keep_int8_only, or load_pipeline with int8="only"), and then enable '
                     "offloading. Offloading by whole models may come first",
                 )
-
-
-def _offloading(module: nn.Module) -> Iterator[str]:
-    hook: Any = module.__dict__.get("_hf_hook")
-    for one in (hook, *getattr(hook, "hooks", ())):
-        if getattr(one, "offload", False):
-            yield type(one).__name__
-    registry: Any = module.__dict__.get("_diffusers_hook")
-    yield from (name for name in getattr(registry, "hooks", {}) if "offload" in name)
 
 
 def drop_originals(
@@ -330,7 +322,11 @@ def drop_originals(
 
     Returns:
         The number of Linears that were replaced.
+
+    Raises:
+        OffloadedError: A hook offloads a model in parts. Nothing has changed.
     """
+    _refuse_offloaded(models)
     count = len(linears)
     places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     for children in [module._modules for model in models for module in model.modules()]:

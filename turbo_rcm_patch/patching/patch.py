@@ -32,7 +32,7 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
-from turbo_rcm_patch.patching.int8_weights import drop_originals, refuse_offloaded
+from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import note_classes
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
@@ -326,8 +326,6 @@ def _check_device(config: PatchConfig, device: Any) -> None:
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
     """Replace the Linears that run in int8 by Linears without originals, and count them."""
-    models = [record.model for record in records]
-    refuse_offloaded(models)
     blocks = [block for record in records for block in record.blocks]
     found = {id(forward.linear): forward.linear for block in blocks for forward in block.int8}
     linears = [linear for linear in found.values() if type(linear) is nn.Linear]
@@ -336,6 +334,7 @@ def _drop_originals(records: list[PatchRecord], device: torch.device | str | Non
     for block in blocks:
         block.int8.clear()
     found.clear()
+    models = [record.model for record in records]
     return drop_originals(models, linears, records[0].config.impl, device)
 
 

@@ -99,10 +99,9 @@ class GuardLog(list[GuardRecord]):
         text += f", {len(decisions)} decisions" if decisions else ", all kept"
         if prediction is not None:
             text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
-        alike = _groups(
-            decisions, lambda one: (one.verdict, one.where if isnan(one.error) else "")
-        )
-        for records in alike:
+        for records in _groups(
+            decisions, lambda one: (one.verdict, isnan(one.error) and one.where)
+        ):
             paths = _groups([one.path for one in records], _shape)
             text += f"\n  {records[0].verdict}: {', '.join(map(_range, paths))}"
             text += f" ({records[0].where})"
