@@ -34,7 +34,7 @@ from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
 from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import note_classes
-from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
+from turbo_rcm_patch.patching.record import PatchRecord, record_of
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import agree_on_largest, check_parallel
@@ -232,45 +232,31 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, agree_on_largest)
     forwards: dict[int, Int8Forward] = {}
-    placed: set[int] = set()
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
-        slot = innermost(block.block)
-        block.left = "" if slot is not None else "the block's forward was replaced by other code"
-        if slot is None:
+        if not record.replace(block.block, "forward", block):
+            block.left = "the block's forward was replaced by other code"
             continue
-        record.entries.append(Entry(block.block, "forward", block, slot))
         for part, forward in block.beside():
-            inner = innermost(part)
-            if inner is not None and id(part) not in placed:
-                placed.add(id(part))
-                record.entries.append(Entry(part, "forward", forward, inner))
+            record.replace(part, "forward", forward)
         if config.linear != "as-is":
-            record.entries += _int8_entries(block, config, forwards)
+            _add_int8(record, block, forwards)
     for name in WRITERS if forwards else ():
-        slot = innermost(module, name) if hasattr(type(module), name) else None
-        if slot is not None:
-            drops = DropsCopies(module, name, list(forwards.values()))
-            record.entries.append(Entry(module, name, drops, slot))
+        if hasattr(type(module), name):
+            record.replace(module, name, DropsCopies(module, name, list(forwards.values())))
     return record
 
 
-def _int8_entries(
-    block: PatchedBlock, config: PatchConfig, forwards: dict[int, Int8Forward]
-) -> list[Entry]:
-    """Return entries for the int8 forwards of a block's Linears, each made once for a model."""
-    entries = []
+def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8Forward]) -> None:
+    """Give a block the int8 forwards of its Linears, each made once for a model."""
     for linear in block.linears().values():
         base = getattr(linear, "base_layer", linear)  # inside a LoRA
-        slot = None if why_not_int8(base) else innermost(base)
-        if slot is None:
-            continue
-        forward = forwards.get(id(base))
-        if forward is None:
-            forward = forwards[id(base)] = Int8Forward(base, config.impl)
-            entries.append(Entry(base, "forward", forward.run, slot))
-        block.int8.append(forward)
-    return entries
+        if id(base) not in forwards:
+            forward = Int8Forward(base, record.config.impl)
+            if why_not_int8(base) or not record.replace(base, "forward", forward.run):
+                continue
+            forwards[id(base)] = forward
+        block.int8.append(forwards[id(base)])
 
 
 def _boundary(model: object, path: str) -> list[SkipPair]:
@@ -298,12 +284,12 @@ def _refuse_patched(target: Target, caller: str) -> None:
 
 
 def _refuse_shared(records: list[PatchRecord]) -> None:
-    """Refuse networks that share a block, because a block can hold one replacement only."""
+    """Refuse networks that share a module, because a module can hold one replacement only."""
     places = [(id(entry.module), entry.name) for record in records for entry in record.entries]
     if len(set(places)) < len(places):
         raise FamilyError(
             " and ".join(record.path for record in records),
-            expected="networks that share no block",
+            expected="networks and blocks that share no patched module",
             remedy="Patch one of the networks by itself, or give the other a copy",
         )
 

@@ -48,7 +48,7 @@ def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
         yield reference, "forward"
 
 
-def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
+def innermost(module: nn.Module, name: str) -> Slot | None:
     """Return the place of the author's own function, under any hooks.
 
     Return None if the function was replaced on the instance or on its class. The place is the
@@ -145,6 +145,14 @@ class PatchRecord:
     def pairs(self) -> list[SkipPair]:
         """Return every pair as it would run now."""
         return [pair for block in self.blocks for pair in block.pairs()] + self.others
+
+    def replace(self, module: nn.Module, name: str, function: Any) -> bool:
+        """Add an entry, to be installed later, and return True; do nothing if the present function
+        is not the author's own."""
+        slot = innermost(module, name)
+        if slot is not None:
+            self.entries.append(Entry(module, name, function, slot))
+        return slot is not None
 
     def install(self) -> None:
         """Install all entries. After an exception, `undo` removes those that were installed."""
