@@ -38,8 +38,8 @@ from benchmarks.runner import (
     time_forwards,
 )
 from turbo_rcm_patch import PatchConfig, patched, register_backend
+from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching.backend import BACKEND
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from turbo_rcm_patch.lazy import loading_names
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.config import PatchConfig
+    from turbo_rcm_patch.diffusers_backend import register_backend, unregister_backend
     from turbo_rcm_patch.ops.sageattn import sageattn
-    from turbo_rcm_patch.patching.backend import register_backend, unregister_backend
     from turbo_rcm_patch.patching.patch import (
         find_pairs,
         is_patched,
@@ -62,7 +62,7 @@ _find = loading_names(
         "turbodiffusion.extra": "load_extra unload_extra",
         "config": "PatchConfig",
         "ops.sageattn": "sageattn",
-        "patching.backend": "register_backend unregister_backend",
+        "diffusers_backend": "register_backend unregister_backend",
         "patching.patch": "find_pairs is_patched keep_int8_only patch_model patched refresh "
         "report_of unpatch_model",
         "patching.report": "PairTable PatchReport",

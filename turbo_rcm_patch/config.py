@@ -142,6 +142,13 @@ class PatchConfig:
                 expected="a positive number, in units of the unpatched network's error, or None",
                 got=repr(target),
             )
+        if self.form == "one-launch" and self.attention in ("exact", "sage"):
+            raise ConfigError(
+                'PatchConfig.form="one-launch"',
+                expected='attention="int8" or "int4", whose kernel can finish the projection',
+                got=f"attention={self.attention!r}",
+                remedy='Use form="auto"',
+            )
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",

@@ -27,8 +27,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from tests.measures import relative_l2
 from tests.patching.models import named, run
 from tests.ranks import on_ranks
+from turbo_rcm_patch import diffusers_backend as ours
 from turbo_rcm_patch import errors, patch_model, register_backend, unregister_backend
-from turbo_rcm_patch.patching import backend as ours
 
 NAME = "turbo_rcm_int8"
 

@@ -17,8 +17,7 @@ from tests.measures import relative_l2
 from tests.patching.models import named, run
 from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
-from turbo_rcm_patch.patching.int8_module import Int8Linear
-from turbo_rcm_patch.patching.int8_weights import attach_int8
+from turbo_rcm_patch.patching.int8_weights import Int8Linear, attach_int8
 
 BF16 = torch.bfloat16
 WAN = named("t2v")
@@ -216,6 +215,18 @@ def test_a_model_with_int8_alone_goes_with_its_last_reference() -> None:
     gc.disable()
     del model
     gc.enable()
+    assert gone() is None
+
+
+def test_weights_that_a_checkpoint_brought_are_kept_alone() -> None:
+    model = WAN.model()
+    linear, int8 = model.blocks[0].attn1.to_q, torch.randint(-127, 128, (128, 128)).to(torch.int8)
+    linear.weight.data = int8.float() * 0.002
+    attach_int8(linear, int8, torch.full((1, 1), 0.002))
+    gone = weakref.ref(linear.weight)
+    del linear
+    keep_int8_only(model)
+    assert torch.equal(model.blocks[0].attn1.to_q.int8[0], int8)
     assert gone() is None
 
 

@@ -16,8 +16,7 @@ from tests.turbodiffusion.wan_model import Options, save
 from tests.video import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.patching.int8_module import Int8Linear
-from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE
 from turbo_rcm_patch.video import generation, load, load_pipeline

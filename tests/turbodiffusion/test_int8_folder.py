@@ -16,7 +16,7 @@ from tests.turbodiffusion.test_extra import QUANT, SLA, run
 from tests.turbodiffusion.wan_model import OPTIONS, Options, save
 from turbo_rcm_patch import load_extra, patch_model, patched
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
-from turbo_rcm_patch.patching.int8_module import Int8Linear
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.turbodiffusion import (
     EXTRA_FILE,

@@ -48,12 +48,32 @@ def broken_sage() -> str:
     )
 
 
-def refuse_broken_sage() -> None:
-    """Refuse an installed sageattention that gives wrong results on a GPU here.
+def refuse_unusable_sage(device: torch.device) -> None:
+    """Refuse attention="sage" where it cannot run or gives wrong results.
+
+    Args:
+        device: The device of the attention.
 
     Raises:
-        DeviceError: With the remedy.
+        DeviceError: There is no CUDA device, or the release is broken on it.
+        MissingPackageError: sageattention is not installed.
     """
+    if device.type != "cuda":
+        raise DeviceError(
+            'attention="sage"',
+            expected="a CUDA device",
+            got=str(device),
+            remedy='Use attention="int8"',
+        )
+    try:
+        import_module("sageattention")
+    except ImportError as error:
+        raise MissingPackageError(
+            'attention="sage"',
+            expected="the sageattention package",
+            got=f"{type(error).__name__}: {error}",
+            remedy="pip install 'turbo_rcm_patch[sage]', or use attention=\"int8\"",
+        ) from error
     why = broken_sage()
     if why:
         raise DeviceError(
@@ -97,23 +117,9 @@ def sage_attention(
         ShapeError: head_dim is not 64, 96 or 128.
         MaskError: Release 1.x would let too many padded keys into the softmax.
     """
-    if q.device.type != "cuda":
-        raise DeviceError(
-            'attention="sage"',
-            expected="CUDA tensors",
-            got=str(q.device),
-            remedy='Use attention="int8"',
-        )
-    try:
-        from sageattention import sageattn
-    except ImportError as error:
-        raise MissingPackageError(
-            'attention="sage"',
-            expected="the sageattention package",
-            got=f"{type(error).__name__}: {error}",
-            remedy='pip install sageattention, or use attention="int8"',
-        ) from error
-    refuse_broken_sage()
+    refuse_unusable_sage(q.device)
+    from sageattention import sageattn
+
     if q.shape[-1] not in _HEAD_DIMS:
         raise ShapeError(
             'head_dim with attention="sage"', expected=f"one of {_HEAD_DIMS}", got=str(q.shape[-1])

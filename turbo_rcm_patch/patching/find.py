@@ -31,7 +31,7 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
     f"{_TRANSFORMERS}transformer_anyflow.AnyFlowTransformer3DModel": "wan_anyflow",
-    f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow_far",
+    f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
@@ -76,14 +76,12 @@ class Target:
     Attributes:
         module: The module.
         family: Its family.
-        path: Its name in what the user passed.
-        component: The name of the pipeline's network that holds it, "" outside a pipeline.
+        path: Its name in what the user passed; in a pipeline it begins with the network's name.
     """
 
     module: nn.Module
     family: Family
     path: str
-    component: str = ""
 
 
 def qualified_name(cls: type) -> str:
@@ -98,17 +96,14 @@ def family_of(model: nn.Module) -> Family | None:
         MissingPackageError: The class is of a release of diffusers that is too old.
     """
     cls = author_class(model)
-    name = FAMILIES.get(qualified_name(cls))
+    name = FAMILIES.get(qualified_name(cls)) or STRUCTURES.get(cls.__qualname__)
     if name is None:
-        name = STRUCTURES.get(cls.__qualname__)
-        if name is None:
-            return None
-        structured: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
-        return cast("Family", structured) if structured.recognises(model) else None
+        return None
     if cls.__module__.startswith(_TRANSFORMERS):
         check_diffusers(f"patching a {cls.__qualname__}")
-    family: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
-    return family
+    family: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
+    known = name not in STRUCTURES.values() or family.recognises(model)
+    return cast("Family", family) if known else None
 
 
 def parts_of(model: object) -> dict[str, nn.Module]:
@@ -119,8 +114,8 @@ def parts_of(model: object) -> dict[str, nn.Module]:
     """
     if isinstance(model, nn.Module):
         return {"": model}
-    held = {name: getattr(model, name, None) for name in COMPONENTS}
-    parts = {name: part for name, part in held.items() if isinstance(part, nn.Module)}
+    held = ((name, getattr(model, name, None)) for name in COMPONENTS)
+    parts = {name: part for name, part in held if isinstance(part, nn.Module)}
     if not parts:
         raise NotAModelError(
             "model",
@@ -162,17 +157,16 @@ def find_targets(model: object) -> list[Target]:
     return list({id(target.module): target for target in reversed(every)}.values())[::-1]
 
 
-def _walk(module: nn.Module, path: str, component: str | None = None) -> Iterator[Target]:
+def _walk(module: nn.Module, path: str) -> Iterator[Target]:
     """Yield the known modules from here down, without looking inside a known module."""
-    component = path if component is None else component
     family = family_of(module)
     if family is not None:
-        yield Target(module, family, path, component)
+        yield Target(module, family, path)
         return
     for name, child in module.named_children():
         # torch.compile adds a level, which the path leaves out.
         inner = path if name == "_orig_mod" else f"{path}.{name}".strip(".")
-        yield from _walk(child, inner, component)
+        yield from _walk(child, inner)
 
 
 class Found(NamedTuple):

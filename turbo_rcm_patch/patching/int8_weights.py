@@ -1,26 +1,64 @@
-"""int8 weights of a `-quant` checkpoint, attached to the Linears that run with them.
+"""int8 weights of Linears: attached beside their own weights, or alone.
 
+A `-quant` checkpoint attaches the int8 weights with which a Linear runs under `linear="int8"`.
 They are buffers of the Linear, so they move with it. They are not in its state dict, so no other
-code sees them. Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round
-floats. They are used as long as the Linear has the weight to which they were attached, with
-unchanged values. A copy of the model (deepcopy, pickle) ignores them and quantises its own.
+code sees them. They are used as long as the Linear has the weight to which they were attached,
+with unchanged values. A copy of the model (deepcopy, pickle) ignores them and quantises its own.
+
+An `Int8Linear` replaces an `nn.Linear` whose original weight is dropped (`linear="int8-only"`), or
+whose checkpoint never had one. A call multiplies with int8 times scale, rounded once to its dtype.
+That product is its weight: the author's code, the guard and any reader of `weight` see it. A
+patched model reads the integers instead. Its int8 weight and scales are parameters, so they move
+and are offloaded as a weight is. They have other names than `weight`, so that loading code does
+not mistake them for one.
+
+Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops.int8_linear import GROUP
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
+from turbo_rcm_patch.ops.int8_linear import GROUP, dequantized
 
+#: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
+#: refuses an unknown quantisation. Without this entry it would run such a folder without weights.
+INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
+
+#: Rows of a weight that are quantised at once; a CPU holds them in fp32 meanwhile.
+_ROWS: Final = 1024
+#: Names of the parameters.
+WEIGHT: Final = "weight_int8"
+SCALE: Final = "weight_scale_bits"
+#: Names of functions that write into a tensor, beside those that end in "_".
+_WRITES: Final = {
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    *("__imatmul__", "__setitem__", "__set__"),
+}
+#: Functions whose result has the same values as their argument.
+_VIEWS: Final = frozenset({"__get__", "__getitem__", "detach", "view", "t", "transpose"})
+#: Names of the attached buffers and of the attribute beside them.
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"
 #: Largest relative error of one rounding to bf16 (2^-8) and one to fp16 (2^-11), and largest
 #: absolute error where fp16 is subnormal.
 _RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
+
+
+# --- beside a weight -----------------------------------------------------------------------------
 
 
 class _Origin:
@@ -34,9 +72,6 @@ class _Origin:
 
     def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
         return _Origin, ()  # A copy of the Linear has another weight, so it gets no origin.
-
-    def is_of(self, weight: Tensor) -> bool:
-        return self.weight is weight and self.version == weight._version
 
 
 def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
@@ -62,8 +97,7 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return the attached int8 weight and its scales, or None.
 
     The result is None if there are none, or if the version of the weight shows a change. Writes
-    through `.data` do not change the version; `stands_for` finds them. The result is None inside a
-    compiled graph too, which could not notice a later change of the weight, such as a fused LoRA.
+    through `.data` do not change the version; `stands_for` finds them.
 
     Returns:
         int8 [Cout, K] and fp32 [ceil(Cout / 128), ceil(K / 128)].
@@ -72,10 +106,8 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
     if int8 is None or bits is None:
         return None
-    if torch.compiler.is_compiling():
-        return None
-    weight = linear._parameters.get("weight")
-    if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
+    weight, origin = linear._parameters.get("weight"), getattr(linear, _ORIGIN)
+    if weight is None or weight is not origin.weight or weight._version != origin.version:
         return None
     return int8, bits.view(torch.float32)
 
@@ -104,3 +136,234 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
         near = (rows.float() - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE
         fits &= near.all()
     return bool(fits)
+
+
+# --- alone ---------------------------------------------------------------------------------------
+
+
+class _ReadOnly(Tensor):
+    """A weight that was computed for one reader. It refuses writes, which would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        named = kwargs or {}
+        written = [*args[:1], *named.values()] if writes else [named.get("out")]
+        if any(isinstance(one, cls) for one in written) and name != "requires_grad_":
+            raise DroppedWeightError(
+                f"{name} of the weight of an Int8Linear",
+                expected="a Linear with a weight to write into",
+                got="one with int8 alone",
+                remedy="Fuse adapters before the weights are dropped, or keep the adapter beside "
+                "the Linear, which is called with it",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **named)
+        if name in _VIEWS and isinstance(made, Tensor) and not isinstance(made, cls):
+            return made.as_subclass(cls)
+        return made
+
+
+class Int8Linear(nn.Linear):
+    """x @ (int8 * scale)^T + bias.
+
+    Args:
+        int8: int8 [Cout, K].
+        scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
+        bias: [Cout] or None.
+        dtype: dtype of weight, input and output.
+
+    Attributes:
+        dtype: dtype of weight, input and output; `.to` changes it.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(
+        self, int8: Tensor, scale: Tensor, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = int8.shape
+        self.dtype = dtype
+        bits = scale.detach().float().contiguous().view(torch.int32)
+        self.register_parameter(WEIGHT, nn.Parameter(int8.detach(), requires_grad=False))
+        self.register_parameter(SCALE, nn.Parameter(bits, requires_grad=False))
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def in_place_of(cls, linear: nn.Linear, int8: Tensor, scale: Tensor) -> Int8Linear:
+        """Make one with a Linear's bias, dtype and mode."""
+        bias: Any = linear._parameters.get("bias")
+        made = cls(int8, scale, bias, linear.weight.dtype)
+        made.training = linear.training
+        return made
+
+    @property
+    def int8(self) -> tuple[Tensor, Tensor]:
+        """Return int8 [Cout, K] and its scales, as `ops.int8_linear` takes them."""
+        held = self._parameters
+        weight, bits = held[WEIGHT], held[SCALE]
+        assert weight is not None and bits is not None
+        return weight, bits.view(torch.float32)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """int8 times scale [Cout, K], computed on each read, and read-only."""
+        return dequantized(*self.int8, self.dtype).as_subclass(_ReadOnly)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that callers know
+        """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
+        return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
+        """Refuse gradients of int8 weights; False is what they have."""
+        RefusesGradients(self)(requires_grad)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.int8[0].device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
+        return self
+
+
+class RefusesGradients:
+    """The `requires_grad_` of a module with int8 weights alone.
+
+    It holds the module weakly, so that the module goes with its last reference.
+
+    Args:
+        module: The module.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[RefusesGradients], tuple[nn.Module | None]]:
+        return RefusesGradients, (self._module(),)  # A copied module gets its own.
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        """Switch gradients off.
+
+        Raises:
+            DroppedWeightError: They are to be switched on. Nothing has changed.
+        """
+        module = self._module()
+        assert module is not None
+        if requires_grad:
+            raise DroppedWeightError(
+                f"requires_grad_(True) on a {type(module).__qualname__}",
+                expected="weights in a float dtype",
+                got="Linears with int8 weights alone, which take no gradient",
+                remedy="Train an adapter beside them (model.add_adapter), or load the model with "
+                "its weights",
+            )
+        return nn.Module.requires_grad_(module, False)
+
+
+# --- dropping originals --------------------------------------------------------------------------
+
+
+def mark_int8_only(model: nn.Module) -> None:
+    """Record in a diffusers model's configuration that it has int8 weights alone, and let its
+    `requires_grad_(True)` raise a `DroppedWeightError`."""
+    register = getattr(model, "register_to_config", None)
+    if register is not None:
+        register(quantization_config=dict(INT8_MARK))
+    vars(model)["requires_grad_"] = RefusesGradients(model)
+
+
+def _refuse_offloaded(models: list[nn.Module]) -> None:
+    """Raise an `OffloadedError` if hooks move the weights in and out for each call.
+
+    Such hooks keep the originals, and would not find their replacements. After the originals are
+    dropped a model may be offloaded.
+    """
+    for model in models:
+        modules = dict(model.named_modules())
+        if any(type(module) is Int8Linear for module in modules.values()):
+            continue
+        for name, module in modules.items():
+            hook: Any = vars(module).get("_hf_hook")
+            each = (hook, *getattr(hook, "hooks", ()))
+            kinds = [type(one).__name__ for one in each if getattr(one, "offload", False)]
+            registry: Any = vars(module).get("_diffusers_hook")
+            kinds += [kind for kind in getattr(registry, "hooks", {}) if "offload" in kind]
+            if kinds:
+                raise OffloadedError(
+                    f"{name or type(model).__name__}: {kinds[0]}",
+                    expected="a model whose weights no hook has taken over",
+                    got="one that is offloaded in parts",
+                    remedy='Drop the originals first (patch_model with linear="int8-only", '
+                    'keep_int8_only, or load_pipeline with int8="only"), and then enable '
+                    "offloading. Offloading by whole models may come first",
+                )
+
+
+def drop_originals(
+    models: list[nn.Module],
+    linears: list[nn.Linear],
+    impl: Impl,
+    device: torch.device | str | None = None,
+) -> int:
+    """Replace each Linear by an `Int8Linear`.
+
+    If this stops half way (no memory, Ctrl-C), replaced Linears stay replaced, and the model is
+    marked and runs.
+
+    Args:
+        models: The models that hold the Linears.
+        linears: Plain Linears. The list is emptied, so that each original can be freed.
+        impl: "triton", "reference" or "auto".
+        device: As for `keep_int8_only`.
+
+    Returns:
+        The number of Linears that were replaced.
+
+    Raises:
+        OffloadedError: A hook offloads a model in parts. Nothing has changed.
+    """
+    _refuse_offloaded(models)
+    count = len(linears)
+    places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    for children in [module._modules for model in models for module in model.modules()]:
+        for name in children:
+            places[id(children[name])].append((children, name))
+    try:
+        while linears:
+            linear = linears.pop()
+            made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
+            for children, name in places[id(linear)]:
+                children[name] = made
+            for name in ("forward", "_diffusers_hook"):  # Hooks leave cycles that keep the weight.
+                vars(linear).pop(name, None)
+            del linear
+        gc.collect()  # Removed hooks form cycles with the functions that they wrapped.
+    finally:
+        for model in models:
+            if any(type(module) is Int8Linear for module in model.modules()):
+                mark_int8_only(model)
+    return count
+
+
+@torch.no_grad()
+def _quantized(
+    linear: nn.Linear, impl: Impl, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
+    """Return the int8 weight attached to a Linear, or quantise one with a scale per row."""
+    # A tensor made in inference mode could not be used in a later forward outside it.
+    with torch.inference_mode(False):
+        brought = attached_int8(linear)
+        if brought is not None and stands_for(linear.weight, *brought):
+            return brought
+        weight = linear.weight.detach()
+        int8 = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        for start in range(0, weight.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = weight[rows] if device is None else weight[rows].to(device)
+            int8[rows], scale[rows] = ops.quantize_weight(part, impl=impl)
+        return int8, scale

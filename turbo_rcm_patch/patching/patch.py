@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, Final, Unpack
 
 import torch
@@ -18,15 +17,13 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig, PatchOptions, chosen_config
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
-    ConfigError,
     DeviceError,
     FamilyError,
-    MissingPackageError,
     NothingToPatchError,
     NotPatchedError,
 )
 from turbo_rcm_patch.ops.dispatch import load_kernels
-from turbo_rcm_patch.ops.sage import refuse_broken_sage
+from turbo_rcm_patch.ops.sage import refuse_unusable_sage
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     Target,
@@ -36,9 +33,9 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
-from turbo_rcm_patch.patching.int8_only import drop_originals, refuse_offloaded
+from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import note_classes
-from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
+from turbo_rcm_patch.patching.record import PatchRecord, record_of
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import agree_on_largest, check_parallel
@@ -94,7 +91,8 @@ def patch_model(
             for record in records:
                 record.install()
         except BaseException:
-            _undo_all([record for record in records if record_of(record.model) is record])
+            for record in records:
+                record.undo()
             raise
         return _report(model, records)
 
@@ -110,8 +108,7 @@ def unpatch_model(model: object) -> None:
         WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
-        records = _records(model, "unpatch_model")
-        _undo_all(records)
+        _undo_all(_records(model, "unpatch_model"))
 
 
 @contextmanager
@@ -120,14 +117,12 @@ def patched(
 ) -> Iterator[PatchReport]:
     """Patch a model for the length of a `with` block, and restore it even after an exception."""
     report = patch_model(model, config, **options)
-    modules = [target.module for target in find_targets(model)]
+    records = _records(model, "patched")  # The pipeline may hold other components later.
     try:
         yield report
     finally:
-        # The modules are kept, because the pipeline may hold other components by now.
         with _LOCK:
-            found = [record_of(module) for module in modules]
-            _undo_all([record for record in found if record is not None])
+            _undo_all([record for record in records if record_of(record.model) is record])
 
 
 def refresh(model: object) -> None:
@@ -202,10 +197,7 @@ def find_pairs(model: object) -> PairTable:
     pairs: list[SkipPair] = []
     for target in find_targets(model):
         record = record_of(target.module)
-        if record is None:
-            note_classes(target.module)
-            record = _record(model, target, PatchConfig(guard=False), GuardLog())
-        pairs += record.pairs()
+        pairs += (record or _record(model, target, PatchConfig(guard=False), GuardLog())).pairs()
     return PairTable(pairs)
 
 
@@ -215,8 +207,6 @@ def find_pairs(model: object) -> PairTable:
 def _records_for(model: object, targets: list[Target], config: PatchConfig) -> list[PatchRecord]:
     """Return a record for each target, ready to be installed; the model does not change yet."""
     log = GuardLog()
-    for target in targets:
-        note_classes(target.module)
     records = [_record(model, target, config, log) for target in targets]
     pairs = [pair for record in records for pair in record.pairs()]
     if not any(pair.fused for pair in pairs):
@@ -232,65 +222,52 @@ def _records_for(model: object, targets: list[Target], config: PatchConfig) -> l
 
 def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
     """Return the record of one target, ready to be installed."""
-    module, family = target.module, target.family
-    found = family.blocks_of(module, target.path, config)
+    module = target.module
+    note_classes(module)
+    found = target.family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += _boundary(model, target)
+    others += _boundary(model, target.path)
     record = PatchRecord(module, target.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, agree_on_largest)
     forwards: dict[int, Int8Forward] = {}
-    placed: set[int] = set()
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
-        slot = innermost(block.block)
-        block.left = "" if slot is not None else "the block's forward was replaced by other code"
-        if slot is None:
+        if not record.replace(block.block, "forward", block):
+            block.left = "the block's forward was replaced by other code"
             continue
-        record.entries.append(Entry(block.block, "forward", block, slot))
         for part, forward in block.beside():
-            inner = innermost(part)
-            if inner is not None and id(part) not in placed:
-                placed.add(id(part))
-                record.entries.append(Entry(part, "forward", forward, inner))
+            record.replace(part, "forward", forward)
         if config.linear != "as-is":
-            record.entries += _int8_entries(block, config, forwards)
+            _add_int8(record, block, forwards)
     for name in WRITERS if forwards else ():
-        slot = innermost(module, name) if hasattr(type(module), name) else None
-        if slot is not None:
-            drops = DropsCopies(module, name, list(forwards.values()))
-            record.entries.append(Entry(module, name, drops, slot))
+        if hasattr(type(module), name):
+            record.replace(module, name, DropsCopies(module, name, list(forwards.values())))
     return record
 
 
-def _int8_entries(
-    block: PatchedBlock, config: PatchConfig, forwards: dict[int, Int8Forward]
-) -> list[Entry]:
-    """Return entries for the int8 forwards of a block's Linears, each made once for a model."""
-    entries = []
+def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8Forward]) -> None:
+    """Give a block the int8 forwards of its Linears, each made once for a model."""
     for linear in block.linears().values():
         base = getattr(linear, "base_layer", linear)  # inside a LoRA
-        slot = None if why_not_int8(base) else innermost(base)
-        if slot is None:
-            continue
-        forward = forwards.get(id(base))
-        if forward is None:
-            forward = forwards[id(base)] = Int8Forward(base, config.impl)
-            entries.append(Entry(base, "forward", forward.run, slot))
-        block.int8.append(forward)
-    return entries
+        if id(base) not in forwards:
+            forward = Int8Forward(base, record.config.impl)
+            if why_not_int8(base) or not record.replace(base, "forward", forward.run):
+                continue
+            forwards[id(base)] = forward
+        block.int8.append(forwards[id(base)])
 
 
-def _boundary(model: object, target: Target) -> list[SkipPair]:
+def _boundary(model: object, path: str) -> list[SkipPair]:
     """Return the pair that a pipeline with an rCM scheduler closes around its whole network."""
     scheduler = getattr(model, "scheduler", None)
-    if not target.component or type(scheduler).__name__ != "RCMScheduler":
+    if isinstance(model, nn.Module) or type(scheduler).__name__ != "RCMScheduler":
         return []
     return [
         SkipPair(
-            path=target.component, kind="boundary", heads=0, head_dim=0,
+            path=path.partition(".")[0], kind="boundary", heads=0, head_dim=0,
             streams=(Stream("latents", "1", "-t", "[B]"),), cast="fp32", projection=False,
             runs="as-written", reason="the scheduler's step closes the network's skip in fp64",
         )
@@ -308,17 +285,14 @@ def _refuse_patched(target: Target, caller: str) -> None:
 
 
 def _refuse_shared(records: list[PatchRecord]) -> None:
-    """Refuse networks that share a block, because a block can hold one replacement only."""
-    owners: dict[int, PatchRecord] = {}
-    for record in records:
-        for entry in record.entries:
-            if owners.setdefault(id(entry.module), record) is not record:
-                raise FamilyError(
-                    f"{record.path}: {type(entry.module).__name__}",
-                    expected="networks that share no block",
-                    got=f"one that {owners[id(entry.module)].path} holds too",
-                    remedy="Patch one of the networks by itself, or give the other a copy",
-                )
+    """Refuse networks that share a module, because a module can hold one replacement only."""
+    places = [(id(entry.module), entry.name) for record in records for entry in record.entries]
+    if len(set(places)) < len(places):
+        raise FamilyError(
+            " and ".join(record.path for record in records),
+            expected="networks and blocks that share no patched module",
+            remedy="Patch one of the networks by itself, or give the other a copy",
+        )
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:
@@ -333,43 +307,22 @@ def _check_device(config: PatchConfig, device: Any) -> None:
         )
     if ops.quantises(config.attention):
         ops.resolve_pv(config.pv, device)
-    elif config.form == "one-launch":
-        raise ConfigError(
-            'PatchConfig.form="one-launch"',
-            expected='attention="int8" or "int4", whose kernel can finish the projection',
-            got=f"attention={config.attention!r}",
-            remedy='Use form="auto"',
-        )
-    if config.attention == "sage" and find_spec("sageattention") is None:
-        raise MissingPackageError(
-            'PatchConfig.attention="sage"',
-            expected="the sageattention package",
-            got="none installed",
-            remedy="pip install 'turbo_rcm_patch[sage]', or use attention='int8'",
-        )
-    if config.attention == "sage" and not gpu:
-        raise DeviceError(
-            'PatchConfig.attention="sage"',
-            expected="a CUDA device",
-            got=f"a model on {device} and no GPU",
-            remedy="Use attention='int8'",
-        )
     if config.attention == "sage":
-        refuse_broken_sage()
+        refuse_unusable_sage(torch.device("cuda") if gpu else device)
     load_kernels(config.impl, device)
 
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
     """Replace the Linears that run in int8 by Linears without originals, and count them."""
-    models = [record.model for record in records]
-    refuse_offloaded(models)
-    every = [f.linear for record in records for block in record.blocks for f in block.int8]
-    linears = list({id(x): x for x in every if type(x) is nn.Linear}.values())
+    blocks = [block for record in records for block in record.blocks]
+    found = {id(forward.linear): forward.linear for block in blocks for forward in block.int8}
+    linears = [linear for linear in found.values() if type(linear) is nn.Linear]
     for record in records:  # The records hold the originals.
         record.entries.clear()
-        for block in record.blocks:
-            block.int8.clear()
-    del every
+    for block in blocks:
+        block.int8.clear()
+    found.clear()
+    models = [record.model for record in records]
     return drop_originals(models, linears, records[0].config.impl, device)
 
 
@@ -412,34 +365,30 @@ def _undo_all(records: list[PatchRecord]) -> None:
 
 
 def _report(model: object, records: list[PatchRecord]) -> PatchReport:
-    config = records[0].config
+    config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
-    held = [weakref.ref(record.model) for record in records]
-    kept = [record.pairs() for record in records]
-    log = records[0].guard.log if records[0].guard is not None else GuardLog()
+    held = [(weakref.ref(record.model), record.pairs()) for record in records]
 
     def live() -> Live:
         pairs: list[SkipPair] = []
-        ran: dict[str, str] = {}
-        notes: list[str] = []
+        blocks: list[PatchedBlock] = []
         device = None
-        for reference, before in zip(held, kept, strict=True):
+        for reference, before in held:
             module = reference()
-            record = record_of(module) if module is not None else None
+            record = None if module is None else record_of(module)
             pairs += before if record is None else record.pairs()
+            blocks += [] if record is None else record.blocks
             if module is not None and device is None:
                 device = execution_device(module)
-            for block in () if record is None else record.blocks:
-                words = block.words()
-                if words:
-                    ran[block.path] = words
-                notes += [note for note in block.notes() if note not in notes]
+        ran = {block.path: block.words() for block in blocks if block.last is not None}
+        notes = list(dict.fromkeys(note for block in blocks for note in block.notes()))
         if device is None:
-            return Live(pairs, ran, "gone", "", "", notes)
+            return Live(PairTable(pairs), ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
-        return Live(pairs, ran, str(device), ops.resolve_impl(config.impl, device), pv, notes)
+        impl = ops.resolve_impl(config.impl, device)
+        return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
 
-    return PatchReport(type(model).__name__, config, log, live)
+    return PatchReport(type(model).__name__, config, guard.log if guard else GuardLog(), live)
 
 
 @contextmanager

@@ -41,9 +41,8 @@ def note_classes(model: nn.Module) -> None:
     for module in model.modules():
         _known.setdefault((type(module), "forward"), type(module).forward)
         processor = module.__dict__.get("processor")
-        call = getattr(type(processor), "__call__", None)  # noqa: B004  the function is wanted
-        if processor is not None and call is not None:
-            _known.setdefault((type(processor), "__call__"), call)
+        if processor is not None:
+            _known.setdefault((type(processor), "__call__"), type(processor).__call__)
 
 
 def class_replaced(one: object, name: str = "forward") -> bool:
@@ -117,11 +116,8 @@ def hook_names(module: nn.Module) -> str:
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
         names.append(type(module.__dict__["_hf_hook"]).__name__)
-    if class_replaced(module):
-        names.append(f"{type(module).__qualname__}.forward was replaced")
-    if not names and "forward" in module.__dict__:
-        names.append("an instance forward")
-    return ", ".join(names) or "torch hooks"
+    replaced = class_replaced(module) or "forward" in module.__dict__
+    return ", ".join(names) or ("a replaced forward" if replaced else "torch hooks")
 
 
 def plain_linear(module: nn.Module, x: Tensor) -> bool:
@@ -153,11 +149,6 @@ def drops(module: nn.Module) -> bool:
 compiling = torch.compiler.is_compiling
 
 
-def transformed() -> bool:
-    """Return True if a forward-mode derivative or a transform of torch.func is active."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
 def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
     """Return why the author's forward has to run this call, or "" if it is plain inference.
 
@@ -170,7 +161,7 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
         return f"the input is {x.dtype}"
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if transformed():
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "a transform of torch.func or forward-mode differentiation is active"
     if torch.is_grad_enabled() and any(
         [x.requires_grad for x in (*inputs, *block.parameters()) if isinstance(x, Tensor)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from types import MethodType
 from typing import Any, Final
 
@@ -27,56 +26,29 @@ from turbo_rcm_patch.skip import SkipPair
 ATTRIBUTE: Final = "_turbo_rcm_patch"
 
 
-class _Before(Enum):
-    """Markers for the former content of a slot. They survive deepcopy and pickle as themselves."""
-
-    ABSENT = 0
-    #: The class's own bound method. Pickle would store it as "the `forward` of that module", which
-    #: is the replacement.
-    OWN = 1
+#: A place that holds a function: a module or a reference of diffusers' hook chain, and the name of
+#: its attribute.
+Slot = tuple[Any, str]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """A place that holds a function.
-
-    Attributes:
-        holder: A module, or a reference of diffusers' hook chain.
-        name: The attribute that holds the function.
-    """
-
-    holder: Any
-    name: str
-
-    def get(self) -> Any:
-        """Return the content, or `ABSENT`. Class attributes do not count."""
-        return vars(self.holder).get(self.name, _Before.ABSENT)
-
-    def put(self, value: Any) -> None:
-        """Set the content, or delete it if the value is `ABSENT`."""
-        if value is not _Before.ABSENT:
-            setattr(self.holder, self.name, value)
-        elif self.get() is not _Before.ABSENT:
-            delattr(self.holder, self.name)
+def _held(slot: Slot) -> Any:
+    """Return the content of a place, or None. Class attributes do not count."""
+    return vars(slot[0]).get(slot[1])
 
 
 def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
     """Yield all places that can hold the function `module.name`, the instance attribute first."""
-    yield Slot(module, name)
+    yield module, name
     if name != "forward":
         return
     if "_old_forward" in module.__dict__:
-        yield Slot(module, "_old_forward")
+        yield module, "_old_forward"
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
-        yield Slot(reference, "original_forward")
-        yield Slot(reference, "forward")
+        yield reference, "original_forward"
+        yield reference, "forward"
 
 
-def _own(module: nn.Module, name: str) -> MethodType:
-    return MethodType(getattr(type(module), name), module)
-
-
-def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
+def innermost(module: nn.Module, name: str) -> Slot | None:
     """Return the place of the author's own function, under any hooks.
 
     Return None if the function was replaced on the instance or on its class. The place is the
@@ -86,9 +58,9 @@ def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     if not own_function(type(module), name):
         return None
     places = list(_slots(module, name))
-    if places[0].get() is _Before.ABSENT:
+    if _held(places[0]) is None:
         return places[0]
-    return next((slot for slot in places if is_own(module, name, slot.get())), None)
+    return next((slot for slot in places if is_own(module, name, _held(slot))), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,38 +71,32 @@ class Entry:
         module: The module to which the function belongs.
         name: The attribute through which the module runs it.
         function: The replacement.
-        slot: The place of the replacement when it was installed.
-        before: The former content of that place, or a marker for it.
+        slot: The place of the replacement when it was installed, from `innermost`.
+        absent: True if nothing was there; else it was the class's own bound method, which is not
+            kept, because pickle would store it as "the `forward` of that module": the replacement.
     """
 
     module: nn.Module
     name: str
     function: Any
     slot: Slot
-    before: Any = None
+    absent: bool = False
 
     def __post_init__(self) -> None:
-        self.before = self.slot.get()
-        if is_own(self.module, self.name, self.before):
-            self.before = _Before.OWN
+        self.absent = _held(self.slot) is None
 
     def install(self) -> None:
         """Put the replacement in place."""
-        self.slot.put(self.function)
-
-    def restore(self, slot: Slot) -> None:
-        """Restore the former content of a slot."""
-        slot.put(_own(self.module, self.name) if self.before is _Before.OWN else self.before)
+        setattr(*self.slot, self.function)
 
     def located(self) -> list[Slot]:
         """Return all places that hold the replacement now."""
-        return [slot for slot in _slots(self.module, self.name) if slot.get() is self.function]
+        return [slot for slot in _slots(self.module, self.name) if _held(slot) is self.function]
 
     def check(self, path: str) -> None:
         """Raise WrappedError if other code replaced our function after patching."""
-        outside = Slot(self.module, self.name).get()
-        bare = outside is _Before.ABSENT or is_own(self.module, self.name, outside)
-        if bare or self.located():
+        outside = _held((self.module, self.name))
+        if outside is None or is_own(self.module, self.name, outside) or self.located():
             return
         raise WrappedError(
             f"{path}.{self.name} was replaced after patching",
@@ -142,12 +108,11 @@ class Entry:
     def undo(self) -> None:
         """Remove the replacement from every place that holds it."""
         for slot in self.located():
-            # A later hook saved the replacement where it would have saved the author's function.
-            captured = slot.holder is not self.module or slot.name != self.name
-            if captured and self.before is _Before.ABSENT:
-                slot.put(_own(self.module, self.name))
-            else:
-                self.restore(slot)
+            if self.absent and slot == (self.module, self.name):
+                delattr(*slot)
+            else:  # A later hook may have saved the replacement in the author's place.
+                own = MethodType(getattr(type(self.module), self.name), self.module)
+                setattr(*slot, own)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,19 +146,19 @@ class PatchRecord:
         """Return every pair as it would run now."""
         return [pair for block in self.blocks for pair in block.pairs()] + self.others
 
+    def replace(self, module: nn.Module, name: str, function: Any) -> bool:
+        """Add an entry, to be installed later, and return True; do nothing if the present function
+        is not the author's own."""
+        slot = innermost(module, name)
+        if slot is not None:
+            self.entries.append(Entry(module, name, function, slot))
+        return slot is not None
+
     def install(self) -> None:
-        """Install all entries, or none: after an exception the model is as before."""
-        done: list[Entry] = []
-        try:
-            for entry in self.entries:
-                done.append(entry)
-                entry.install()
-            setattr(self.model, ATTRIBUTE, self)
-        except BaseException:
-            for entry in reversed(done):
-                entry.restore(entry.slot)
-            self._forget()
-            raise
+        """Install all entries. After an exception, `undo` removes those that were installed."""
+        for entry in self.entries:
+            entry.install()
+        setattr(self.model, ATTRIBUTE, self)
 
     def check(self) -> None:
         """Raise WrappedError if undoing is not safe; change nothing."""
@@ -202,14 +167,10 @@ class PatchRecord:
             entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
 
     def undo(self) -> None:
-        """Undo all entries. Call `check` first."""
+        """Undo the entries that are installed. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
-        self._forget()
-
-    def _forget(self) -> None:
-        if ATTRIBUTE in self.model.__dict__:
-            delattr(self.model, ATTRIBUTE)
+        vars(self.model).pop(ATTRIBUTE, None)
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, Literal, overload
+from itertools import groupby
+from math import isfinite, isnan
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
@@ -15,8 +16,10 @@ from turbo_rcm_patch.skip import SkipPair
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
 
+_T = TypeVar("_T")
+
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
 
 #: The occasion of a comparison: the first forward of a block, a last step, or a sample between.
 When = Literal["first", "last", "sampled"]
@@ -49,35 +52,20 @@ class GuardRecord:
     where: str = ""
 
 
-class GuardLog(Sequence[GuardRecord]):
+class GuardLog(list[GuardRecord]):
     """The guard's comparisons, oldest first: every decision, and the latest that were kept."""
 
     def __init__(self) -> None:
-        self._decisions: list[GuardRecord] = []
-        self._kept: deque[GuardRecord] = deque(maxlen=_MOST_KEPT)
         self._guards: list[Guard] = []
-        self._count = 0
-        self._largest = 0.0
-
-    @overload
-    def __getitem__(self, index: int) -> GuardRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[GuardRecord]: ...
-    def __getitem__(self, index: int | slice) -> GuardRecord | list[GuardRecord]:
-        return [*self._decisions, *self._kept][index]
-
-    def __len__(self) -> int:
-        return len(self._decisions) + len(self._kept)
 
     def __repr__(self) -> str:
-        return f"GuardLog({self._count} comparisons)"
+        return f"GuardLog({len(self)} comparisons)"
 
     def add(self, record: GuardRecord) -> None:
-        """Append one comparison."""
-        (self._kept if record.verdict == "kept" else self._decisions).append(record)
-        self._count += 1
-        if record.verdict == "kept":
-            self._largest = max(self._largest, record.error)
+        """Append one comparison, and drop the oldest within the budget if there are too many."""
+        self.append(record)
+        if len(self) - len(self.decisions) > _MOST_KEPT:
+            del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
 
     def attach(self, guard: Guard) -> None:
         """Connect `check_next` and `prediction` to a guard."""
@@ -91,7 +79,7 @@ class GuardLog(Sequence[GuardRecord]):
     @property
     def decisions(self) -> list[GuardRecord]:
         """The comparisons that made a block run more exactly, and those that failed."""
-        return list(self._decisions)
+        return [one for one in self if one.verdict != "kept"]
 
     @property
     def prediction(self) -> float | None:
@@ -103,21 +91,20 @@ class GuardLog(Sequence[GuardRecord]):
         return max((one for one in found if one is not None), default=None)
 
     def __str__(self) -> str:
-        if not self._count:
+        if not self:
             return "guard: no block has been compared yet"
-        text = f"guard: {self._count} comparisons, largest error kept {self._largest:.3g}"
-        text += f", {len(self._decisions)} decisions" if self._decisions else ", all kept"
-        if self.prediction is not None:
-            text += (
-                f"; predicted error of the network {self.prediction:.2f} of the unpatched one's"
-            )
-        groups: dict[tuple[str, str], list[GuardRecord]] = {}
-        for one in self._decisions:
-            why = one.where if one.error != one.error else ""
-            groups.setdefault((one.verdict, why), []).append(one)
-        for (verdict, why), records in groups.items():
-            paths = ", ".join(_ranges([record.path for record in records]))
-            text += f"\n  {verdict}: {paths} ({why or records[0].where})"
+        decisions, prediction = self.decisions, self.prediction
+        largest = max((one.error for one in self if one.verdict == "kept"), default=0.0)
+        text = f"guard: {len(self)} comparisons, largest error kept {largest:.3g}"
+        text += f", {len(decisions)} decisions" if decisions else ", all kept"
+        if prediction is not None:
+            text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
+        for records in _groups(
+            decisions, lambda one: (one.verdict, isnan(one.error) and one.where)
+        ):
+            paths = _groups([one.path for one in records], _shape)
+            text += f"\n  {records[0].verdict}: {', '.join(map(_range, paths))}"
+            text += f" ({records[0].where})"
         return text
 
 
@@ -142,31 +129,28 @@ class PairTable(tuple[SkipPair, ...]):
         linears = any(pair.int8_linears for pair in self)
         rows = [["pairs", "kind", "heads", "skip", "sums in", "W_o", "runs"]]
         rows[0] += ["int8 Linears"] if linears else []
-        reasons: dict[str, list[str]] = {}
-        for path, count, pair in _grouped(self):
+        reasons: list[tuple[str, str]] = []
+        for alike in _groups(self, lambda pair: replace(pair, path=_shape(pair.path))):
+            pair, path = alike[0], _range([one.path for one in alike])
             row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
             row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
             row.append("fp32" if pair.cast == "fp32" else "model dtype")
             row.append("yes" if pair.projection else "no")
-            row.append(f"{pair.runs}" + (f"  ({count})" if count > 1 else ""))
+            row.append(f"{pair.runs}" + (f"  ({len(alike)})" if len(alike) > 1 else ""))
             rows.append(row + ([", ".join(pair.int8_linears) or "-"] if linears else []))
-            if pair.reason:
-                reasons.setdefault(pair.reason, []).append(path)
+            reasons += [(pair.reason, path)] if pair.reason else []
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        lines.append(self._totals())
-        for reason, paths in reasons.items():
-            lines.append(f"  {', '.join(paths)}: {reason}")
-        return "\n".join(lines)
-
-    def _totals(self) -> str:
         counts = Counter(pair.runs for pair in self)
-        parts = ", ".join(f"{count} {runs}" for runs, count in counts.items())
-        return f"{len(self)} pairs, {self.fused} fused: {parts}" if self else "no pairs"
+        ways = ", ".join(f"{count} {runs}" for runs, count in counts.items())
+        lines.append(f"{len(self)} pairs, {self.fused} fused: {ways}")
+        for group in _groups(reasons, lambda one: one[0]):
+            lines.append(f"  {', '.join(path for _, path in group)}: {group[0][0]}")
+        return "\n".join(lines)
 
 
 def _formula(pair: SkipPair, index: int) -> str:
@@ -179,38 +163,30 @@ def _formula(pair: SkipPair, index: int) -> str:
     return f"{name}{skip} + {gate}F(x)"
 
 
-def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
-    """Group pairs that run alike: (path with a range of blocks, number of pairs, one of them)."""
-    groups: dict[SkipPair, list[SkipPair]] = {}
-    for pair in pairs:
-        shape = _NUMBER.sub("#", pair.path)
-        groups.setdefault(replace(pair, path=shape), []).append(pair)
-    return [(_range([p.path for p in group]), len(group), group[0]) for group in groups.values()]
+def _groups(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """Group items with the same key, in the order of their first ones."""
+    groups: dict[Hashable, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
-def _ranges(paths: list[str]) -> list[str]:
-    """Merge paths that differ only in the number of their block."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(_NUMBER.sub("#", path), []).append(path)
-    return [_range(group) for group in groups.values()]
+def _shape(path: str) -> str:
+    """Return a path without the number of its block."""
+    return _NUMBER.sub("#", path)
 
 
 def _range(paths: list[str]) -> str:
     """Merge ["blocks.0.a", "blocks.1.a", "blocks.3.a"] into "blocks.0-1,3.a"."""
-    found = [_NUMBER.search(path) for path in paths]
-    first = found[0]
-    if len(paths) == 1 or first is None:
+    if len(set(paths)) == 1:
         return paths[0]
-    numbers = sorted(int(match.group()) for match in found if match is not None)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return paths[0][: first.start()] + text + paths[0][first.end() :]
+    before, _, after = _NUMBER.split(paths[0], maxsplit=1)
+    numbers = sorted({int(_NUMBER.split(path, maxsplit=1)[1]) for path in paths})
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+        first, *rest = [number for _, number in run]
+        runs.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return before + ",".join(runs) + after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +211,7 @@ class PatchReport:
     @property
     def pairs(self) -> PairTable:
         """Every pair, as it runs now."""
-        return PairTable(self._live().pairs)
+        return self._live().pairs
 
     @property
     def fused(self) -> int:
@@ -266,7 +242,7 @@ class PatchReport:
 
     def __str__(self) -> str:
         live, config = self._live(), self.config
-        pairs = PairTable(live.pairs)
+        pairs = live.pairs
         words: str = config.attention
         if words in ("auto", "int8", "int4"):
             own = "int8 or exact by length" if words == "auto" else words
@@ -285,19 +261,21 @@ class PatchReport:
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON."""
         live = self._live()
-        pairs = PairTable(live.pairs)
         return {
             "model": self.model,
             "device": live.device,
             "impl": live.impl,
             "pv": live.pv,
             "config": asdict(self.config),
-            "fused": pairs.fused,
-            "pairs": pairs.as_dict(),
+            "fused": live.pairs.fused,
+            "pairs": live.pairs.as_dict(),
             "last_forward": self.last_forward,
             "notes": live.notes,
-            "prediction": _finite(self.guard.prediction),
-            "guard": [_finite(asdict(record)) for record in self.guard],
+            "prediction": self.guard.prediction,
+            "guard": [
+                asdict(one) | {"error": one.error if isfinite(one.error) else None}
+                for one in self.guard
+            ],
         }
 
 
@@ -314,18 +292,9 @@ class Live:
         notes: Remarks, such as a setting that the patched model ignores.
     """
 
-    pairs: list[SkipPair]
+    pairs: PairTable
     ran: dict[str, str]
     device: str
     impl: str
     pv: str
     notes: list[str]
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None in plain data."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,7 +1,12 @@
-"""SLA's projection, attached to diffusers' attention modules as buffers.
+"""SLA in diffusers' Wan classes: a self-attention that holds a `proj_l` is sparse-linear.
 
-TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16. Here the buffers hold the bits of
-its fp32 values as int32, so that casting the model does not change them.
+TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16. Here it is attached to the
+attention modules as buffers that hold the bits of its fp32 values as int32, so that casting the
+model does not change them.
+
+The author's attention is dense, but such weights were trained for SLA. So the forward of the
+attention is replaced too, by SLA as it is defined, in plain torch. The guard compares with it, and
+it runs wherever the block runs its author's forward.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.errors import CheckpointError, ShapeError
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.errors import CheckpointError
 
 #: Buffers of an attention that hold the bits of SLA's projection: weight [D, D], bias [D], int32.
 PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
@@ -27,19 +33,7 @@ def attach_proj_l(attention: nn.Module, weight: Tensor, bias: Tensor) -> None:
         attention: Self-attention with heads of D channels.
         weight: [D, D], any float dtype.
         bias: [D], any float dtype.
-
-    Raises:
-        ShapeError: The shapes do not fit the heads of this attention.
     """
-    dim = weight.shape[-1]
-    heads, width = getattr(attention, "heads", 0), getattr(attention, "inner_dim", 0)
-    expected = dim if not heads or not width else width // heads
-    if tuple(weight.shape) != (expected,) * 2 or tuple(bias.shape) != (expected,):
-        raise ShapeError(
-            "proj_l",
-            expected=f"a weight [{expected}, {expected}] and a bias [{expected}]",
-            got=f"{list(weight.shape)} and {list(bias.shape)}",
-        )
     detach_proj_l(attention)
     own = next(attention.parameters(), weight)
     device = weight.device if own.is_meta else own.device
@@ -90,3 +84,59 @@ def refuse_lost_proj_l(model: nn.Module, path: str) -> None:
         remedy="Call load_extra(transformer, converted_folder) before patch_model, or load the "
         "pipeline with load_pipeline. If dense attention is meant, call unload_extra(transformer)",
     )
+
+
+class SLAForward:
+    """The replacement of the forward of one self-attention.
+
+    It holds the attention, so that a deep copy of a patched model holds the copied one.
+    """
+
+    __slots__ = ("_attn", "_topk")
+
+    def __init__(self, attn: Any, topk: float) -> None:
+        self._attn, self._topk = attn, topk
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the author's projections and norms around SLA.
+
+        Without a proj_l, with a mask or as a cross-attention, run the author's forward.
+
+        Args:
+            hidden_states: [B, N, C].
+            encoder_hidden_states: None for self-attention.
+            attention_mask: None.
+            rotary_emb: (cos, sin), each [1, N, 1, D].
+            **kwargs: For the author's processor.
+
+        Returns:
+            [B, N, C].
+        """
+        attn, held = self._attn, attached_proj_l(self._attn)
+        if held is None or encoder_hidden_states is not None or attention_mask is not None:
+            forward: Any = type(attn).forward
+            written: Tensor = forward(
+                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
+            )
+            return written
+        if attn.fused_projections:
+            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            q, k, v = (linear(hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q).to(v.dtype), attn.norm_k(k).to(v.dtype)
+        weight, bias = (x.to(q.device) for x in held)
+        sparsity = ops.Sparsity.sage(self._topk, q.device)
+        spec = ops.AttentionSpec(heads=attn.heads, attention="exact")
+        with torch.autocast(q.device.type, enabled=False):
+            out = ops.sparse_linear_attention(
+                q, k, v, weight, bias, spec, sparsity, rotary=rotary_emb
+            )
+        branch: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return branch

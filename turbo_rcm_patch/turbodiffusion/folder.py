@@ -24,10 +24,8 @@ from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops.int8_linear import dequantized
-from turbo_rcm_patch.patching.int8_module import SCALE
-from turbo_rcm_patch.patching.int8_module import WEIGHT as INT8_WEIGHT
-from turbo_rcm_patch.patching.int8_only import INT8_MARK
-from turbo_rcm_patch.patching.int8_weights import stands_for
+from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
+from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
 from turbo_rcm_patch.patching.sla import MARK
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.patching.int8_module import SCALE, WEIGHT, Int8Linear
-from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
+from turbo_rcm_patch.patching.int8_weights import (
+    INT8_MARK,
+    SCALE,
+    WEIGHT,
+    Int8Linear,
+    mark_int8_only,
+)
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     WEIGHTS,
@@ -32,7 +37,7 @@ from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
 
 def is_int8_only(folder: Path) -> bool:
     """Return True if a transformer folder has int8 weights and no others for the same Linears."""
-    return is_marked(read_config(folder))
+    return bool(read_config(folder).get("quantization_config") == INT8_MARK)
 
 
 def holds_int8(folder: Path) -> bool:

@@ -86,7 +86,7 @@ def _on_backend(model: object, name: str) -> Iterator[None]:
     its processors and of the process, which `set_attention_backend` sets too."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
-    from turbo_rcm_patch.patching.backend import BACKEND, register_backend, unregister_backend
+    from turbo_rcm_patch.diffusers_backend import BACKEND, register_backend, unregister_backend
 
     networks: list[Any] = list(parts_of(model).values())
     processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
@@ -119,7 +119,7 @@ def _names() -> set[str]:
 
 
 def _unusable(name: str, why: str) -> ConfigError:
-    from turbo_rcm_patch.patching.backend import BACKEND
+    from turbo_rcm_patch.diffusers_backend import BACKEND
 
     return ConfigError(
         f"attention_backend {name!r}",

@@ -19,7 +19,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.int8_module import Int8Linear
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.generation import (
     Conditioning,

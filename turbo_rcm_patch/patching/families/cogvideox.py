@@ -8,7 +8,7 @@ turns only video tokens, so text has an angle of zero. Written against diffusers
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from diffusers.models.attention import FeedForward
@@ -23,14 +23,17 @@ from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
-from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.families.common import (
+    branch_pair,
+    check_attention,
+    check_parameters,
+    share,
+)
 from turbo_rcm_patch.patching.find import Found, find_blocks
-from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
     NO_NORMS,
     WIDE,
@@ -49,18 +52,9 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
 
 
-class Modulation(NamedTuple):
-    """The modulation of a norm before a branch, computed from `temb`.
-
-    Attributes:
-        numbers: Scale of text and of video, shift of both ([B, 1, C] each), weight and bias of the
-            layer norm, the number added to a scale, and epsilon, in the order in which the
-            operations take them; None where the norm has to be called.
-        gates: Gates of text and video, [B, 1, C] each.
-    """
-
-    numbers: tuple[Any, ...] | None
-    gates: tuple[Tensor, Tensor]
+#: Stream -> its gates in the author's code, without the branch.
+_GATES: Final = (("text", "enc_gate"), ("video", "gate"))
+_Two = tuple[Tensor, Tensor]
 
 
 class CogVideoXBlockForward(PatchedBlock):
@@ -78,7 +72,7 @@ class CogVideoXBlockForward(PatchedBlock):
         temb: Tensor,
         image_rotary_emb: Rotary | None = None,
         attention_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> _Two:
         """Run the block.
 
         Args:
@@ -91,26 +85,19 @@ class CogVideoXBlockForward(PatchedBlock):
         Returns:
             Video [B, N, C] and text [B, T, C], dtype of hidden_states.
         """
-        inputs: tuple[Any, ...] = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        if attention_kwargs is not None:  # ConsisID's block takes none.
-            inputs += (attention_kwargs,)
-        made: tuple[Tensor, Tensor] = self.run(*inputs)
+        inputs = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        # ConsisID's block takes no arguments for the attention.
+        more = () if attention_kwargs is None else (attention_kwargs,)
+        made: _Two = self.run(*inputs, *more)
         return made
 
-    def fast(
-        self,
-        notes: Notes | None,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: Rotary | None,
-        attention_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
-        streams = encoder_hidden_states, hidden_states
+    def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
+        video, text, temb, rotary = inputs[:4]
+        block, impl, dtype = self.block, self.config.impl, video.dtype
+        streams = text, video
 
         h, gates = self.norm(block.norm1, streams, temb)
-        y = self.attention(notes, block.attn1, h, streams[0], image_rotary_emb)
+        y = self.attention(notes, block.attn1, h, text, rotary)
 
         streams, h, gates = self.skip_norm(y, streams, gates, block.norm2, temb)
         if notes is not None:
@@ -120,59 +107,52 @@ class CogVideoXBlockForward(PatchedBlock):
         text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, dtype)
         return video, text
 
-    def modulation(self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor) -> Modulation:
-        """Read a norm for the kernels. Its own modules compute the modulation."""
+    def modulation(self, zero: Any, temb: Tensor) -> tuple[tuple[Any, ...], _Two] | None:
+        """Read a norm for the kernels. Its own modules compute the modulation.
+
+        Returns:
+            Scale of text and of video, shift of both ([B, 1, C] each), weight and bias of the
+            layer norm, the number added to a scale, and epsilon, in the order in which the
+            operations take them; and the gates of text and video. None if the norm has to be
+            called.
+        """
         norm = zero.norm
-        plain = (
-            bare(zero)
-            and type(norm) is nn.LayerNorm
-            and bare(norm)
-            and readable(norm.weight, norm.bias, device=temb.device)
-        )
-        if not plain:
-            return Modulation(None, streams)
+        if not (bare(zero) and type(norm) is nn.LayerNorm and bare(norm)):
+            return None
+        if not readable(norm.weight, norm.bias, device=temb.device):
+            return None
         rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
         # In the order in which the author's norm takes them.
         shift, scale, gate, text_shift, text_scale, text_gate = rows.unbind(1)
         own = (norm.weight, norm.bias, 1.0, norm.eps)
-        return Modulation((text_scale, scale, text_shift, shift, *own), (text_gate, gate))
+        return (text_scale, scale, text_shift, shift, *own), (text_gate, gate)
 
-    def norm(
-        self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def norm(self, zero: Any, streams: _Two, temb: Tensor) -> tuple[Tensor, _Two]:
         """Return the norm of both streams as one sequence [B, T + N, C], and their gates."""
-        modulation = self.modulation(zero, streams, temb)
-        if modulation.numbers is None:
-            text, video = streams
+        read, (text, video) = self.modulation(zero, temb), streams
+        if read is None:
             x, context, gate, text_gate = zero(video, text, temb)
             return torch.cat([context, x], dim=1), (text_gate, gate)
-        h = unchecked.norm_modulate_streams(
-            *streams, *modulation.numbers, self.config.impl, streams[0].dtype
-        )
-        return h, modulation.gates
+        h = unchecked.norm_modulate_streams(text, video, *read[0], self.config.impl, text.dtype)
+        return h, read[1]
 
     def skip_norm(
-        self,
-        y: Tensor,
-        streams: tuple[Tensor, Tensor],
-        gates: tuple[Tensor, Tensor],
-        zero: Any,
-        temb: Tensor,
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]:
+        self, y: Tensor, streams: _Two, gates: _Two, zero: Any, temb: Tensor
+    ) -> tuple[_Two, Tensor, _Two]:
         """Close the skips of both streams and compute the next norm, in one pass.
 
         Returns:
             The streams in fp32, their norm as one sequence, and the gates of the next branch.
         """
         impl, dtype = self.config.impl, y.dtype
-        modulation = self.modulation(zero, streams, temb)
-        if modulation.numbers is None:
+        read = self.modulation(zero, temb)
+        if read is None:
             text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, WIDE)
             return (text, video), *self.norm(zero, (text.to(dtype), video.to(dtype)), temb)
         text, video, h = unchecked.skip_norm_streams(
-            y, *streams, *gates, *modulation.numbers, "fp32", impl, WIDE, dtype
+            y, *streams, *gates, *read[0], "fp32", impl, WIDE, dtype
         )
-        return (text, video), h, modulation.gates
+        return (text, video), h, read[1]
 
     def attention(
         self, notes: Notes | None, attn: Any, h: Tensor, text: Tensor, rotary: Rotary | None
@@ -180,9 +160,7 @@ class CogVideoXBlockForward(PatchedBlock):
         """Run the attention over both streams and its output projection: [B, T + N, C]."""
         attend = self.attend
         linears = _qkv(attn)
-        x: Any = h
-        if len(linears) > 1 and takes_rows(linears):  # quantised once for all three
-            x = Rows(*unchecked.quantize_rows(h, self.config.impl))
+        x = shared_rows(linears, h)
         made = [linear(x) for linear in linears]
         q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
         q, k, norms = _norms_of_heads(attn, q, k)
@@ -207,11 +185,9 @@ class CogVideoXBlockForward(PatchedBlock):
 
     def why_modules(self) -> str:
         block = self.block
-        for name in ("norm1", "norm2"):
-            if type(getattr(block, name)) is not CogVideoXLayerNormZero:
-                return f"{name} is a {type(getattr(block, name)).__qualname__}"
-        if getattr(block.attn1, "is_cross_attention", False):
-            return "attn1 is a cross-attention"
+        for norm in (block.norm1, block.norm2):
+            if type(norm) is not CogVideoXLayerNormZero:
+                return f"a norm is a {type(norm).__qualname__}"
         return parts.why_attention("attn1", block.attn1) or parts.why_feed_forward("ff", block.ff)
 
     def why_inputs(
@@ -258,19 +234,14 @@ class CogVideoXBlockForward(PatchedBlock):
 
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
+        attention, ff = (
+            [Stream(name, "1", f"{gate}_{branch}", "[B, 1, C]") for name, gate in _GATES]
+            for branch in ("msa", "ff")
+        )
         return [
-            branch_pair(self, "attn1", "self", why, *_streams("msa"), cast="model"),
-            branch_pair(
-                self, "ff", "feed-forward", why, *_streams("ff"), cast="model", heads=False
-            ),
+            branch_pair(self, "attn1", "self", why, *attention, cast="model"),
+            branch_pair(self, "ff", "feed-forward", why, *ff, cast="model", heads=False),
         ]
-
-
-def _streams(branch: str) -> tuple[Stream, Stream]:
-    return (
-        Stream("text", "1", f"enc_gate_{branch}", "[B, 1, C]"),
-        Stream("video", "1", f"gate_{branch}", "[B, 1, C]"),
-    )
 
 
 def _qkv(attn: Any) -> tuple[Any, ...]:
@@ -344,11 +315,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     where = f"{path}.transformer_blocks"
     found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
     made = [one.made(_attend(one, config), config) for one in found]
-    tables = KeptTables()
-    for one in made:
-        if isinstance(one, CogVideoXBlockForward):
-            one.tables = tables
-    return made + [
+    return share(made, tables=KeptTables()) + [
         SkipPair(
             path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
             heads=attn.heads, head_dim=attn.dim_head,
@@ -365,6 +332,6 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
     if type(attn) is not Attention:
         return Attend.of(config, 1, 0)
     head_dim = attn.inner_dim // attn.heads
-    linears = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")}
+    linears = {"to_q": attn.to_q, "to_k": attn.to_k, "to_v": attn.to_v}
     check_attention(f"{found.path}.attn1", head_dim, linears)
     return Attend.of(config, attn.heads, head_dim)

@@ -12,8 +12,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families.checks import check_attention
-from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
 from turbo_rcm_patch.patching.pieces import NO_NORMS, Attend, Notes, Operands
 from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -46,7 +45,8 @@ class RCMBlock(PatchedBlock):
         spec = attend.spec()
         if module.proj is None:
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
-        if self.one_launch():
+        one_launch = config.form == "one-launch" and ops.quantises(attend.attention)
+        if one_launch and plain_linear(module.proj, module.proj.weight):
             return ops.attention_project_skip(
                 q, k, v, module.proj.weight, module.proj.bias, spec, residual=x, c_skip=c_skip,
                 c_out=c_out, form="one-launch",
@@ -55,17 +55,6 @@ class RCMBlock(PatchedBlock):
         if notes is not None:
             notes.attention = Operands(q, k, v, NO_NORMS, None, attend.heads, branch)
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
-
-    def one_launch(self) -> bool:
-        """Return True if `form="one-launch"` was asked for and supports this module."""
-        quantised = ops.quantises(self.attend.attention)
-        linear = self.block.proj
-        return (
-            self.config.form == "one-launch"
-            and quantised
-            and linear is not None
-            and plain_linear(linear, linear.weight)
-        )
 
     def why_inputs(self, x: Tensor, t: Any) -> str:
         return "" if x.dim() == 3 and x.shape[0] else "the input is not [B, N, C]"
@@ -77,10 +66,9 @@ class RCMBlock(PatchedBlock):
     def pairs(self) -> list[SkipPair]:
         stream = Stream("x", "c_skip(t)", "c_out(t)")
         pair = branch_pair(self, "", "self", self.left, stream)
-        path = self.path or type(self.block).__name__
-        if self.block.proj is not None or pair.runs == "as-written":
-            return [replace(pair, path=path, projection=self.block.proj is not None)]
-        return [replace(pair, path=path, projection=False, runs="in-kernel")]
+        if self.block.proj is not None:
+            return [pair]
+        return [replace(pair, projection=False, runs="in-kernel" if pair.fused else pair.runs)]
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.reference import norm_rope
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
-from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
+from turbo_rcm_patch.patching.families.common import (
+    branch_pair,
+    check_attention,
+    check_parameters,
+    inner_pair,
+    share,
+)
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
@@ -39,24 +45,20 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 
 #: Text tokens that follow the image tokens.
 TEXT_TOKENS: Final = 512
-_CROSS: Final = ("self", "x", "context", "context_lens")
-#: Class -> the parameters of its forward that this family was written against.
-_FORWARDS: Final = {
-    "WanAttentionBlock": ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
-    "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
-    "WanT2VCrossAttention": _CROSS,
-    "WanI2VCrossAttention": _CROSS,
-    "WanCrossAttention": _CROSS,
-    "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
-    "SparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
-    "SageSparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
-    "WanRMSNorm": ("self", "x"),
-    "FastRMSNorm": ("self", "x"),
-    "WanLayerNorm": ("self", "x"),
-    "FastLayerNorm": ("self", "x"),
-}
 _CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention")
 _SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
+_BLOCK: Final = "WanAttentionBlock"
+_LAYER_NORMS: Final = ("WanLayerNorm", "FastLayerNorm")
+_RMS_NORMS: Final = ("WanRMSNorm", "FastRMSNorm")
+#: Class -> the parameters of its forward that this family was written against.
+_FORWARDS: Final = {
+    _BLOCK: ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
+    "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
+    "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
+    **dict.fromkeys(_CROSS_ATTENTIONS, ("self", "x", "context", "context_lens")),
+    **dict.fromkeys(_SPARSE, ("self", "q", "k", "v", "return_sparsity")),
+    **dict.fromkeys((*_LAYER_NORMS, *_RMS_NORMS), ("self", "x")),
+}
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
 #: Name of the function that the author's file sets to None if flash-attn is missing.
@@ -96,21 +98,15 @@ class TurboBlock(PatchedBlock):
         out: Tensor = self.run(x, e, seq_lens, freqs, context, context_lens)
         return out
 
-    def fast(
-        self,
-        notes: Notes | None,
-        x: Tensor,
-        e: Tensor,
-        seq_lens: Tensor,
-        freqs: Tensor,
-        context: Tensor,
-        context_lens: Tensor | None,
-    ) -> Tensor:
+    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+        x, e, seq_lens, freqs, context, _ = inputs
         block, impl, dtype = self.block, self.config.impl, x.dtype
         attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
         shift1, scale1, gate1, shift2, scale2, gate2 = (block.modulation + e).chunk(6, dim=1)
 
-        called = self.calls_attention(attn)
+        # Ranks exchange heads in the author's code, which also computes SLA without quantising.
+        exact_sla = is_sparse(attn) and not ops.quantises(self.attend.attention)
+        called = _exchanges(attn.attn_op) or exact_sla
         rows = not called and takes_rows((attn.q, attn.k, attn.v))
         h = norm(block.norm1, x, scale1, shift1, dtype, impl, rows=rows)
         y = attn(h, seq_lens, freqs) if called else self.self_attention(notes, attn, h, freqs)
@@ -159,16 +155,6 @@ class TurboBlock(PatchedBlock):
             out = attend(q, k, v, norms, residual=out)
         made: Tensor = attn.o(out)
         return made
-
-    def calls_attention(self, attn: Any) -> bool:
-        """Return True if self-attention has to be called as a module.
-
-        This is so if ranks exchange heads in it, or if it is sparse and exact attention was asked
-        for.
-        """
-        if getattr(attn.attn_op, "pg", None) is not None and attn.attn_op.pg.size() > 1:
-            return True
-        return is_sparse(attn) and not ops.quantises(self.attend.attention)
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -219,8 +205,8 @@ class TurboBlock(PatchedBlock):
         found: dict[str, Any] = {}
         for name in ("self_attn", "cross_attn"):
             attn = getattr(block, name)
-            names = [*"qkvo", *(("k_img", "v_img") if has_image(attn) else ())]
-            found |= {f"{name}.{one}": getattr(attn, one) for one in names if hasattr(attn, one)}
+            names = [one for one in (*"qkvo", "k_img", "v_img") if hasattr(attn, one)]
+            found |= {f"{name}.{one}": getattr(attn, one) for one in names}
         if type(block.ffn) is nn.Sequential:
             found |= {f"ffn.{index}": block.ffn[index] for index in (0, 2)}
         return found
@@ -268,6 +254,11 @@ def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
     return ops.Sparsity(topk=topk, block_q=local.BLKQ, block_k=local.BLKK)
 
 
+def _exchanges(op: Any) -> bool:
+    """Return True if an attention operator exchanges heads with other ranks."""
+    return getattr(op, "pg", None) is not None and op.pg.size() > 1
+
+
 def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     """Return why the fast path cannot run an attention, or ""."""
     if author_class(attn).__name__ not in classes:
@@ -279,7 +270,7 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
         local = getattr(op, "local_attn", None)
         if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
             return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
-        if name == "cross_attn" and getattr(op, "pg", None) is not None and op.pg.size() > 1:
+        if name == "cross_attn" and _exchanges(op):
             return "the attn_op of cross_attn exchanges heads with other ranks"
         if type(local).__name__ in _SPARSE:
             why = _why_sparse(local)
@@ -291,10 +282,9 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
 
 
 def _why_sparse(local: Any) -> str:
-    maps = {getattr(local, f"feature_map_{of}", None) for of in "qk"}
-    names = {getattr(one, "__name__", type(one).__qualname__) for one in maps}
-    if names != {"softmax_feature_map"}:
-        return f"its feature map is {', '.join(sorted(names))}"
+    maps = {getattr(getattr(local, f"feature_map_{of}", None), "__name__", "") for of in "qk"}
+    if maps != {"softmax_feature_map"}:
+        return "its feature map is not the softmax"
     if not bare(local) or type(local.proj_l) is not nn.Linear or not bare(local.proj_l):
         return "its sparse attention or proj_l is called as a module"
     blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
@@ -317,22 +307,15 @@ def _why_feed_forward(ffn: Any) -> str:
 
 def recognises(model: nn.Module) -> bool:
     """Return True if a WanModel has TurboDiffusion's layout; other projects use the same name."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+    blocks: Any = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
         return False
-    block: Any = _unwrapped(blocks[0])
-    parts = (
-        (block, _LAYOUT),
-        *((getattr(block, name, None), _ATTENTION_LAYOUT) for name in ("self_attn", "cross_attn")),
-    )
-    named = author_class(block).__name__ == "WanAttentionBlock"
-    return named and all(hasattr(part, name) for part, names in parts for name in names)
-
-
-def _unwrapped(block: Any) -> Any:
-    while author_class(block).__name__ == "CheckpointWrapper":
-        block = block._checkpoint_wrapped_module
-    return block
+    found = (one for one in blocks.modules() if author_class(one).__name__ == _BLOCK)
+    block: Any = next(found, None)
+    if not all(hasattr(block, name) for name in _LAYOUT):
+        return False
+    attentions = (block.self_attn, block.cross_attn)
+    return all(hasattr(attn, name) for attn in attentions for name in _ATTENTION_LAYOUT)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
@@ -347,17 +330,11 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     check_parameters(found_forwards, "TurboDiffusion")
     # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048). Our
     # kernel computes the norm with which the model was trained.
-    LAYER_NORMS.update(known[n] for n in ("WanLayerNorm", "FastLayerNorm") if n in known)
-    RMS_NORMS.update(known[n] for n in ("WanRMSNorm", "FastRMSNorm") if n in known)
-    cls = author_class(_unwrapped(model.blocks[0]))
-    tables = KeptTables()
-    made = []
-    for one in find_blocks(model.blocks, f"{path}.blocks", cls, TurboBlock):
-        patched = one.made(_attend(one, config), config)
-        if isinstance(patched, TurboBlock):
-            patched.tables = tables
-        made.append(patched)
-    return made
+    LAYER_NORMS.update(known[n] for n in _LAYER_NORMS if n in known)
+    RMS_NORMS.update(known[n] for n in _RMS_NORMS if n in known)
+    found = find_blocks(model.blocks, f"{path}.blocks", known[_BLOCK], TurboBlock)
+    made = [one.made(_attend(one, config), config) for one in found]
+    return share(made, tables=KeptTables())
 
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
@@ -397,17 +374,13 @@ class RotaryForward:
         Returns:
             [B, N, C].
         """
-        attn, heads = self._attn, self._attn.num_heads
-        q, k, v = attn.norm_q(attn.q(x)), attn.norm_k(attn.k(x)), attn.v(x)
-        q, k, v = (torch.unflatten(part, 2, (heads, -1)) for part in (q, k, v))
-        branch: Tensor = attn.o(attn.attn_op(_turned(q, freqs), _turned(k, freqs), v).flatten(2))
+        attn, heads, (cos, sin) = self._attn, self._attn.num_heads, _tables(freqs)
+
+        def turned(part: Tensor) -> Tensor:
+            wide = norm_rope(part, heads, weight=None, cos=cos, sin=sin, eps=0.0)
+            return wide.transpose(1, 2).to(part.dtype)
+
+        q, k = turned(attn.norm_q(attn.q(x))), turned(attn.norm_k(attn.k(x)))
+        v = torch.unflatten(attn.v(x), 2, (heads, -1))
+        branch: Tensor = attn.o(attn.attn_op(q, k, v).flatten(2))
         return branch
-
-
-def _turned(x: Tensor, freqs: Tensor) -> Tensor:
-    """Turn channels 2i and 2i + 1 of x [B, N, H, D] by an angle, in fp32, rounded once."""
-    angles = freqs.float().reshape(x.shape[1], 1, -1)
-    cos, sin = angles.cos(), angles.sin()
-    even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-    return turned.flatten(-2).to(x.dtype)

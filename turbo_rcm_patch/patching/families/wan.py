@@ -25,9 +25,12 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
-from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
-from turbo_rcm_patch.patching.families.wan_sla import SLAForward
+from turbo_rcm_patch.patching.families.common import (
+    branch_pair,
+    check_attention,
+    check_parameters,
+    inner_pair,
+)
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
@@ -45,7 +48,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip_norm,
 )
 from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
 from turbo_rcm_patch.patching.ulysses import context_parallel, exchanges_itself, ulysses_of
 from turbo_rcm_patch.skip import SkipPair, Stream
 

@@ -1,25 +1,40 @@
 """diffusers' AnyFlow transformer: Wan's block with a modulation per token, whose rotary table is
-complex (arXiv 2605.13724). Its causal variant is in `wan_anyflow_far`. Written against diffusers
-0.42.
+complex (arXiv 2605.13724), and its causal variant (FAR), which generates a video chunk by chunk.
+Written against diffusers 0.42.
+
+A denoising step of the causal one attends to the cached keys of earlier chunks and to its own, and
+runs fused. A forward that fills the cache has a block mask and is its author's: what the guard
+runs beside it would write other keys.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.checks import check_parameters
+from turbo_rcm_patch.patching.families.common import check_parameters, share
 from turbo_rcm_patch.patching.families.wan import WanBlock, attend_of
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.pieces import RMS_NORMS, KeptTables, Rotary
+from turbo_rcm_patch.patching.pieces import (
+    NO_NORMS,
+    RMS_NORMS,
+    KeptTables,
+    Notes,
+    Operands,
+    Rotary,
+    called,
+)
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.skip import SkipPair
@@ -32,6 +47,10 @@ _BLOCK: Final = (
     *_CACHED,
 )  # fmt: skip
 _ATTENTION: Final = ("self", "attn", "hidden_states", "encoder_hidden_states", "attention_mask")
+
+#: The author's processor appends zeros to q, k and v up to a multiple of this many queries. It has
+#: no mask, so those zeros are keys like others.
+_PADDED_TO: Final = 128
 
 
 class AnyFlowBlock(WanBlock):
@@ -60,7 +79,7 @@ class AnyFlowBlock(WanBlock):
             temb: [B, N, 6, C].
             rotary_emb: "query" [1, 1, N, D / 2] and "key" [1, 1, Nk, D / 2], complex.
             attention_mask: The causal variant's block mask, or None.
-            kv_cache: The causal variant's, see `wan_anyflow_far.Cache`; None without one.
+            kv_cache: The causal variant's, see `Cache`; None without one.
             kv_cache_flag: The same.
 
         Returns:
@@ -74,10 +93,8 @@ class AnyFlowBlock(WanBlock):
     def call_attention(
         self, attn: Any, h: Tensor, context: Tensor | None, mask: Any, rotary: Any
     ) -> Tensor:
-        if context is not None:
-            made: Tensor = attn(h, encoder_hidden_states=context)
-        else:
-            made = attn(h, rotary_emb=rotary)
+        given = {"rotary_emb": rotary} if context is None else {"encoder_hidden_states": context}
+        made: Tensor = attn(h, **given)
         return made
 
     def tables(self, rotary: Any, name: str = "query") -> Rotary:
@@ -105,9 +122,86 @@ class AnyFlowBlock(WanBlock):
         return []
 
 
-def blocks_of(
-    model: Any, path: str, config: PatchConfig, make: type[AnyFlowBlock] = AnyFlowBlock
-) -> list[PatchedBlock | SkipPair]:
+# --- the causal variant --------------------------------------------------------------------------
+
+
+class Cache(NamedTuple):
+    """Keys and values of earlier chunks.
+
+    Attributes:
+        held: "compressed_cache" and "full_cache", [2, B, H, L, D] each: keys after their norm and
+            before their rotary embedding, and values.
+        flags: How many tokens of each are filled, and whether this forward fills them.
+    """
+
+    held: dict[str, Tensor]
+    flags: dict[str, Any]
+
+    def joined(self, index: int, new: Tensor) -> Tensor:
+        """Return the cached keys (index 0) or values (1) before the new ones: [B, Nk, H*D]."""
+        old = []
+        for name in ("compressed", "full"):
+            count = self.flags[f"num_cached_{name}_tokens"]
+            old.append(self.held[f"{name}_cache"][index, :, :, :count].transpose(1, 2).flatten(2))
+        return torch.cat([*old, new], dim=1)
+
+
+class AnyFlowFARBlock(AnyFlowBlock):
+    """Stands in for the forward of a causal `AnyFlowTransformerBlock`."""
+
+    __slots__ = ()
+
+    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+        x, text, temb, rotary, _, *cached = inputs
+        cache: Any = Cache(*cached)
+        return super().fast(notes, x, text, temb, rotary, cache)
+
+    def self_attention(
+        self, notes: Notes | None, attn: Any, h: Any, rotary: Any, mask: Any
+    ) -> Tensor:
+        if self.config.attention == "exact":
+            made: Tensor = attn(h, rotary_emb=rotary, kv_cache=mask.held, kv_cache_flag=mask.flags)
+            return made
+        attend = self.attend
+        q, k, v = parts.qkv(attn, h)
+        k, v = mask.joined(0, called(attn.norm_k, k)), mask.joined(1, v)
+        rest = (attend.heads, 1e-6, attend.impl)
+        q = unchecked.norm_rotate(called(attn.norm_q, q), None, None, *self.tables(rotary), *rest)
+        k = unchecked.norm_rotate(k, None, None, *self.tables(rotary, "key"), *rest)
+        k, v = (F.pad(x, (0, 0, 0, -q.shape[1] % _PADDED_TO)) for x in (k, v))
+        out = attend(q, k, v, NO_NORMS)
+        if notes is not None:
+            notes.attention = Operands(q, k, v, NO_NORMS, None, attend.heads, out)
+        return parts.project_out(attn, out)
+
+    def lengths(self, *inputs: Any) -> tuple[int, int]:
+        queries, keys = inputs[0].shape[1], inputs[3]["key"].shape[2]
+        return queries, keys + -queries % _PADDED_TO
+
+    def why_inputs(self, *inputs: Any) -> str:
+        if len(inputs) == 5:
+            return "causal attention without a cache"
+        held, flags = inputs[5:]
+        if flags["is_cache_step"]:
+            return "the forward fills the cache of keys"
+        if any(x.dtype != inputs[0].dtype for x in held.values()):
+            return "the cache of keys is of another dtype than the video"
+        return super().why_inputs(*inputs)
+
+    def pairs(self) -> list[SkipPair]:
+        pairs = super().pairs()
+        if pairs[0].runs == "one-launch":  # It knows no cache.
+            pairs[0] = replace(pairs[0], runs="two-launch")
+        return pairs
+
+    def notes(self) -> list[str]:
+        return []  # The backend "flex" is the author's own choice.
+
+
+# --- what is patched in a model ------------------------------------------------------------------
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
     """Find the blocks of a model, in the order in which they run.
 
     Raises:
@@ -127,10 +221,7 @@ def blocks_of(
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
     check_parameters(expected, "diffusers")
+    make = AnyFlowFARBlock if causal else AnyFlowBlock
     found = find_blocks(model.blocks, f"{path}.blocks", block, make)
     made = [one.made(attend_of(one, config), config) for one in found]
-    kept = {"query": KeptTables(), "key": KeptTables()}
-    for one in made:
-        if isinstance(one, AnyFlowBlock):
-            one.kept = kept
-    return made
+    return share(made, kept={"query": KeptTables(), "key": KeptTables()})

@@ -12,7 +12,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import wan
-from turbo_rcm_patch.patching.families.checks import check_parameters
+from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import Notes, Rotary
@@ -56,18 +56,12 @@ class VACEBlock(WanBlock):
         return made
 
     def fast(  # type: ignore[override]
-        self,
-        notes: Notes | None,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        control: Tensor,
-        temb: Tensor,
-        rotary_emb: Rotary,
+        self, notes: Notes | None, video: Tensor, text: Tensor, control: Tensor, *rest: Any
     ) -> tuple[Tensor | None, Tensor]:
         block = self.block
         if block.proj_in is not None:
-            control = block.proj_in(control) + hidden_states
-        control = super().fast(notes, control, encoder_hidden_states, temb, rotary_emb)
+            control = block.proj_in(control) + video
+        control = super().fast(notes, control, text, *rest)
         return None if block.proj_out is None else block.proj_out(control), control
 
     def why_inputs(  # type: ignore[override]

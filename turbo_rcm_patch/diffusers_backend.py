@@ -149,9 +149,14 @@ def _attention(
 
     The dispatcher passes those arguments that it finds here by name.
     """
-    inputs = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
     if _parallel_config is None:
-        return _local(*inputs)
+        # A mask [B, Nk] says which keys a sample sees, as for "native".
+        if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]
+        return sageattn(
+            query, key, value, "NHD", is_causal, scale, return_lse, attn_mask=attn_mask,
+            dropout_p=dropout_p, enable_gqa=enable_gqa,
+        )  # fmt: skip
     ring = _parallel_config.context_parallel_config.ring_degree > 1
     if is_causal or (attn_mask is not None and ring):
         raise MaskError(
@@ -164,31 +169,10 @@ def _attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     out: Tensor | tuple[Tensor, Tensor] = _templated_context_parallel_attention(
-        query, key, value, *inputs[3:], forward_op=_forward_op, backward_op=_backward_op,
-        _parallel_config=_parallel_config,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+        forward_op=_forward_op, backward_op=_backward_op, _parallel_config=_parallel_config,
     )  # fmt: skip
     return out
-
-
-def _local(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the attention of one rank. A mask [B, Nk] says which keys a sample sees, as for
-    "native"."""
-    if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):
-        mask = mask[:, None, None]
-    return sageattn(
-        query, key, value, "NHD", is_causal, scale, return_lse, attn_mask=mask,
-        dropout_p=dropout_p, enable_gqa=enable_gqa,
-    )  # fmt: skip
 
 
 def _forward_op(
@@ -200,7 +184,7 @@ def _forward_op(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the attention over the tokens or heads of a rank, for diffusers' templates. They
     expect the logsumexp as [B, Nq, H]."""
-    out = _local(*inputs, **named)
+    out = _attention(*inputs, **named)
     if isinstance(out, tuple):
         out, lse = out
         return out, lse.transpose(1, 2).contiguous()

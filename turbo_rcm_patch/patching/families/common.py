@@ -1,0 +1,144 @@
+"""The functions that families share: checks of a model before it changes, and the skip pairs of a
+block for the report.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from turbo_rcm_patch.config import Kind
+from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.int8_linears import int8_forward
+from turbo_rcm_patch.patching.plain import FLOATS, bare
+from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
+
+
+def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], package: str) -> None:
+    """Compare the parameters of functions with the names that a family knows, in order.
+
+    Raises:
+        FamilyError: A function takes other parameters.
+    """
+    for function, names in expected.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found != names:
+            raise FamilyError(
+                getattr(function, "__qualname__", repr(function)),
+                expected=f"({', '.join(names)})",
+                got=f"({', '.join(found)})",
+                remedy=f"Install a version of {package} that this release supports",
+            )
+
+
+def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> None:
+    """Raise if the kernels do not take the heads of an attention or the dtype of its Linears.
+
+    Raises:
+        ShapeError: The head dimension is odd or too large.
+        DTypeError: A plain Linear computes in a dtype that no kernel takes.
+    """
+    if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        raise ShapeError(
+            f"{path}: head_dim",
+            expected=f"an even number up to {MAX_HEAD_DIM}",
+            got=str(head_dim),
+            remedy="This model cannot run through the fused attention",
+        )
+    for name, linear in linears.items():
+        if type(linear) is nn.Linear and bare(linear) and linear.weight.dtype not in FLOATS:
+            plain = type(linear.weight) is nn.Parameter
+            if plain and linear.weight.dtype.is_floating_point and linear.weight.itemsize > 1:
+                raise DTypeError(
+                    f"{path}.{name}.weight",
+                    expected="bfloat16, float16 or float32",
+                    got=str(linear.weight.dtype),
+                    remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
+                )
+
+
+def share(
+    blocks: list[PatchedBlock | SkipPair], **attributes: object
+) -> list[PatchedBlock | SkipPair]:
+    """Give all blocks of a model the same attributes, and return the list."""
+    for block in blocks:
+        for name, value in attributes.items() if isinstance(block, PatchedBlock) else ():
+            setattr(block, name, value)
+    return blocks
+
+
+# --- for the report ------------------------------------------------------------------------------
+
+
+def branch_pair(
+    block: PatchedBlock,
+    name: str,
+    kind: Kind,
+    why: str,
+    *streams: Stream,
+    cast: Cast = "fp32",
+    heads: bool = True,
+) -> SkipPair:
+    """Describe a branch that ends in a projection, and how it runs.
+
+    Args:
+        block: The patched block.
+        name: Name of the branch in the block, "" for the block itself.
+        kind: Kind of the branch.
+        why: Why the author's forward runs, or "".
+        *streams: Residual streams of the branch; one without a gate by default.
+        cast: Cast policy of the author's skip.
+        heads: True if the branch is an attention.
+    """
+    attend = block.attend
+    reasons = [why or LEVEL_WORDS.get(block.level, ""), block.reason]
+    runs: Residual = "two-launch"
+    if why or block.level == Level.AUTHOR:
+        runs = "as-written"
+    elif block.config.form == "one-launch" and kind == "self" and not block.level:
+        runs = "one-launch"
+    return SkipPair(
+        path=f"{block.path}.{name}".strip(".") or type(block.block).__name__,
+        kind=kind,
+        heads=attend.heads if heads else 0,
+        head_dim=attend.head_dim if heads else 0,
+        streams=streams or (Stream("video", "1", "1"),),
+        cast=cast,
+        projection=True,
+        runs=runs,
+        reason="; ".join(filter(None, reasons)),
+        int8_linears=() if runs == "as-written" else _int8(block, name),
+    )
+
+
+def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> SkipPair:
+    """Describe the sum of two attentions before their shared projection.
+
+    Args:
+        pair: Pair of the branch that contains the sum.
+        path: Path of the new pair.
+        stream: Name of the summand that is the residual.
+        kind: Kind of the new pair.
+    """
+    runs: Residual = "as-written" if pair.runs == "as-written" else "in-kernel"
+    return replace(
+        pair, path=path, kind=kind, streams=(Stream(stream, "1", "1"),), projection=False,
+        runs=runs, int8_linears=(),
+    )  # fmt: skip
+
+
+def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
+    """Return the names of a branch's Linears that run in int8."""
+    found = []
+    for path, linear in block.linears().items():
+        base = getattr(linear, "base_layer", linear)  # inside an adapter
+        inside = not name or path.startswith(f"{name}.")
+        if inside and isinstance(base, nn.Module) and int8_forward(base) is not None:
+            found.append(path.removeprefix(f"{name}."))
+    return tuple(found)
