@@ -74,7 +74,12 @@ def test_patching_needs_no_more_memory(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "attention"),
     [
-        ("tiny", "int8"),
+        # 52.3 dB in the median where 54.0 is the limit; by default its attention is exact here.
+        pytest.param(
+            "tiny",
+            "int8",
+            marks=pytest.mark.xfail(strict=True, reason="int8 in every head is too much for it"),
+        ),
         # 39.6 dB in the worst frame where 47.4 is the limit; by default its attention is exact.
         pytest.param(
             "tiny-cogvideox",

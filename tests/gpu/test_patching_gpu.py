@@ -112,6 +112,10 @@ def test_compiled_blocks_agree_with_plain_calls(mode: str) -> None:
     for _ in range(3):
         output = run(compiled, inputs).clone()
     assert relative_l2(output, eager) <= 2e-2
+    with torch.profiler.profile() as found:
+        run(compiled, inputs)
+        torch.cuda.synchronize()
+    assert any("skip_norm_kernel" in event.key for event in found.key_averages())
 
 
 def test_patching_holds_no_more_memory_than_the_model() -> None:

@@ -168,7 +168,8 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
     ):
         return "a gradient may be wanted (inference runs under torch.no_grad)"
     if compiling():
-        return "the model is exported" if torch.compiler.is_exporting() else ""
+        # Before torch 2.13 `torch.compiler.is_exporting()` is True in every compiled graph.
+        return "the model is exported" if torch.compiler._is_exporting_flag else ""
     if class_replaced(block):
         return "the forward of its class was replaced"
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
