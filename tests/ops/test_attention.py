@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.implementations import Implementation, coefficient, over
 from tests.inputs import attention_inputs
@@ -675,3 +676,13 @@ def test_the_output_has_the_dtype_that_was_asked_for() -> None:
         wide = attention_skip(q, k, v, spec, out_dtype=dtype)
         assert wide.dtype == dtype
         assert torch.equal(wide.bfloat16(), attention_skip(q, k, v, spec))
+
+
+
+@over("reference", "interpreter", "gpu")
+def test_keys_that_still_travel_between_ranks_are_waited_for(on: Implementation) -> None:
+    """A ring's keys and values are such tensors, which hold no memory themselves."""
+    q, k, v = (on.randn(1, 64, 64, dtype=torch.float16) for _ in range(3))
+    spec = AttentionSpec(heads=2, attention="int8", pv="fp16", impl=on.impl)
+    travelling = [AsyncCollectiveTensor(x) for x in (k, v)]
+    assert torch.equal(attention_skip(q, *travelling, spec), attention_skip(q, k, v, spec))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Final, get_type_hints
 
 import torch
@@ -26,6 +27,15 @@ _compiling: Final = torch.compiler.is_compiling
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _tracer: Final = torch._C._get_tracing_state
 _autocast: Final = torch._C._is_any_autocast_enabled
+
+
+@cache
+def _are_plain(kinds: tuple[type, ...]) -> bool:
+    """Return True if no type is a subclass of Tensor with code of its own.
+
+    The first three arguments of each operation are asked: they hold the activations.
+    """
+    return not any([issubclass(kind, Tensor) and kind not in _PLAIN for kind in kinds])
 
 
 class Operation:
@@ -53,7 +63,7 @@ class Operation:
     def __call__(self, *args: Any) -> Any:
         if (
             _compiling()
-            or type(args[0]) not in _PLAIN
+            or not _are_plain(tuple(map(type, args[:3])))
             or _dispatch_modes()
             or _tracer() is not None
         ):
