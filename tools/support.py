@@ -179,8 +179,8 @@ GROUPS: Final = {
         "its pipeline":          "yes yes yes  yes yes yes yes  yes      yes  -   -",
         "rCM sampler":           "yes yes yes  no  no  -   -    refused  -    -   -",
         "generate, compare":     "yes yes yes  yes yes no  no   yes      yes  -   -",
-        "Triton kernels":        "gpu gpu gpu  gpu gpu no  no   gpu      gpu  no  gpu",
-        "full size":             "gpu gpu gpu  gpu gpu no  no   gpu      gpu  gpu -",
+        "Triton kernels":        "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  no  gpu",
+        "full size":             "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  gpu -",
     },
 }  # fmt: skip
 

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 #: The smallest published model of every class of diffusers: key of the registry -> model.
 SMALLEST = {name: models[0] for name, models in PUBLISHED.items() if "diffusers" in name}
-#: Not run on a card so far, so the support matrix does not claim them.
-NOT_RUN = ("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel")
-CLASSES = tuple(name for name in map(short_name, SMALLEST) if name not in NOT_RUN)
+CLASSES = tuple(map(short_name, SMALLEST))
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from diffusers import ContextParallelConfig
 
 from tests.measures import relative_l2
-from tests.patching.models import COGVIDEOXS, MODELS, WANS, Model, classes, run, wide
+from tests.patching.models import ANYFLOWS, COGVIDEOXS, MODELS, WANS, Model, classes, run, wide
 from tests.ranks import on_ranks
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
 from turbo_rcm_patch.config import Linear
@@ -59,7 +59,7 @@ def test_attention_in_16_bits_keeps_the_networks_error(row: Model) -> None:
     assert torch.equal(run(model, inputs), before)
 
 
-@pytest.mark.supports(classes(WANS + COGVIDEOXS), "Triton kernels")
+@pytest.mark.supports(classes(WANS + ANYFLOWS + COGVIDEOXS), "Triton kernels")
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
 @pytest.mark.parametrize("row", MODELS, ids=str)
 def test_a_network_in_int8_is_near_fp32(row: Model, linear: Linear) -> None:

@@ -678,7 +678,6 @@ def test_the_output_has_the_dtype_that_was_asked_for() -> None:
         assert torch.equal(wide.bfloat16(), attention_skip(q, k, v, spec))
 
 
-
 @over("reference", "interpreter", "gpu")
 def test_keys_that_still_travel_between_ranks_are_waited_for(on: Implementation) -> None:
     """A ring's keys and values are such tensors, which hold no memory themselves."""
