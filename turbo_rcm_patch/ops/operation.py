@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any, Final, get_type_hints
 
 import torch
@@ -27,15 +26,6 @@ _compiling: Final = torch.compiler.is_compiling
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _tracer: Final = torch._C._get_tracing_state
 _autocast: Final = torch._C._is_any_autocast_enabled
-
-
-@cache
-def _are_plain(kinds: tuple[type, ...]) -> bool:
-    """Return True if no type is a subclass of Tensor with code of its own.
-
-    The first three arguments of each operation are asked: they hold the activations.
-    """
-    return not any([issubclass(kind, Tensor) and kind not in _PLAIN for kind in kinds])
 
 
 class Operation:
@@ -61,9 +51,15 @@ class Operation:
         self._registered = getattr(torch.ops.turbo_rcm_patch, name).default
 
     def __call__(self, *args: Any) -> Any:
+        if _compiling() or any([isinstance(x, Tensor) and type(x) not in _PLAIN for x in args]):
+            return self._registered(*args)
+        return self.unchecked(*args)
+
+    def unchecked(self, *args: Any) -> Any:
+        """Compute the result for a patched block, whose tensors after the first are as plain."""
         if (
             _compiling()
-            or not _are_plain(tuple(map(type, args[:3])))
+            or type(args[0]) not in _PLAIN
             or _dispatch_modes()
             or _tracer() is not None
         ):

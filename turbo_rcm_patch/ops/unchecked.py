@@ -3,24 +3,22 @@
 Each takes plain tensors, numbers and strings by position, in the order of its body.
 """
 
-from turbo_rcm_patch.ops.attention import attention, norm_rotate
-from turbo_rcm_patch.ops.int8_linear import (
-    int8_linear_operation as int8_linear,
-)
-from turbo_rcm_patch.ops.int8_linear import (
-    int8_linear_rows,
-    quantize_rows,
-)
-from turbo_rcm_patch.ops.int8_linear import (
-    linear_gelu_operation as linear_gelu,
-)
-from turbo_rcm_patch.ops.norm import norm_operation as norm_modulate
-from turbo_rcm_patch.ops.norm import rows_operation as norm_modulate_rows
-from turbo_rcm_patch.ops.norm import skip_norm, skip_norm_rows
-from turbo_rcm_patch.ops.one_launch import attention_project_operation as attention_project_skip
-from turbo_rcm_patch.ops.skip import skip_operation as skip
-from turbo_rcm_patch.ops.sparse_linear import sparse_linear_operation as sparse_linear_attention
-from turbo_rcm_patch.ops.streams import norm_modulate_streams, skip_norm_streams, skip_streams
+from turbo_rcm_patch.ops.attention import attention as _attention
+from turbo_rcm_patch.ops.attention import norm_rotate as _norm_rotate
+from turbo_rcm_patch.ops.int8_linear import int8_linear_operation as _int8_linear
+from turbo_rcm_patch.ops.int8_linear import int8_linear_rows as _int8_linear_rows
+from turbo_rcm_patch.ops.int8_linear import linear_gelu_operation as _linear_gelu
+from turbo_rcm_patch.ops.int8_linear import quantize_rows as _quantize_rows
+from turbo_rcm_patch.ops.norm import norm_operation as _norm
+from turbo_rcm_patch.ops.norm import rows_operation as _norm_rows
+from turbo_rcm_patch.ops.norm import skip_norm as _skip_norm
+from turbo_rcm_patch.ops.norm import skip_norm_rows as _skip_norm_rows
+from turbo_rcm_patch.ops.one_launch import attention_project_operation as _project
+from turbo_rcm_patch.ops.skip import skip_operation as _skip
+from turbo_rcm_patch.ops.sparse_linear import sparse_linear_operation as _sparse
+from turbo_rcm_patch.ops.streams import norm_modulate_streams as _norm_streams
+from turbo_rcm_patch.ops.streams import skip_norm_streams as _skip_norm_streams
+from turbo_rcm_patch.ops.streams import skip_streams as _skip_streams
 
 __all__ = [
     "attention",
@@ -40,3 +38,20 @@ __all__ = [
     "skip_streams",
     "sparse_linear_attention",
 ]
+
+attention = _attention.unchecked
+attention_project_skip = _project.unchecked
+int8_linear = _int8_linear.unchecked
+int8_linear_rows = _int8_linear_rows.unchecked
+linear_gelu = _linear_gelu.unchecked
+norm_modulate = _norm.unchecked
+norm_modulate_rows = _norm_rows.unchecked
+norm_modulate_streams = _norm_streams.unchecked
+norm_rotate = _norm_rotate.unchecked
+quantize_rows = _quantize_rows.unchecked
+skip = _skip.unchecked
+skip_norm = _skip_norm.unchecked
+skip_norm_rows = _skip_norm_rows.unchecked
+skip_norm_streams = _skip_norm_streams.unchecked
+skip_streams = _skip_streams.unchecked
+sparse_linear_attention = _sparse.unchecked
