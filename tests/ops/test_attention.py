@@ -685,3 +685,21 @@ def test_keys_that_still_travel_between_ranks_are_waited_for(on: Implementation)
     spec = AttentionSpec(heads=2, attention="int8", pv="fp16", impl=on.impl)
     travelling = [AsyncCollectiveTensor(x) for x in (k, v)]
     assert torch.equal(attention_skip(q, *travelling, spec), attention_skip(q, k, v, spec))
+
+
+@over("interpreter", "gpu")
+@pytest.mark.parametrize("rotary", [True, False])
+def test_exact_attention_norms_q_by_its_weight_and_k_by_its_own(
+    on: Implementation, rotary: bool
+) -> None:
+    q, k, v = (on.randn(1, 40, 64) for _ in range(3))
+    angle = on.randn(40, 16).repeat_interleave(2, -1)
+    norms = {"norm_q": 1 + on.randn(64) / 4, "norm_k": 1 + on.randn(64) / 4}
+    table = (angle.cos(), angle.sin()) if rotary else None
+    made, expected = (
+        attention_skip(
+            q, k, v, AttentionSpec(heads=2, attention="exact", impl=impl), rotary=table, **norms
+        )
+        for impl in (on.impl, "reference")
+    )
+    assert relative_l2(made, expected) <= 1e-5

@@ -753,6 +753,22 @@ def test_a_cache_of_attentions_runs_its_author(one: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
+# --- weights that are no parameters --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["norm2", "attn1.norm_q", "attn1.to_q", "ffn.net.2"])
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_a_weight_that_is_no_parameter_is_left_to_its_module(name: str, linear: Any) -> None:
+    """As torch's older weight_norm and pruning leave it."""
+    model, inputs = WAN.model(), WAN.inputs()
+    patch_model(model, linear=linear, attention="exact", guard=False)
+    module = blocks(model)[0].get_submodule(name)
+    module.weight = 2 * module._parameters.pop("weight").detach()
+    made = run(model, inputs)
+    unpatch_model(model)
+    assert relative_l2(made, run(model, inputs)) <= (TIGHT if linear == "as-is" else 3e-2)
+
+
 # --- compiled ------------------------------------------------------------------------------------
 
 
