@@ -162,7 +162,7 @@ def _linear(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if resolve_impl(impl, x.device) == "triton":
-        from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear_of as launch
+        from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
 
         gelu = activation == "gelu-tanh"
         return launch(x, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)

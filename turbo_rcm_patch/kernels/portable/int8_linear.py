@@ -173,7 +173,7 @@ def _crowded(tile: Tile) -> bool:
 
 @replayed
 def int8_linear(
-    x: Rows,
+    x: Rows | torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -181,11 +181,14 @@ def int8_linear(
     gelu: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute gelu(x @ weight^T + bias) of int8 rows.
+    """Compute gelu(x @ weight^T + bias) in int8.
 
-    x [B, N, K] as rows; weight int8 [Cout, K]; its scale fp32 [Cout], [Cout, groups of 128
-    channels] or [groups of 128 rows, groups of 128 channels]; the result is [B, N, Cout].
+    x [B, N, K] as rows, or in a float dtype, which a first kernel quantises; weight int8 [Cout, K];
+    its scale fp32 [Cout], [Cout, groups of 128 channels] or [groups of 128 rows, groups of 128
+    channels]; the result is [B, N, Cout].
     """
+    if not isinstance(x, Rows):
+        x = quantize_rows(x)
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
     target = target_of(x.int8.device)
@@ -251,18 +254,3 @@ def int8_linear(
         num_stages=tile.stages,
     )
     return y
-
-
-@replayed
-def int8_linear_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    gelu: bool,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Quantise x [B, N, K] and compute `int8_linear` of its rows, in one replay."""
-    rows = quantize_rows(x)
-    return int8_linear(rows, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)
