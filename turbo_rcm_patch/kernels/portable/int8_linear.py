@@ -183,9 +183,9 @@ def int8_linear(
 ) -> torch.Tensor:
     """Compute gelu(x @ weight^T + bias) in int8.
 
-    x [B, N, K] as rows, or in a float dtype, which a first kernel quantises; weight int8 [Cout, K];
-    its scale fp32 [Cout], [Cout, groups of 128 channels] or [groups of 128 rows, groups of 128
-    channels]; the result is [B, N, Cout].
+    x [B, N, K] as rows, or in a float dtype, which a first kernel quantises; weight int8
+    [Cout, K]; its scale fp32 [Cout], [Cout, groups of 128 channels] or [groups of 128 rows, groups
+    of 128 channels]; the result is [B, N, Cout].
     """
     if not isinstance(x, Rows):
         x = quantize_rows(x)
