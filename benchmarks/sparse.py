@@ -26,8 +26,8 @@ from benchmarks.runner import (
 )
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PVDType
-from turbo_rcm_patch.ops import sparse_reference as reference
-from turbo_rcm_patch.ops.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.sparse_linear import reference
 
 #: Relative L2 to exact mathematics from which an output is wrong.
 _WRONG: Final = 0.1

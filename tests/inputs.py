@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from turbo_rcm_patch.kernels.operands import AttentionInputs
+from turbo_rcm_patch.ops.formats import AttentionInputs
 
 
 def attention_inputs(

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from turbo_rcm_patch.kernels import replay
-from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.ops import replay
+from turbo_rcm_patch.ops.launch import Target
 
 #: Modules of kernels, Hopper's and the portable ones.
 MODULES = (
-    "hopper.attention", "hopper.int8_linear", "hopper.linear_branch", "hopper.prologue",
-    "portable.attention", "portable.int8_linear", "portable.norm", "portable.one_launch",
-    "portable.prologue", "portable.rows", "portable.skip", "portable.skip_norm",
-    "portable.sparse_attention", "portable.streams",
+    "attention.hopper", "int8_linear.hopper", "sparse_linear.hopper", "attention.prologue_hopper",
+    "attention.triton", "int8_linear.triton", "residual.norm_triton",
+    "attention.one_launch_triton", "attention.prologue_triton", "int8_rows",
+    "residual.skip_triton", "residual.skip_norm_triton",
+    "sparse_linear.triton", "residual.streams_triton",
 )  # fmt: skip
 
 #: Name, grid and arguments of each launch.
@@ -43,7 +44,7 @@ class Compiled:
 def needs_hopper_kernels() -> None:
     """Skip a test where this release of Triton, one before 3.6, has no such kernels."""
     pytest.importorskip(
-        "turbo_rcm_patch.kernels.hopper.attention", exc_type=ImportError,
+        "turbo_rcm_patch.ops.attention.hopper", exc_type=ImportError,
         reason="Hopper's kernels, which are launched here, need a newer Triton",
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def write_down_launches(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(replay, "_raw_stream", lambda index: 0)
     for name in MODULES:
-        module = importlib.import_module(f"turbo_rcm_patch.kernels.{name}")
+        module = importlib.import_module(f"turbo_rcm_patch.ops.{name}")
         if hasattr(module, "target_of"):
             monkeypatch.setattr(module, "target_of", lambda device: Target("cuda", 90))
     return _WRITTEN

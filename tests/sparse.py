@@ -7,8 +7,8 @@ import torch
 
 from tests.inputs import attention_inputs
 from turbo_rcm_patch.ops import Sparsity
-from turbo_rcm_patch.ops.reference import split_heads
-from turbo_rcm_patch.ops.sparse_reference import block_map
+from turbo_rcm_patch.ops.attention.reference import split_heads
+from turbo_rcm_patch.ops.sparse_linear.reference import block_map
 
 __all__ = ["chosen_blocks", "proj_l"]
 
@@ -23,8 +23,8 @@ def chosen_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sparsity: Sparsity
 ) -> torch.Tensor:
     """The kernels' block map, after comparing it with the reference's."""
-    from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores, prepare_tokens
-    from turbo_rcm_patch.kernels.portable.sparse_attention import linear_branch as branch_of
+    from turbo_rcm_patch.ops.sparse_linear.triton import largest_scores, prepare_tokens
+    from turbo_rcm_patch.ops.sparse_linear.triton import linear_branch as branch_of
 
     geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
     dim, count = q.shape[2] // heads, sparsity.count(k.shape[1])

@@ -38,11 +38,10 @@ MAY_IMPORT = {
     "output": {"errors"},
     "options": {"errors", "config"},
     "usage": set(),
-    "kernels": {"errors"},
-    "ops": WORDS | {"kernels"},
+    "ops": WORDS,
     "models": WORDS | {"ops"},
     "diffusers_backend": {"errors", "ops"},
-    "patching": WORDS | {"kernels", "ops", "models"},  # of kernels: Rows
+    "patching": WORDS | {"ops", "models"},
     "turbodiffusion": WORDS | {"ops", "patching"},
     "tiny": {"errors"},  # where the shipped weights lie, and their world
     "video": BELOW_VIDEO | {"tiny", "options"},
@@ -50,7 +49,7 @@ MAY_IMPORT = {
 #: Packages that only some parts may import.
 ONLY_IN = {
     "turbowan": set(),  # of the examples
-    "triton": {"kernels"},
+    "triton": {"ops"},
     "diffusers": {"patching/families", "diffusers_backend.py", "video"},
     "transformers": {"video"},
     # These lie around the package and import it, never the other way.
@@ -131,7 +130,7 @@ def at_import(tree: ast.AST) -> Iterator[str]:
         yield from at_import(node)
 
 
-#: "turbo_rcm_patch.ops.skip" -> its file.
+#: "turbo_rcm_patch.ops.residual.skip" -> its file.
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
         ".__init__"

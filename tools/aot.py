@@ -34,9 +34,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from turbo_rcm_patch.kernels import gluon
-from turbo_rcm_patch.kernels.launch import Target
-from turbo_rcm_patch.kernels.operands import AttentionInputs
+from turbo_rcm_patch.ops import gluon
+from turbo_rcm_patch.ops.formats import AttentionInputs
+from turbo_rcm_patch.ops.launch import Target
 
 AMPERE, HOPPER, HIP = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
 #: Largest shared memory of one program, in KiB.
@@ -103,9 +103,16 @@ class Result:
 # --- what is launched ----------------------------------------------------------------------------
 
 
-_modules = Path(gluon.__file__).parent.glob("portable/[a-z]*.py")
+_PORTABLE = {
+    "attention": "attention.triton", "int8_linear": "int8_linear.triton", "rows": "int8_rows",
+    "norm": "residual.norm_triton", "skip": "residual.skip_triton",
+    "skip_norm": "residual.skip_norm_triton", "streams": "residual.streams_triton",
+    "one_launch": "attention.one_launch_triton", "sparse_attention": "sparse_linear.triton",
+}  # fmt: skip
+_HOPPER = ("attention.hopper", "attention.prologue_hopper", "int8_linear.hopper",
+           "sparse_linear.hopper")  # fmt: skip
 portable = SimpleNamespace(
-    **{p.stem: import_module(f"turbo_rcm_patch.kernels.portable.{p.stem}") for p in _modules}
+    **{name: import_module(f"turbo_rcm_patch.ops.{path}") for name, path in _PORTABLE.items()}
 )
 
 
@@ -242,13 +249,13 @@ def compiled(name: str, target: Target) -> list[Result]:
         )
 
     if target == HOPPER:  # These modules load when they are first needed.
-        for path in Path(gluon.__file__).parent.glob("hopper/[a-z]*.py"):
-            gluon.hopper_module(path.stem, path.stem)
+        for name in _HOPPER:
+            gluon.hopper_module(name, name)
     stands_in = {"launch": launch, "target_of": lambda device: target}
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):
             for own, value in stands_in.items():
-                if place.startswith("turbo_rcm_patch.kernels.") and hasattr(module, own):
+                if place.startswith("turbo_rcm_patch.ops.") and hasattr(module, own):
                     stack.enter_context(mock.patch.object(module, own, value))
         stack.enter_context(mock.patch.dict(vars(triton.runtime.driver)))
         triton.runtime.driver.set_active(_driver(target))

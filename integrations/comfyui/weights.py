@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.ops.int8_linear import dequantized
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.turbodiffusion import read_checkpoint
 from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, names
 

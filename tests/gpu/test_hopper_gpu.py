@@ -12,9 +12,9 @@ import triton
 
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2
-from turbo_rcm_patch.kernels.launch import target_of, tile_for
-from turbo_rcm_patch.kernels.portable.attention import attention
-from turbo_rcm_patch.kernels.portable.prologue import quantize
+from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.triton import attention
+from turbo_rcm_patch.ops.launch import target_of, tile_for
 
 pytestmark = pytest.mark.gpu
 

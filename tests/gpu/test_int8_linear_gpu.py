@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.measures import relative_l2
-from turbo_rcm_patch.kernels.gluon import hopper_module
-from turbo_rcm_patch.kernels.portable import int8_linear as kernel
-from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
+from turbo_rcm_patch.ops.gluon import hopper_module
+from turbo_rcm_patch.ops.int8_linear import triton as kernel
+from turbo_rcm_patch.ops.int8_rows import quantize_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_a_linear_compiles_without_a_break() -> None:
 @pytest.fixture
 def own() -> ModuleType:
     """The module of Hopper's own kernel."""
-    module = hopper_module("int8_linear", "int8 linear")
+    module = hopper_module("int8_linear.hopper", "int8 linear")
     if torch.cuda.get_device_capability() != (9, 0) or module is None:
         pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
     return module

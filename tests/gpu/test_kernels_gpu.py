@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops
-from turbo_rcm_patch.kernels.portable import attention as kernels
-from turbo_rcm_patch.ops.reference import exact_attention, split_heads
+from turbo_rcm_patch.ops.attention import triton as kernels
+from turbo_rcm_patch.ops.attention.reference import exact_attention, split_heads
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from turbo_rcm_patch.ops import (
     attention_skip,
     resolve_pv,
 )
-from turbo_rcm_patch.ops.reference import exact_attention, split_heads
+from turbo_rcm_patch.ops.attention.reference import exact_attention, split_heads
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from turbo_rcm_patch.ops import (
     resolve_pv,
     sparse_linear_attention,
 )
-from turbo_rcm_patch.ops.reference import split_heads
-from turbo_rcm_patch.ops.sparse_reference import linear_branch
+from turbo_rcm_patch.ops.attention.reference import split_heads
+from turbo_rcm_patch.ops.sparse_linear.reference import linear_branch
 
 pytestmark = pytest.mark.gpu
 
@@ -47,8 +47,8 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     batch: int, heads: int, tokens: int, dim: int, block_k: int, dtype: torch.dtype,
     strided: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from turbo_rcm_patch.kernels.hopper import linear_branch as hopper
-    from turbo_rcm_patch.kernels.portable import sparse_attention
+    from turbo_rcm_patch.ops.sparse_linear import hopper
+    from turbo_rcm_patch.ops.sparse_linear import triton as sparse_attention
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launches import needs_hopper_kernels
 from tools.aot import AMPERE, HOPPER, Result, compiled, faults, order_faults
-from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.ops.launch import Target
 
 _PROLOGUE = {"statistics_kernel", "prologue_kernel"}
 _OWN_PROLOGUE = {"hopper_statistics_kernel", "hopper_prologue_kernel"}

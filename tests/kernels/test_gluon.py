@@ -9,7 +9,7 @@ import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from tests.launches import needs_hopper_kernels
-from turbo_rcm_patch.kernels.gluon import hopper_module, ran_on_hopper
+from turbo_rcm_patch.ops.gluon import hopper_module, ran_on_hopper
 
 ERRORS = {
     "assembler": PTXASError("ptxas: no such instruction"),
@@ -23,7 +23,15 @@ def _hopper() -> None:
     needs_hopper_kernels()
 
 
-@pytest.mark.parametrize("name", ["attention", "int8_linear", "linear_branch", "prologue"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention.hopper",
+        "int8_linear.hopper",
+        "sparse_linear.hopper",
+        "attention.prologue_hopper",
+    ],
+)
 def test_this_release_has_them(name: str) -> None:
     assert hopper_module(name, name) is not None
 
@@ -31,7 +39,7 @@ def test_this_release_has_them(name: str) -> None:
 def test_an_older_release_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.warns(UserWarning, match=r"3\.5\.1 lacks what a faster older one .* 3\.6"):
-        assert hopper_module("attention", "older one") is None
+        assert hopper_module("attention.hopper", "older one") is None
 
 
 def test_names_that_are_gone_are_said() -> None:
@@ -48,12 +56,12 @@ def test_what_does_not_compile_warns_once_and_runs_on_portable_kernels(why: str)
         raise ERRORS[why]
 
     with pytest.warns(UserWarning, match=f"cannot compile a faster {why} .* portable"):
-        assert not ran_on_hopper("attention", why, fails)
+        assert not ran_on_hopper("attention.hopper", why, fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ran_on_hopper("attention", why, fails)
+        assert not ran_on_hopper("attention.hopper", why, fails)
     assert len(tried) == 1
-    assert ran_on_hopper("attention", f"other than {why}", lambda own: None)
+    assert ran_on_hopper("attention.hopper", f"other than {why}", lambda own: None)
 
 
 def test_a_launch_that_fails_is_no_compiler_error() -> None:
@@ -61,9 +69,9 @@ def test_a_launch_that_fails_is_no_compiler_error() -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory"):
-        ran_on_hopper("attention", "launch", fails)
-    assert ran_on_hopper("attention", "launch", lambda own: None)
+        ran_on_hopper("attention.hopper", "launch", fails)
+    assert ran_on_hopper("attention.hopper", "launch", lambda own: None)
 
 
 def test_kernels_that_do_not_serve_a_call() -> None:
-    assert not ran_on_hopper("attention", "call", lambda own: False)
+    assert not ran_on_hopper("attention.hopper", "call", lambda own: False)

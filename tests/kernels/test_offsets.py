@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels.launch import coefficient, near_rows
-from turbo_rcm_patch.kernels.portable.norm import broadcast, modulation_arguments
+from turbo_rcm_patch.ops.launch import coefficient, near_rows
+from turbo_rcm_patch.ops.residual.norm_triton import broadcast, modulation_arguments
 
 
 def far(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tests.inputs import attention_inputs
 from tests.launches import Log, write_down_launches
-from turbo_rcm_patch.kernels.portable.norm import norm_modulate, norm_modulate_rows, norm_rotate
-from turbo_rcm_patch.kernels.portable.rows import quantize_rows
-from turbo_rcm_patch.kernels.portable.skip import skip
-from turbo_rcm_patch.kernels.portable.skip_norm import skip_norm
-from turbo_rcm_patch.kernels.portable.streams import streams
-from turbo_rcm_patch.kernels.replay import keep_for_replay, recorder, replayed
+from turbo_rcm_patch.ops.int8_rows import quantize_rows
+from turbo_rcm_patch.ops.replay import keep_for_replay, recorder, replayed
+from turbo_rcm_patch.ops.residual.norm_triton import norm_modulate, norm_modulate_rows, norm_rotate
+from turbo_rcm_patch.ops.residual.skip_norm_triton import skip_norm
+from turbo_rcm_patch.ops.residual.skip_triton import skip
+from turbo_rcm_patch.ops.residual.streams_triton import streams
 
 HEADS, DIM = 2, 64
 CHANNELS = HEADS * DIM
@@ -139,7 +139,7 @@ def tokens(n: int, channels: int = CHANNELS) -> Tensor:
 
 
 def attention(**options: Any) -> Call:
-    from turbo_rcm_patch.kernels.portable.attention import attention as launcher
+    from turbo_rcm_patch.ops.attention.triton import attention as launcher
 
     def call(x: list[Tensor]) -> Any:
         names = ("residual", "c_out", "norm_q", "norm_k", "cos", "sin")
@@ -166,7 +166,7 @@ def test_attention_is_replayed_with_every_tensor_it_can_have(
 
 
 def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> None:
-    from turbo_rcm_patch.kernels.portable.sparse_attention import sparse_linear_attention
+    from turbo_rcm_patch.ops.sparse_linear.triton import sparse_linear_attention
 
     def call(x: list[Tensor]) -> Any:
         inputs = attention_inputs(*x[:3], heads=HEADS)

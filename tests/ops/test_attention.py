@@ -30,17 +30,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from tests.implementations import Implementation, coefficient, over
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2
-from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip, unchecked
-from turbo_rcm_patch.ops.emulation import (
+from turbo_rcm_patch.ops.attention.emulation import (
     hadamard,
     sample_sum_of_v,
     scaled_v,
     value_errors,
     value_levels,
 )
-from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
-from turbo_rcm_patch.ops.spec import hadamard_width, key_block
+from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.reference import exact_attention, norm_rope, split_heads
+from turbo_rcm_patch.ops.attention.spec import hadamard_width, key_block
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -119,7 +119,7 @@ def test_a_gpu_that_nobody_sees_has_no_automatic_pv(monkeypatch: pytest.MonkeyPa
 def test_a_triton_that_cannot_be_imported_is_said_before_a_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "turbo_rcm_patch.kernels.gluon", None)
+    monkeypatch.setitem(sys.modules, "turbo_rcm_patch.ops.gluon", None)
     with pytest.raises(MissingPackageError, match='Triton.*impl="reference"'):
         load_kernels("auto", torch.device("cuda"))
     load_kernels("auto", torch.device("cpu"))

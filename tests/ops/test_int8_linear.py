@@ -18,8 +18,6 @@ import torch.nn.functional as F
 
 from tests.implementations import Implementation, over
 from tests.measures import relative_l2
-from turbo_rcm_patch.kernels.launch import Target
-from turbo_rcm_patch.kernels.portable import int8_linear as kernel
 from turbo_rcm_patch.ops import (
     MAX_CHANNELS,
     Rows,
@@ -29,7 +27,9 @@ from turbo_rcm_patch.ops import (
     quantize_weight,
     unchecked,
 )
-from turbo_rcm_patch.ops.int8_linear import dequantized, quantized_rows
+from turbo_rcm_patch.ops.int8_linear import triton as kernel
+from turbo_rcm_patch.ops.int8_linear.api import dequantized, quantized_rows
+from turbo_rcm_patch.ops.launch import Target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -19,7 +19,7 @@ from tests.measures import relative_l2
 from tests.patching.models import named
 from turbo_rcm_patch import errors, ops, patch_model, sageattn
 from turbo_rcm_patch.ops import sageattn as names
-from turbo_rcm_patch.ops.sage import broken_sage
+from turbo_rcm_patch.ops.attention.sage import broken_sage
 from turbo_rcm_patch.ops.sageattn import MASK_WARNING
 
 pytestmark = pytest.mark.usefixtures("poisoned")

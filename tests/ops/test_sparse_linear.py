@@ -19,20 +19,20 @@ from tests.inputs import attention_inputs
 from tests.measures import relative_l2
 from tests.sparse import chosen_blocks, proj_l
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.kernels.portable.prologue import quantize
-from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     Sparsity,
     attention_skip,
     sparse_linear_attention,
 )
-from turbo_rcm_patch.ops.reference import norm_rope, split_heads
-from turbo_rcm_patch.ops.sparse_reference import (
+from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.sparse_linear.reference import (
     block_map,
     emulated_sparse_attention,
     linear_branch,
 )
+from turbo_rcm_patch.ops.sparse_linear.triton import largest_scores
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.turbodiffusion import wan_model
 from tests.turbodiffusion.wan_model import I2V_21, OPTIONS, Options, save, state_dict
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
-from turbo_rcm_patch.ops.int8_linear import dequantized
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, read_checkpoint, write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 from turbo_rcm_patch.turbodiffusion.keys import sizes_of

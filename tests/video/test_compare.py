@@ -349,7 +349,7 @@ def test_a_comparison_belongs_to_the_code_that_makes_videos(tmp_path: Path, monk
     (package / "video" / "report.py").write_text("another page")
     assert environment.code_digest() == before
     found = {before}
-    for count, name in enumerate(("boundary.py", "video/families/wan.py", "ops/norm.py"), 2):
+    for count, name in enumerate(("boundary.py", "video/families/wan.py", "ops/checks.py"), 2):
         (package / name).write_text("another video")
         found.add(environment.code_digest())
         assert len(found) == count

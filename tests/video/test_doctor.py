@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.ops import sage
+from turbo_rcm_patch.ops.attention import sage
 from turbo_rcm_patch.video import doctor
 from turbo_rcm_patch.video.doctor import LIMIT, KernelCheck, check_kernels, check_version, examine
 

@@ -5,8 +5,9 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
-from turbo_rcm_patch.kernels.operands import Rows
-from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.one_launch import attention_project_skip
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.dispatch import (
     FP8_MIN_KEYS,
     INT8_MIN_KEYS,
@@ -16,22 +17,21 @@ from turbo_rcm_patch.ops.dispatch import (
     resolve_pv,
     resolved,
 )
-from turbo_rcm_patch.ops.int8_linear import (
+from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops.int8_linear.api import (
     MAX_CHANNELS,
     int8_linear,
     linear_gelu,
     quantize_weight,
 )
-from turbo_rcm_patch.ops.norm import norm_modulate, norm_modulate_rows
-from turbo_rcm_patch.ops.one_launch import attention_project_skip
-from turbo_rcm_patch.ops.skip import skip
-from turbo_rcm_patch.ops.sparse_linear import (
+from turbo_rcm_patch.ops.residual.norm import norm_modulate, norm_modulate_rows
+from turbo_rcm_patch.ops.residual.skip import skip
+from turbo_rcm_patch.ops.sparse_linear.api import (
     MAX_SPARSE_HEAD_DIM,
     SPARSE_BLOCKS,
     Sparsity,
     sparse_linear_attention,
 )
-from turbo_rcm_patch.ops.spec import AttentionSpec
 
 __all__ = [
     "FP8_MIN_KEYS",

@@ -10,7 +10,7 @@ import torch
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, MaskError, ShapeError
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
+from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)

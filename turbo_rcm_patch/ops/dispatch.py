@@ -23,10 +23,10 @@ from turbo_rcm_patch.errors import (
     Fp8UnsupportedError,
     MissingPackageError,
 )
-from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
+from turbo_rcm_patch.ops.formats import QMAX, AttentionInputs
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.ops.spec import AttentionSpec
+    from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
 #: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
@@ -79,7 +79,7 @@ def load_kernels(impl: str, device: torch.device) -> None:
     if device.type != "cuda" or resolve_impl(impl, device) != "triton":
         return
     try:
-        from turbo_rcm_patch.kernels.gluon import load_kernels as load
+        from turbo_rcm_patch.ops.gluon import load_kernels as load
     except ImportError as error:
         raise MissingPackageError(
             'impl="triton"',

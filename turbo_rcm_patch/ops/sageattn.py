@@ -20,11 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from turbo_rcm_patch.config import Attention, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
-from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.reference import aligned, apart, split_heads
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
-from turbo_rcm_patch.ops.reference import aligned, apart, split_heads
-from turbo_rcm_patch.ops.spec import AttentionSpec
 
 __all__ = [
     "sageattn",

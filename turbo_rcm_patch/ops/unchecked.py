@@ -3,22 +3,22 @@
 Each takes plain tensors, numbers and strings by position, in the order of its body.
 """
 
-from turbo_rcm_patch.ops.attention import attention as _attention
-from turbo_rcm_patch.ops.attention import norm_rotate as _norm_rotate
-from turbo_rcm_patch.ops.int8_linear import int8_linear_operation as _int8_linear
-from turbo_rcm_patch.ops.int8_linear import int8_linear_rows as _int8_linear_rows
-from turbo_rcm_patch.ops.int8_linear import linear_gelu_operation as _linear_gelu
-from turbo_rcm_patch.ops.int8_linear import quantize_rows as _quantize_rows
-from turbo_rcm_patch.ops.norm import norm_operation as _norm
-from turbo_rcm_patch.ops.norm import rows_operation as _norm_rows
-from turbo_rcm_patch.ops.norm import skip_norm as _skip_norm
-from turbo_rcm_patch.ops.norm import skip_norm_rows as _skip_norm_rows
-from turbo_rcm_patch.ops.one_launch import attention_project_operation as _project
-from turbo_rcm_patch.ops.skip import skip_operation as _skip
-from turbo_rcm_patch.ops.sparse_linear import sparse_linear_operation as _sparse
-from turbo_rcm_patch.ops.streams import norm_modulate_streams as _norm_streams
-from turbo_rcm_patch.ops.streams import skip_norm_streams as _skip_norm_streams
-from turbo_rcm_patch.ops.streams import skip_streams as _skip_streams
+from turbo_rcm_patch.ops.attention.api import attention as _attention
+from turbo_rcm_patch.ops.attention.api import norm_rotate as _norm_rotate
+from turbo_rcm_patch.ops.attention.one_launch import attention_project_operation as _project
+from turbo_rcm_patch.ops.int8_linear.api import int8_linear_operation as _int8_linear
+from turbo_rcm_patch.ops.int8_linear.api import int8_linear_rows as _int8_linear_rows
+from turbo_rcm_patch.ops.int8_linear.api import linear_gelu_operation as _linear_gelu
+from turbo_rcm_patch.ops.int8_linear.api import quantize_rows as _quantize_rows
+from turbo_rcm_patch.ops.residual.norm import norm_operation as _norm
+from turbo_rcm_patch.ops.residual.norm import rows_operation as _norm_rows
+from turbo_rcm_patch.ops.residual.norm import skip_norm as _skip_norm
+from turbo_rcm_patch.ops.residual.norm import skip_norm_rows as _skip_norm_rows
+from turbo_rcm_patch.ops.residual.skip import skip_operation as _skip
+from turbo_rcm_patch.ops.residual.streams import norm_modulate_streams as _norm_streams
+from turbo_rcm_patch.ops.residual.streams import skip_norm_streams as _skip_norm_streams
+from turbo_rcm_patch.ops.residual.streams import skip_streams as _skip_streams
+from turbo_rcm_patch.ops.sparse_linear.api import sparse_linear_operation as _sparse
 
 __all__ = [
     "attention",

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
+from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
-from turbo_rcm_patch.ops.int8_linear import GROUP, dequantized
+from turbo_rcm_patch.ops.int8_linear.api import GROUP, dequantized
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses an unknown quantisation. Without this entry it would run such a folder without weights.

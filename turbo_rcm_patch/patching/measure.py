@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from turbo_rcm_patch.ops.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
 from turbo_rcm_patch.patching.pieces import Operands
 
 #: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of

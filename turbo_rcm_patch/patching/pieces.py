@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
-from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, Sparsity, unchecked
+from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.ops.int8_linear import dequantized
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
 from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
 from turbo_rcm_patch.patching.sla import MARK

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.ops import AttentionSpec, attention_skip, sage
+from turbo_rcm_patch.ops import AttentionSpec, attention_skip
+from turbo_rcm_patch.ops.attention import sage
 from turbo_rcm_patch.video.environment import numbers, python_command, version_of
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import FLOATS, bare

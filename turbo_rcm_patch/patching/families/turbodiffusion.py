@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.reference import norm_rope
+from turbo_rcm_patch.ops.attention.reference import norm_rope
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import (
     branch_pair,

@@ -1,1 +1,0 @@
-"""Triton kernels: jit functions and their launchers. Imported on first launch, never before."""

@@ -1,0 +1,1 @@
+"""Attention whose epilogue closes a skip."""

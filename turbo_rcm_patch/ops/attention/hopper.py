@@ -1,0 +1,396 @@
+"""int8 attention for Hopper, in Gluon: one warp loads, three groups of four warps compute.
+
+    y = softmax(q k^T) v
+
+The arithmetic is that of `portable.attention.attention_kernel`, bit for bit, for the most
+important case: e4m3 probabilities and no skip in the epilogue. Each group takes 64 rows, and all
+three share every block of k and v. So the L2 is read a third as often, and no group waits for a
+load. The sum and the product of a group's probabilities are in flight together. On an H200 this
+kernel reaches 973 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
+
+Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
+before it, because both are needed at the same time):
+
+    producer   q | k0 | k1 v0 | k2 v1 | k3 v2 | ...                          STAGES slots ahead
+    group g    wait q, slot 0 | q k0 | softmax 0 | wait slot 1 | p0 ones, p0 v0 | q k1 | ...
+                                     release 0                                  release 1
+
+The three groups run independently; the exponentials of one overlap the products of the others.
+
+Shared memory, for heads of D channels:
+
+    q      int8 [3, 64, D]          192 * D bytes
+    k      int8 [STAGES, 128, D]    512 * D, swizzled by min(D, 128) bytes
+    v      e4m3 [STAGES, D, 128]    512 * D, transposed, swizzled by 128 bytes
+    ones   e4m3 [8, 128]            1,024: the product with it sums rows of p
+    q_ready [1], ready [STAGES], empty [STAGES]: barriers of 8 bytes
+
+Together they take 154 KiB for D = 128 and 77 KiB for 64. The registers of one program fill a
+multiprocessor.
+
+Barriers:
+
+    name         arrivals   who arrives         who waits   phase of the n-th wait
+    q_ready      1 + bytes  producer, copies    groups      0, once
+    ready[slot]  1 + bytes  producer, copies    groups      n % 2
+    empty[slot]  3          groups, one each    producer    (n % 2) ^ 1: the first passes
+
+n counts the uses of that slot. A group releases slot j after q k_j. The product p v_(j-1), which
+reads the same slot, is complete before that.
+
+Four variants were measured and are not faster: an order among the groups (FlashAttention-3's
+ping-pong, arXiv 2407.08608), a second block of logits in flight, persistent programs, and, for 128
+channels, polynomials instead of a share of the exponentials. For 64 channels polynomials for an
+eighth of the exponentials are faster. They are used if the output has 16 bits, and then the result
+differs from the portable kernel's by roundings.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from turbo_rcm_patch.ops.formats import ERROR_STEPS, AttentionInputs, Operands
+from turbo_rcm_patch.ops.hopper_common import cta_barrier, grid_dependency_wait, tma_load
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
+
+#: Head dimensions of the kernel.
+HEAD_DIMS = (64, 128)
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
+_GROUPS = gl.constexpr(3)  # groups of four warps that compute
+_BLOCK_M = gl.constexpr(64)  # rows of a group
+_BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
+_ONES = gl.constexpr(8)  # columns of the product that sums rows: the fewest possible
+#: Registers per thread. Three groups with 160 and the loading warp with 24 fill a multiprocessor
+#: that runs 16 warps. The compiler gives the first group the rest, 168.
+_REGISTERS = gl.constexpr(160)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+def _float(value: float) -> str:
+    """Format a number as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex()
+
+
+def _exp2_partly_polynomial() -> str:
+    """Return PTX for 2**x of eight numbers, seven by the exponential unit and one by FMA units.
+
+    Adding and subtracting 1.5 * 2**23 splits x into n + f with an integer n and |f| <= 1/2. A
+    cubic polynomial gives 2**f (minimax, relative error 7.5e-5), and n is added to its exponent.
+    x is clamped at -16, because e4m3 rounds 2**-16 to 0. The idea is from FlashAttention-4.
+    """
+    magic = _float(12582912.0)
+    zero, one, two, three = map(_float, (0.99992813, 0.69326098, 0.24261027, 0.05517121))
+    lines = [
+        "{ .reg .f32 x, n, f, p; .reg .b32 a, b;",
+        f"max.ftz.f32 x, $8, {_float(-16.0)};",
+        f"add.rn.ftz.f32 n, x, {magic};",
+        f"sub.rn.ftz.f32 f, n, {magic};",
+        "sub.rn.ftz.f32 f, x, f;",
+        f"fma.rn.ftz.f32 p, f, {three}, {two};",
+        f"fma.rn.ftz.f32 p, p, f, {one};",
+        f"fma.rn.ftz.f32 p, p, f, {zero};",
+        "mov.b32 a, n; mov.b32 b, p; shl.b32 a, a, 23; add.s32 b, a, b; mov.b32 $0, b; }",
+    ]
+    lines += [f"ex2.approx.ftz.f32 ${i}, ${8 + i};" for i in range(1, 8)]
+    return "\n".join(lines)
+
+
+_EXP2_ASM = gl.constexpr(_exp2_partly_polynomial())
+_EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+
+#: Rows of a program.
+ROWS = _GROUPS.value * _BLOCK_M.value
+STAGES = 4
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, shared, bh, start_m, blocks, n_q_padded, n_kv_padded,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the slots in turn: slot j has block j of k and block j - 1 of v.
+
+    Both are needed at the same time, so they share a barrier. The v of the first slot and the k of
+    the last are not used.
+    """
+    q_smem, k_smem, v_smem, _, q_ready, ready, empty = shared
+    mbarrier.expect(q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
+    for group in gl.static_range(_GROUPS):
+        row = bh * n_q_padded + start_m + group * _BLOCK_M
+        tma_load(q_desc, [row, 0], q_ready, q_smem.index(group))
+    for j in range(0, blocks + 1):
+        slot = j % STAGES
+        # The phase before the first counts as complete, so the first round does not wait.
+        mbarrier.wait(empty.index(slot), ((j // STAGES) % 2) ^ 1)
+        mbarrier.expect(ready.index(slot), 2 * _BLOCK_N * HEAD_DIM)
+        k_row = bh * n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
+        tma_load(k_desc, [k_row, 0], ready.index(slot), k_smem.index(slot))
+        v_column = gl.maximum(j - 1, 0) * _BLOCK_N
+        tma_load(v_desc, [bh * HEAD_DIM, v_column], ready.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _softmax(
+    qk, scale, m_i, seen, P_MAX_LOG2: gl.constexpr, MASKED: gl.constexpr, SHARE: gl.constexpr
+):
+    """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
+
+    Return p fp32, the factor on the sums so far, and the new maximum. The keys of p are reordered
+    within groups of 32 to the order of v, so that the registers of the first product are those of
+    the second product's operand.
+    """
+    if MASKED:
+        logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(logits, axis=1))
+        p = gl.exp2(logits - (m_new - P_MAX_LOG2)[:, None])
+    else:
+        # The maximum of raw integers is cheaper, and correct because scales are positive.
+        m_new = gl.maximum(m_i, gl.max(qk, axis=1).to(gl.float32) * scale)
+        p = qk.to(gl.float32) * scale[:, None] - (m_new - P_MAX_LOG2)[:, None]
+        if SHARE:
+            p = gl.inline_asm_elementwise(
+                _EXP2_ASM, _EXP2_CONSTRAINTS, [p], dtype=gl.float32, is_pure=True, pack=8
+            )
+        else:
+            p = gl.exp2(p)
+    p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
+    p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
+    return p, gl.exp2(m_i - m_new), m_new
+
+
+@gluon.jit
+def _accumulate(acc, l_i, p, alpha, v_tile, ones):
+    """Add a block of keys to acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
+    p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)
+    # l_i sums the rounded p, because it is what multiplies v.
+    row = warpgroup_mma(p8, ones.permute((1, 0)), gl.zeros_like(l_i), use_acc=False, is_async=True)
+    pv = warpgroup_mma(
+        p8, v_tile.permute((1, 0)), gl.zeros_like(acc), use_acc=False, is_async=True
+    )
+    row, pv = warpgroup_mma_wait(0, deps=(row, pv))
+    rows_l: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    l_i = l_i * gl.convert_layout(alpha, rows_l, assert_trivial=True)[:, None] + row
+    acc = acc * gl.convert_layout(alpha, rows_o, assert_trivial=True)[:, None] + pv
+    return acc, l_i
+
+
+@gluon.jit
+def _consumer(
+    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
+    GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of one head."""
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
+    layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 32])
+    rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
+    # With few channels the exponential unit is the bottleneck. fp32 outputs keep the exact bits.
+    share: gl.constexpr = HEAD_DIM == 64 and y_ptr.dtype.element_ty != gl.float32
+    q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
+    b, h, start_m, limit = program
+    n_q, n_q_padded, n_kv_padded, heads = sizes
+    bh = b * heads + h
+    start_m = start_m + GROUP * _BLOCK_M
+    offs_m = start_m + gl.arange(0, _BLOCK_M, rows_s)
+    q_scale = gl.load(
+        q_scale_ptr + bh.to(gl.int64) * n_q_padded + offs_m, mask=offs_m < n_q_padded, other=0.0
+    )
+    k_scales = k_scale_ptr + bh * (n_kv_padded // _BLOCK_N)
+    m_i = gl.full([_BLOCK_M], float("-inf"), gl.float32, rows_s)
+    l_i = gl.zeros([_BLOCK_M, _ONES], gl.float32, layout_l)
+    acc = gl.zeros([_BLOCK_M, HEAD_DIM], gl.float32, layout_o)
+    no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout_s)
+    q_tile = q_smem.index(GROUP)
+
+    # First the blocks that every row sees whole, then the one that needs a mask.
+    blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
+    full = limit // _BLOCK_N
+    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(ready.index(0), 0)
+    for i in range(0, full):
+        slot = i % STAGES
+        k_tile = k_smem.index(slot).permute((1, 0))
+        qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
+        scale = q_scale * gl.load(k_scales + i)
+        qk = warpgroup_mma_wait(0, deps=(qk,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        p, alpha, m_i = _softmax(qk, scale, m_i, True, P_MAX_LOG2, False, share)
+        slot = (i + 1) % STAGES
+        mbarrier.wait(ready.index(slot), ((i + 1) // STAGES) % 2)
+        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones)
+    if full < blocks:
+        slot = full % STAGES
+        k_tile = k_smem.index(slot).permute((1, 0))
+        qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
+        scale = q_scale * gl.load(k_scales + full)
+        qk = warpgroup_mma_wait(0, deps=(qk,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        offs_n = full * _BLOCK_N + gl.arange(0, _BLOCK_N, gl.SliceLayout(0, layout_s))
+        seen = (offs_n < limit)[None, :]
+        p, alpha, m_i = _softmax(qk, scale, m_i, seen, P_MAX_LOG2, True, share)
+        slot = (full + 1) % STAGES
+        mbarrier.wait(ready.index(slot), ((full + 1) // STAGES) % 2)
+        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones)
+
+    # A row without keys has the total 0, so output 0 and logsumexp -inf. NaN stays NaN.
+    total = gl.max(l_i, axis=1)
+    total = gl.where(total == 0.0, 1.0, total)
+    if WANT_LSE:
+        total_s = gl.convert_layout(total, rows_s, assert_trivial=True)
+        lse = gl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + gl.log2(total_s)) * _LN_2
+        if HAS_SHIFT:
+            shifts = shift_ptr + bh.to(gl.int64) * n_q_padded
+            lse += gl.load(shifts + offs_m, mask=offs_m < n_q, other=0.0)
+        gl.store(lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+    rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
+    levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
+    # As in `portable.attention.lost_in_rounding` and `times_v_scale`.
+    scale = gl.load(levels)
+    errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
+    step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
+    lost = gl.fma(errors, step, gl.load(levels + HEAD_DIM))
+    factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
+    out = gl.fma(acc * factor[:, None], scale[None, :], lost[None, :])
+    rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
+    first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
+    gl.store(
+        y_ptr + first[:, None] + (h * HEAD_DIM + offs_d)[None, :],
+        out.to(y_ptr.dtype.element_ty),
+        mask=(rows < n_q)[:, None],
+    )
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_kernel(
+    y_ptr, lse_ptr, shift_ptr,
+    q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_levels_ptr, lengths_ptr,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Compute y = softmax(q k^T) v.
+
+    Grid: (blocks of ROWS rows, heads, batch). Arguments as in `attention.attention_kernel`;
+    descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v.
+    """
+    h = gl.program_id(1)
+    b = gl.program_id(2)
+    start_m = gl.program_id(0) * (_GROUPS * _BLOCK_M)
+    limit = n_kv
+    if HAS_LENGTHS:
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
+    q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, HEAD_DIM, _BLOCK_N], v_desc.layout)
+    # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
+    registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    bits = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers)
+    ones = gl.allocate_shared_memory(
+        gl.float8e4nv,
+        [_ONES, _BLOCK_N],
+        gl.NVMMASharedLayout(128, 8, rank=2),
+        bits.to(gl.float8e4nv, bitcast=True),
+    )
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=_GROUPS)
+    fence_async_shared()
+    cta_barrier()
+    grid_dependency_wait()
+    bh = b * heads + h
+    blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
+    shared = (q_smem, k_smem, v_smem, ones, q_ready, ready, empty)
+    program = (b, h, start_m, limit)
+    sizes = (n_q, n_q_padded, n_kv_padded, heads)
+    gl.warp_specialize(
+        [
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
+                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
+                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
+                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
+                       n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
+        ],
+        [4, 4, 1],
+        [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@cache
+def _layout(block: tuple[int, int], kind: str) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, kind))
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, list(block), _layout(block, kind))
+
+
+def serves(a: AttentionInputs) -> bool:
+    """Return True if this kernel supports an attention: e4m3, without skip, not causal."""
+    return a.pv == "fp8" and a.head_dim in HEAD_DIMS and not (a.causal or a.closes_skip)
+
+
+def hopper_attention(
+    y: torch.Tensor, lse: torch.Tensor | None, operands: Operands, p_max_log2: float
+) -> None:
+    """Write softmax(q k^T) v into y [B, Nq, H*D], and the logsumexp into lse [B, H, Nq] fp32."""
+    (q, q_scale, shift), (k, k_scale), values = operands[:3]
+    assert values is not None
+    n_q, lengths = operands.n_q, operands.lengths
+    rows, keys = _BLOCK_M.value, _BLOCK_N.value
+    batch, heads, n_q_padded, head_dim = q.shape
+    n_kv_padded = k.shape[2]
+    launch(
+        hopper_kernel,
+        (cdiv(n_q, ROWS), heads, batch),
+        q.device,
+        y_ptr=y,
+        lse_ptr=lse,
+        shift_ptr=shift,
+        q_desc=_descriptor(q.view(-1, head_dim), (rows, head_dim), "int8"),
+        q_scale_ptr=q_scale,
+        k_desc=_descriptor(k.view(-1, head_dim), (keys, head_dim), "int8"),
+        k_scale_ptr=k_scale,
+        v_desc=_descriptor(
+            values.e4m3.view(-1, n_kv_padded), (head_dim, _BLOCK_N.value), "float8e4nv"
+        ),
+        v_levels_ptr=values.levels,
+        lengths_ptr=lengths,
+        n_q=n_q,
+        n_kv=operands.n_kv,
+        n_q_padded=n_q_padded,
+        n_kv_padded=n_kv_padded,
+        heads=heads,
+        P_MAX_LOG2=p_max_log2,
+        HEAD_DIM=head_dim,
+        STAGES=STAGES,
+        HAS_LENGTHS=lengths is not None,
+        WANT_LSE=lse is not None,
+        HAS_SHIFT=shift is not None,
+        num_warps=4,
+        launch_pdl=True,  # after the prologue
+    )

@@ -1,0 +1,190 @@
+"""int8 attention, output projection and skip in one launch.
+
+Every program computes one head of a block of rows and writes it. A counter tells a program that it
+completed the last head of its rows. This program projects the rows while they are in L2, and
+closes the skip. No program waits, and no atomics sum floats, so the result does not depend on the
+order of programs.
+
+The attention output passes from one program to another. It is written and read with plain
+pointers, because a descriptor's store is ordered only for other descriptors. A barrier of the
+whole program comes before the atomic, which one thread executes for all. The atomic acquires and
+releases at device scope. The counters belong to one call, and its prologue zeroes them, so aborted
+launches, streams and replayed graphs are safe.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.triton import attend, attention_arguments, variant_of
+from turbo_rcm_patch.ops.formats import AttentionInputs
+from turbo_rcm_patch.ops.launch import (
+    LENGTHS,
+    Tile,
+    launch,
+    near_rows,
+    round_to,
+    skip_arguments,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.ops.replay import replayed
+from turbo_rcm_patch.ops.residual.skip_triton import close_skip
+
+
+@triton.jit
+def project_tile(
+    x_ptr, x_stride, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Compute x W^T + bias for BLOCK_M rows and BLOCK_C columns, in fp32.
+
+    x_ptr: the first row; rows are x_stride apart and dense in channels. weight [Cout, Cin];
+    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
+    pointer.
+    """
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    rows_c = tl.arange(0, BLOCK_C)
+    offs_c = start_c + rows_c
+    mask_c = offs_c < c_out
+    x_ptrs = x_ptr + offs_m[:, None] * x_stride + offs_k[None, :]
+    w_ptrs = weight_ptr + tl.cast(start_c, tl.int64) * weight_stride
+    w_ptrs += rows_c[:, None] * weight_stride + offs_k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start_k in range(0, c_in, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs + start_k, mask=mask_m[:, None], other=0.0, cache_modifier=CACHE)
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None], other=0.0)
+        else:
+            mask_k = (start_k + offs_k < c_in)[None, :]
+            x = tl.load(
+                x_ptrs + start_k, mask=mask_m[:, None] & mask_k, other=0.0, cache_modifier=CACHE
+            )
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None] & mask_k, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    return acc, offs_c, mask_c
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def one_launch_kernel(
+    y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
+    residual_ptr, skip_ptr, out_ptr,
+    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    weight_stride, c_out,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """Compute y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
+
+    Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
+    complete soon after its first program starts.
+    y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
+    weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
+    """
+    h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start_m = block * BLOCK_M
+    out, _ = attend(
+        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
+        v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+    )  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    mask_m = offs_m < n_q
+    c_in = heads * HEAD_DIM
+    row = b.to(tl.int64) * n_q + start_m
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    attended_first = attended_ptr + row * c_in
+    tl.store(
+        attended_first + rows * c_in + (h * HEAD_DIM + offs_d)[None, :],
+        out.to(attended_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
+    )
+    # One thread executes the atomic. Without this barrier it would not wait for the other warps'
+    # stores.
+    tl.debug_barrier()
+    blocks = tl.cdiv(n_q, BLOCK_M)
+    done = tl.atomic_add(counter_ptr + b * blocks + block, 1, sem="acq_rel", scope="gpu")
+    if done == heads - 1:
+        for start_c in range(0, c_out, BLOCK_C):
+            branch, offs_c, mask_c = project_tile(
+                attended_first, c_in, mask_m, weight_ptr, bias_ptr, weight_stride, start_c,
+                c_in, c_out,
+                BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
+            )  # fmt: skip
+            y = close_skip(
+                branch, residual_ptr, residual_strides, b, offs_m, offs_c,
+                mask_m, mask_c,
+                skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
+                HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
+            )  # fmt: skip
+            tl.store(
+                y_ptr + row * c_out + rows * c_out + offs_c[None, :],
+                y.to(y_ptr.dtype.element_ty),
+                mask=mask_m[:, None] & mask_c[None, :],
+            )
+
+
+@replayed
+def attention_project_skip(
+    inputs: AttentionInputs,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    cast: str,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Compute an attention, its projection and its skip: [B, Nq, Cout].
+
+    The projection has a weight [Cout, H*D] and a bias [Cout]. `tile` replaces the table's, for
+    tuning.
+    """
+    a = inputs
+    batch, n_q, channels = a.q.shape
+    features = weight.shape[0]
+    target = target_of(a.q.device)
+    if tile is None:
+        tile = tile_for("one_launch", variant_of(a), target)
+    blocks = triton.cdiv(n_q, tile.block_m)
+    counters = torch.empty(batch, blocks, dtype=torch.int32, device=a.q.device)
+    operands = quantize(a, counters=counters, counter_rows=tile.block_m)
+    arguments = attention_arguments(a, operands, tile)
+    weight = near_rows(weight)
+    block_k = 32 if a.q.dtype == torch.float32 else 64
+    attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
+    y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)
+    launch(
+        one_launch_kernel,
+        (a.heads, blocks, batch),
+        a.q.device,
+        y_ptr=y,
+        attended_ptr=attended,
+        counter_ptr=counters,
+        weight_ptr=weight,
+        bias_ptr=None if bias is None else bias.contiguous(),
+        weight_stride=weight.stride(0),
+        c_out=features,
+        BLOCK_C=64,
+        BLOCK_K=block_k,
+        HAS_BIAS=bias is not None,
+        EVEN_K=channels % block_k == 0,
+        PRECISION="ieee",
+        ROUND_TO=round_to(cast, a.out_dtype if a.residual is None else a.residual.dtype),
+        **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
+        **arguments,
+    )
+    return y

@@ -1,0 +1,689 @@
+"""The prologue of the attention for Hopper, in Gluon: q and k as int8, v as e4m3, in two launches.
+
+The arithmetic is that of `portable.prologue`, for 16-bit rows that begin at multiples of 16 bytes
+and heads of 64 or 128 channels. Memory is fastest if neighbouring threads access neighbouring
+addresses. Norm, rotary pairs and the Hadamard matrix need 32 neighbouring channels in one thread.
+So a tile is copied to shared memory in the first layout and read from there in the second, and the
+int8 result takes the opposite way. The portable kernels load in the second layout, at a stride of
+64 bytes, which takes four times the transactions.
+
+`hopper_statistics_kernel` writes partial sums of a sample of k, and channel maxima and means of v.
+`hopper_prologue_kernel` is its dependent launch (PDL), and waits for them only before it reads
+them. All eight warps of a program do the same. Over time, per head:
+
+    copies     head 0 | head 1       | head 2       | ...          asynchronous, one head ahead
+    warps             | head 0: norm, rotate, (wait for the mean), Hadamard, int8 | head 1 ...
+
+Shared memory of a program, for T tokens (128 of k, 8,192 / D of q) of D channels:
+
+    tile      16 bits [T, D], swizzled in pieces of 16 bytes: a head as read
+    out       int8 [T, D], swizzled alike: a head as written
+    cos, sin  fp32 [T, D / 2] each, with a rotary embedding, for all heads
+
+Together they take at most 113 KiB (D = 128 with a rotary embedding), so that two programs share a
+multiprocessor.
+
+There are no explicit barriers. `async_copy.wait_group(0)` waits for a thread's copies. Gluon puts
+a barrier of the program between a write to shared memory and another thread's read of it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.core import PropagateNan
+
+from turbo_rcm_patch.ops.attention.prologue_triton import AMAX_CHUNKS, LOG2_E, hadamard_width
+from turbo_rcm_patch.ops.formats import ERROR_STEPS, NORM_ACROSS, QMAX, Prologue
+from turbo_rcm_patch.ops.hopper_common import (
+    copy_async,
+    grid_dependency_wait,
+    launch_dependents,
+)
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch, strides
+
+_TINY = gl.constexpr(2.0**-100)  # as `portable.prologue.TINY`
+_MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+_ALL = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.jit
+def read_rows(ptr, rows, count, stride, D: gl.constexpr, layout: gl.constexpr):
+    """Load rows [T] of D channels in `layout`, 0 from row `count` on.
+
+    Rows are counted from ptr, so that offsets fit into 32 bits.
+    """
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = rows[:, None] * stride + offs_d[None, :]
+    return gl.load(ptr + at, mask=(rows < count)[:, None], other=0.0)
+
+
+@gluon.jit
+def _squares(x, T: gl.constexpr, D: gl.constexpr):
+    """Sum the squares of each thread's part of a row: [T, D / 8]."""
+    x = x.to(gl.float32)
+    return gl.sum((x * x).reshape([T, D // 8, 8]), axis=2)
+
+
+@gluon.jit
+def row_rms(
+    ptr, rows, count, stride, eps,
+    CHANNELS: gl.constexpr, T: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Compute 1 / rms of whole rows, [T]. Two heads are loaded at a time."""
+    heads: gl.constexpr = CHANNELS // D
+    total = _squares(read_rows(ptr, rows, count, stride, D, layout), T, D)
+    for pair in range(0, (heads - 1) // 2):
+        at = ptr + (2 * pair + 1) * D
+        one = read_rows(at, rows, count, stride, D, layout)
+        other = read_rows(at + D, rows, count, stride, D, layout)
+        total += _squares(one, T, D)
+        total += _squares(other, T, D)
+    if heads % 2 == 0:
+        total += _squares(read_rows(ptr + (heads - 1) * D, rows, count, stride, D, layout), T, D)
+    return 1.0 / gl.sqrt(gl.sum(total, axis=1) / CHANNELS + eps)
+
+
+@gluon.constexpr_function
+def own_layout(D):
+    """Return a layout with 32 neighbouring channels per thread.
+
+    The threads of a row are 8 (or 16) lanes apart. So neighbouring lanes have different rows, and
+    access different banks of swizzled shared memory.
+    """
+    return gl.BlockedLayout([1, 32], [1024 // D, D // 32], [8, 1], [0, 1])
+
+
+@gluon.constexpr_function
+def wide_layout(D, bytes_each):
+    """Return a layout with 16 bytes per thread, neighbouring threads at neighbouring addresses."""
+    each = 16 // bytes_each
+    return gl.BlockedLayout([1, each], [32 * each // D, D // each], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _swizzled(bytes_each):
+    """Return a layout of shared memory that permutes pieces of 16 bytes depending on the row."""
+    return gl.SwizzledSharedLayout(16 // bytes_each, 1, 8, [1, 0])
+
+
+@gluon.jit
+def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
+    """Start to copy rows [T] of D 16-bit channels into shared memory, 0 from row `count` on."""
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, wide_layout(D, 2)))
+    at = rows[:, None] * stride + offs_d[None, :]
+    copy_async(tile, ptr + at, mask=(rows < count)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
+    """Store cos of even and sin of odd channels of T tokens in shared memory, for all heads."""
+    layout: gl.constexpr = wide_layout(D, 4)
+    rows = gl.arange(0, T, gl.SliceLayout(1, layout))
+    cos, _ = read_rows(cos_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    tables[0].slice(0, T).store(cos.to(gl.float32))
+    _, sin = read_rows(sin_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    tables[1].slice(0, T).store(sin.to(gl.float32))
+
+
+@gluon.jit
+def rotated(
+    x, rms, weight_ptr, bias_ptr, h, left, tables, eps,
+    T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate x [T, D], one head, in fp32; rms [T] (NORM 1).
+
+    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `operands`.
+    """
+    own: gl.constexpr = x.type.layout
+    x = x.to(gl.float32)
+    if NORM == 3:  # layer norm
+        x = x - (gl.sum(x, axis=1) / D)[:, None]
+    if NORM >= 2:  # per head
+        rms = 1.0 / gl.sqrt(gl.sum(x * x, axis=1) / D + eps)
+    if NORM != 0:
+        offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+        first = h * D if NORM == 1 else 0
+        w = gl.load(weight_ptr + first + offs_d)
+        x = x * rms[:, None] * w.to(gl.float32)[None, :]
+        if NORM == 3:
+            x = x + gl.load(bias_ptr + offs_d).to(gl.float32)[None, :]
+            if not ROPE:
+                rows = gl.arange(0, T, gl.SliceLayout(1, own))
+                x = gl.where((rows < left)[:, None], x, 0.0)
+    if ROPE:
+        even, odd = x.reshape([T, D // 2, 2]).split()
+        cos = tables[0].slice(0, T).load(even.type.layout)
+        sin = tables[1].slice(0, T).load(even.type.layout)
+        x = gl.join(even * cos - odd * sin, even * sin + odd * cos).reshape([T, D])
+        x = gl.convert_layout(x, own, assert_trivial=True)
+    return x
+
+
+@gluon.jit
+def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
+    """Compute `portable.prologue.hadamard` in the same stages."""
+    own: gl.constexpr = x.type.layout
+    x = x.reshape([T, D // 32, 2, 2, 2, 2, 2])
+    for _ in gl.static_range(5):
+        one, other = x.split()
+        x = gl.join(one + other, one - other).permute([0, 1, 6, 2, 3, 4, 5])
+    if D == 64:
+        x = x.reshape([T, 2, 32])
+        total = gl.sum(x, axis=1)[:, None, :]
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
+        x = gl.where(second[None, :, None] == 1, total - 2.0 * x, total + 0.0 * x)
+    return gl.convert_layout(x.reshape([T, D]), own, assert_trivial=True)
+
+
+@gluon.jit
+def _larger(x, y):
+    """Return the larger number, or NaN if one is NaN, so that a NaN in x makes the scale NaN."""
+    return gl.maximum(x, y, propagate_nan=_ALL)
+
+
+@gluon.jit
+def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
+    """Compute the mean of a head of k, [D] in `layout`, from MEANS sums over `count` tokens."""
+    at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
+    total = gl.load(at)
+    for i in gl.static_range(1, MEANS):
+        total += gl.load(at + i * D)
+    return gl.convert_layout(total / count, layout)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.constexpr):
+    """Allocate the shared memory of a program: a tile as read, a tile of int8, cos and sin."""
+    tile = gl.allocate_shared_memory(dtype, [T, D], _swizzled(2))
+    out = gl.allocate_shared_memory(gl.int8, [T, D], _swizzled(1))
+    cos, sin = tile, tile
+    if ROPE:
+        cos = gl.allocate_shared_memory(gl.float32, [T, D // 2], _swizzled(4))
+        sin = gl.allocate_shared_memory(gl.float32, [T, D // 2], _swizzled(4))
+    return tile, out, cos, sin
+
+
+@gluon.jit
+def token_block(
+    block, part, group, b, limit, count, shared,
+    x_ptr, int8_ptr, scale_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
+    strides, n_padded, eps, factor, shift_factor,
+    T: gl.constexpr, CHANNELS: gl.constexpr, D: gl.constexpr, QMAX: gl.constexpr,
+    MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
+    KEYS: gl.constexpr, SUBTRACT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Store T tokens of `group` heads as int8, as `key_block` (KEYS) or `query_block` does."""
+    heads: gl.constexpr = CHANNELS // D
+    wide: gl.constexpr = wide_layout(D, 2)
+    own: gl.constexpr = own_layout(D)
+    narrow: gl.constexpr = wide_layout(D, 1)
+    tile = shared[0].slice(0, T)
+    out = shared[1].slice(0, T)
+    tables = (shared[2], shared[3])
+    rows = gl.arange(0, T, gl.SliceLayout(1, wide))
+    own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
+    start = block * T
+    left = limit - start
+    out_rows = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
+    out_rows += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
+    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
+    first = part * group
+    last = gl.minimum(first + group, heads) - 1
+    copy_rows(tile, base + first * D, rows, left, strides[1], D)
+    if ROPE:
+        at = start.to(gl.int64) * D
+        keep_tables(cos_ptr + at, sin_ptr + at, left, D, tables, T, D)
+    rms = 0.0
+    if NORM == 1:
+        rms = row_rms(base, rows, left, strides[1], eps, CHANNELS, T, D, wide)
+        rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
+    if SUBTRACT or SHIFT:
+        grid_dependency_wait()  # for the mean
+    for h in range(first, last + 1):
+        async_copy.wait_group(0)
+        x = tile.load(own)
+        # The next head is copied while this one is computed.
+        following = gl.where(h < last, left, 0)
+        copy_rows(tile, base + (h + 1) * D, rows, following, strides[1], D)
+        x = rotated(x, rms, weight_ptr, bias_ptr, h, left, tables, eps, T, D, NORM, ROPE)
+        bh = b.to(gl.int64) * heads + h
+        if SUBTRACT:
+            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
+            x = gl.where((own_rows < left)[:, None], x - mean[None, :], 0.0)
+        if SHIFT:
+            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
+            shift = gl.sum(x * mean[None, :], axis=1) * shift_factor
+            gl.store(shift_ptr + bh * n_padded + start + own_rows, shift)
+        x = _hadamard(x, T, D)
+        amax = gl.reduce(gl.abs(x), 1, _larger)
+        if KEYS:
+            amax = gl.reduce(amax, 0, _larger)
+            amax = gl.where(amax <= _TINY, 1.0, amax)
+            gl.store(scale_ptr + bh * (n_padded // T) + block, amax / QMAX)
+            x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
+        else:
+            amax = gl.where(amax <= _TINY, 1.0, amax)
+            gl.store(scale_ptr + bh * n_padded + start + own_rows, amax / QMAX * factor)
+            x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
+        out.store((x + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+        gl.store(int8_ptr + (bh * n_padded + start) * D + out_rows, out.load(narrow))
+    async_copy.wait_group(0)
+
+
+#: Head dimensions of the kernels.
+HEAD_DIMS = (64, 128)
+
+_SLOTS = 132  # programs of q, and as many of k, that an H100 or H200 runs at a time
+_E4M3_MAX = gl.constexpr(448.0)
+# As in `portable.prologue`.
+_LEAST_V = gl.constexpr(2.0**-117)
+_LARGEST_CENTRED = gl.constexpr(2.0**119)
+_MEAN_ROWS = gl.constexpr(32)
+_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
+_MAGIC_BITS = gl.constexpr(0x4B400000)
+_K_ROWS = gl.constexpr(128)  # keys that share a scale
+
+
+@gluon.jit
+def _values(
+    part, h, b, limit,
+    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, strides, n_padded, chunks,
+    tiles,
+    CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Compute `value_block` for `tiles` tiles.
+
+    A thread reads eight channels of tokens that become neighbours, so that its writes to shared
+    memory are four or eight bytes wide.
+    """
+    T: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
+    partial_layout: gl.constexpr = wide_layout(D, 4)
+    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e): see `value_block`.
+    p = gl.arange(0, T, gl.SliceLayout(1, layout))
+    token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
+    start = part * (tiles * T)
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
+    base += start.to(gl.int64) * strides[1]
+    left = limit - start
+    following = read_rows(base, token, left, strides[1], D, layout)
+    grid_dependency_wait()  # for the maxima and the mean
+    offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
+    stats = v_stats_ptr + bh * ((1 + chunks) * D)
+    partial = read_rows(stats + D, offs_c, chunks, D, D, partial_layout)
+    amax = gl.max(partial, axis=0)
+    offs_s = gl.arange(0, D, gl.SliceLayout(0, partial_layout))
+    mean = gl.where(amax < _LARGEST_CENTRED, gl.load(stats + offs_s), 0.0)
+    amax = gl.maximum(amax + gl.abs(mean), _LEAST_V)
+    levels = 3 * bh * D
+    if part == 0:
+        gl.store(levels_ptr + levels + offs_s, amax / _E4M3_MAX)
+        gl.store(levels_ptr + levels + D + offs_s, mean)
+    factor = gl.div_rn(gl.full_like(amax, _E4M3_MAX), amax)
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))
+    mean = gl.convert_layout(mean, gl.SliceLayout(0, layout))
+    each: gl.constexpr = D // 16  # tokens a thread has
+    errors = gl.zeros([T, D], gl.int32, layout).reshape([T // each, each, D])
+    errors = gl.sum(errors, axis=1)
+    offs_d = gl.arange(0, D, gl.SliceLayout(1, out_layout))
+    offs_p = gl.arange(0, T, gl.SliceLayout(0, out_layout))
+    out_ptr += bh * D * n_padded + start
+    out_at = offs_d[:, None] * n_padded + offs_p[None, :]
+    for i in range(0, tiles):
+        x = (following.to(gl.float32) - mean[None, :]) * factor[None, :]
+        x = gl.where((token < left)[:, None], x, 0.0)
+        y = x.to(gl.float8e4nv)
+        error = (x - y.to(gl.float32)) * _ERROR_STEPS
+        error = (error + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
+        errors += gl.sum(error.reshape([T // each, each, D]), axis=1)
+        # Load the next tile while this one is written, because earlier there is no room for it.
+        token += T
+        more = gl.where(i < tiles - 1, left, 0)
+        following = read_rows(base, token, more, strides[1], D, layout)
+        if start + i * T < n_padded:
+            gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
+    total = gl.sum(errors, axis=0)
+    offs_e = gl.arange(0, D, total.type.layout)
+    # The errors are integers, so their sum does not depend on the order.
+    gl.atomic_add(error_ptr + levels + 2 * D + offs_e, total, sem="relaxed")
+
+
+@gluon.jit
+def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.constexpr):
+    """Zero the counters of ROWS rows from `row` on, for the one-launch kernel."""
+    counters: gl.constexpr = 1 if ROWS < COUNTER_ROWS else ROWS // COUNTER_ROWS
+    at = row // COUNTER_ROWS + gl.arange(0, counters, gl.BlockedLayout([1], [32], [8], [0]))
+    gl.store(counter_ptr + at, gl.full_like(at, 0), mask=at < n_counters)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_prologue_kernel(
+    q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
+    k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
+    v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    q_strides, k_strides, v_strides,
+    n_q, n_kv, n_q_padded, n_kv_padded, n_counters, chunks, step,
+    q_programs, k_programs, q_blocks, kv_blocks, q_group, k_group, tiles,
+    eps, factor, shift_factor,
+    CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, QMAX: gl.constexpr,
+    COUNTER_ROWS: gl.constexpr, CHUNKS: gl.constexpr, MEANS: gl.constexpr,
+    Q_NORM: gl.constexpr, K_NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    SUBTRACT: gl.constexpr, SHIFT: gl.constexpr, COUNTERS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Store q and k as int8 and, with FP8, v as transposed e4m3.
+
+    Grid: (blocks of q times groups of q_group heads + the same of k + parts of v times heads,
+    batch).
+    Arguments as in `prologue.prologue_kernel`, but mean [B, H, MEANS, D]: partial sums.
+    """
+    launch_dependents()
+    at = gl.program_id(0)
+    b = gl.program_id(1)
+    limit = n_kv
+    if HAS_LENGTHS:
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
+    count = gl.maximum(1, (limit + step - 1) // step)
+    shared = allocate(k_ptr.dtype.element_ty, _K_ROWS, HEAD_DIM, ROPE)
+    # Queries come first, because they do not read the results of the kernel before.
+    if at < q_programs:
+        rows: gl.constexpr = 8192 // HEAD_DIM
+        if COUNTERS:  # noqa: SIM102 (a compile-time branch)
+            if at < q_blocks:
+                _zero(counter_ptr + b * n_counters, at * rows, n_counters, rows, COUNTER_ROWS)
+        token_block(
+            at % q_blocks, at // q_blocks, q_group, b, n_q, count, shared,
+            q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, cos_ptr, sin_ptr,
+            mean_ptr, shift_ptr, q_strides, n_q_padded, eps, factor, shift_factor,
+            rows, CHANNELS, HEAD_DIM, QMAX, MEANS, Q_NORM, ROPE, False, False, SHIFT,
+        )  # fmt: skip
+    elif at < q_programs + k_programs:
+        at = at - q_programs
+        token_block(
+            at % kv_blocks, at // kv_blocks, k_group, b, limit, count, shared,
+            k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr,
+            mean_ptr, None, k_strides, n_kv_padded, eps, 1.0, 1.0,
+            _K_ROWS, CHANNELS, HEAD_DIM, QMAX, MEANS, K_NORM, ROPE, True, SUBTRACT, False,
+        )  # fmt: skip
+    elif FP8:
+        heads: gl.constexpr = CHANNELS // HEAD_DIM
+        at = at - q_programs - k_programs
+        _values(
+            at // heads, at % heads, b, limit,
+            v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_strides,
+            n_kv_padded, chunks, tiles, CHANNELS, HEAD_DIM, CHUNKS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sample_sum(
+    part, h, b, limit, step,
+    x_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, strides, eps,
+    CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
+    NORM: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """Store the sum of a normalised, rotated head of x over some tokens 0, step, ... < limit."""
+    T: gl.constexpr = 8192 // D
+    own: gl.constexpr = own_layout(D)
+    tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)
+    rows = gl.arange(0, T, gl.SliceLayout(1, wide_layout(D, 2)))
+    start = part * T * step
+    left = (limit - start + step - 1) // step
+    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
+    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
+    copy_rows(tile, base + h * D, rows, left, stride, D)
+    if ROPE:
+        at = start.to(gl.int64) * D
+        keep_tables(cos_ptr + at, sin_ptr + at, left, step * D, (cos, sin), T, D)
+    rms = 0.0
+    if NORM == 1:
+        rms = row_rms(base, rows, left, stride, eps, CHANNELS, T, D, wide_layout(D, 2))
+        rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
+    async_copy.wait_group(0)
+    x = tile.load(own)
+    x = rotated(x, rms, weight_ptr, bias_ptr, h, left, (cos, sin), eps, T, D, NORM, ROPE)
+    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    at = mean_ptr + (bh * MEANS + part) * D
+    gl.store(at + gl.arange(0, D, gl.SliceLayout(0, own)), gl.sum(x, axis=0))
+
+
+@gluon.jit
+def _channel_amax(
+    chunk, h, b, limit,
+    v_ptr, v_stats_ptr, strides, chunk_tokens, chunks,
+    CHANNELS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Compute `channel_amax`."""
+    T: gl.constexpr = 128
+    layout: gl.constexpr = wide_layout(D, 2)
+    start = chunk * chunk_tokens
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D + start.to(gl.int64) * strides[1]
+    left = gl.minimum(limit - start, chunk_tokens)
+    amax = gl.zeros([T, D], gl.float32, layout)
+    rows = gl.arange(0, T, gl.SliceLayout(1, layout))
+    for _ in range(0, gl.cdiv(chunk_tokens, T)):
+        x = read_rows(base, rows, left, strides[1], D, layout)
+        base += T * strides[1]
+        left -= T
+        amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
+    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    row = bh * (1 + chunks) + 1 + chunk
+    gl.store(v_stats_ptr + row * D + offs_d, gl.max(amax, axis=0))
+
+
+@gluon.jit
+def _value_mean(
+    h, b, limit, step, samples,
+    v_ptr, v_stats_ptr, error_ptr, strides, chunks,
+    CHANNELS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Compute `value_mean`, adding in the same order."""
+    layout: gl.constexpr = wide_layout(D, 2)
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
+    left = (limit + step - 1) // step
+    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
+    rows = gl.arange(0, _MEAN_ROWS, gl.SliceLayout(1, layout))
+    total = gl.zeros([_MEAN_ROWS, D], gl.float32, layout)
+    for start in range(0, samples, _MEAN_ROWS):
+        x = read_rows(base, start + rows, left, stride, D, layout)
+        total += x.to(gl.float32)
+    for i in gl.static_range(5):
+        total = gl.sum(total.reshape([2, _MEAN_ROWS >> (i + 1), D]), axis=0)
+    total = total.reshape([D])
+    mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, left).to(gl.float32))
+    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    offs_d = gl.arange(0, D, total.type.layout)
+    gl.store(v_stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
+    gl.store(error_ptr + (3 * bh + 2) * D + offs_d, gl.full_like(offs_d, 0))
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_statistics_kernel(
+    k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr,
+    lengths_ptr,
+    k_strides, v_strides, n_kv, step, chunk_tokens, chunks, eps,
+    CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, MEANS: gl.constexpr,
+    NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    SMOOTH: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Store sums of a sample of k (SMOOTH), and the mean of a sample and maxima of v (FP8).
+
+    Grid: (heads * MEANS with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
+    `prologue.statistics_kernel`, but mean [B, H, MEANS, D].
+    """
+    launch_dependents()
+    at = gl.program_id(0)
+    b = gl.program_id(1)
+    heads: gl.constexpr = CHANNELS // HEAD_DIM
+    limit = n_kv
+    if HAS_LENGTHS:
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
+    means: gl.constexpr = heads * MEANS if SMOOTH else 0
+    if at < means:
+        if SMOOTH:
+            _sample_sum(
+                at // heads, at % heads, b, limit, step,
+                k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, k_strides,
+                eps, CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
+            )  # fmt: skip
+    elif FP8:
+        chunk = (at - means) // heads
+        h = (at - means) % heads
+        if chunk < chunks:
+            _channel_amax(
+                chunk, h, b, limit,
+                v_ptr, v_stats_ptr, v_strides, chunk_tokens, chunks, CHANNELS,
+                HEAD_DIM,
+            )  # fmt: skip
+        else:
+            _value_mean(
+                h, b, limit, step, (n_kv + step - 1) // step,
+                v_ptr, v_stats_ptr, v_error_ptr, v_strides, chunks, CHANNELS,
+                HEAD_DIM,
+            )  # fmt: skip
+
+
+def serves(job: Prologue) -> bool:
+    """Return True if these kernels support a job: 16-bit rows in copies of 16 bytes."""
+    dense = all(
+        x.element_size() == 2
+        and x.dtype == job.inputs.k.dtype
+        and x.stride(1) % 16 == 0
+        and x.stride(1) < 2**22
+        and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
+        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
+        for x in job.inputs[:3]
+    )
+    return dense and job.inputs.head_dim in HEAD_DIMS
+
+
+@cache
+def _heads_a_program(heads: int, blocks: int, start: float) -> int:
+    """Return the number of heads per program of a block of tokens with which all end soonest.
+
+    Before its first head a program takes the time of `start` heads. Then it loads one head while
+    it computes another.
+    """
+
+    def time(group: int) -> float:
+        return math.ceil(blocks * math.ceil(heads / group) / _SLOTS) * (group + start)
+
+    return min((math.ceil(heads / groups) for groups in range(1, heads + 1)), key=time)
+
+
+def run_hopper_prologue(job: Prologue) -> None:
+    """Compute the operands of a job into its memory."""
+    a, queries, keys, values, counters, counter_rows = job
+    q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
+    (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
+    fp8, smooth = values is not None, a.smooth_k
+    q_rows = 8192 // head_dim
+
+    def empty(count: int) -> torch.Tensor:
+        shape = (batch, heads, count, head_dim)
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    means = cdiv(cdiv(n_kv, job.step), q_rows)
+    mean = empty(means) if smooth else None
+    # As many programs as run at a time beside those of the mean.
+    most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
+    chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
+    chunks = cdiv(n_kv, chunk_tokens)
+    stats = empty(1 + chunks) if fp8 else None
+    common = {
+        "k_ptr": k,
+        "mean_ptr": mean,
+        "cos_ptr": a.cos,
+        "sin_ptr": a.sin,
+        "v_ptr": v,
+        "v_stats_ptr": stats,
+        "v_error_ptr": None if values is None else values.levels.view(torch.int32),
+        "lengths_ptr": a.kv_lengths,
+        **strides(one_sample=batch == 1, k=k, v=v),
+        "n_kv": n_kv,
+        "step": job.step,
+        "chunks": chunks,
+        "eps": a.eps,
+        "CHANNELS": channels,
+        "HEAD_DIM": head_dim,
+        "MEANS": means,
+        "ROPE": a.cos is not None,
+        "HAS_LENGTHS": a.kv_lengths is not None,
+        "FP8": fp8,
+        "num_warps": 8,
+    }
+    dependent = smooth or fp8
+    if dependent:
+        launch(
+            hopper_statistics_kernel,
+            (heads * (means * smooth + (chunks + 1) * fp8), batch),
+            device,
+            weight_ptr=a.norm_k,
+            bias_ptr=a.norm_k_bias,
+            chunk_tokens=chunk_tokens,
+            NORM=job.k_norm,
+            SMOOTH=smooth,
+            **common,
+        )
+    n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
+    q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
+    q_group, k_group = (
+        # A norm over all channels reads whole rows first.
+        _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))
+        for blocks, norm in ((q_blocks, job.q_norm), (kv_blocks, job.k_norm))
+    )
+    q_programs = q_blocks * cdiv(heads, q_group)
+    k_programs = kv_blocks * cdiv(heads, k_group)
+    tiles = min(4, cdiv(kv_blocks * heads * batch, 2 * _SLOTS))
+    launch(
+        hopper_prologue_kernel,
+        (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
+        device,
+        q_ptr=q,
+        q_int8_ptr=queries.int8,
+        q_scale_ptr=queries.scale,
+        q_weight_ptr=a.norm_q,
+        q_bias_ptr=a.norm_q_bias,
+        shift_ptr=queries.shift,
+        counter_ptr=counters,
+        k_int8_ptr=keys.int8,
+        k_scale_ptr=keys.scale,
+        k_weight_ptr=a.norm_k,
+        k_bias_ptr=a.norm_k_bias,
+        v_out_ptr=None if values is None else values.e4m3,
+        v_levels_ptr=None if values is None else values.levels,
+        **strides(one_sample=batch == 1, q=q),
+        n_q=n_q,
+        n_q_padded=n_q_padded,
+        n_kv_padded=n_kv_padded,
+        n_counters=0 if counters is None else counters.shape[1],
+        q_programs=q_programs,
+        k_programs=k_programs,
+        q_blocks=q_blocks,
+        kv_blocks=kv_blocks,
+        q_group=q_group,
+        k_group=k_group,
+        tiles=tiles,
+        factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
+        shift_factor=a.sm_scale,
+        QMAX=QMAX[a.attention],
+        COUNTER_ROWS=counter_rows,
+        CHUNKS=AMAX_CHUNKS,
+        Q_NORM=job.q_norm,
+        K_NORM=job.k_norm,
+        SUBTRACT=smooth,
+        SHIFT=queries.shift is not None,
+        COUNTERS=counters is not None,
+        maxnreg=128,  # two programs per multiprocessor
+        launch_pdl=dependent,
+        **common,
+    )

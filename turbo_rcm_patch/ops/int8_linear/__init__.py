@@ -1,0 +1,1 @@
+"""A Linear in int8."""

@@ -1,0 +1,420 @@
+"""The int8 linear, and the quantisation of rows to int8.
+
+The numeric contract, which the kernels follow too:
+
+- A row (all its channels) is quantised symmetrically, with the scale max |row| / 127, and values
+  are rounded half to even. Rows whose values are all smaller than `TINY` become zeros. A row with
+  a NaN or an infinity has the scale NaN.
+- Activations have a scale per row. Weights have a scale per output channel, per output channel and
+  128 input channels, or per block of 128 x 128.
+- The product of the integers is exact (int32). It is multiplied by both scales, and the bias is
+  added, in fp32. With a scale per 128 channels, the product over each 128 is exact, and these
+  products are scaled and added in fp32.
+- The activation function is computed in fp32.
+
+A scale per output channel is finer than TurboDiffusion's scales per block of 128 x 128 (arXiv
+2512.16093). It is applied after the sum over channels, so it adds no work inside the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.ops.checks import (
+    check_float,
+    check_impl,
+    check_out_dtype,
+    check_same_device,
+    check_tensor,
+    check_weight,
+)
+from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.formats import Rows, padded_channels
+from turbo_rcm_patch.ops.register import Operation, refuse_gradient
+
+#: Largest magnitude of a quantised value.
+INT8_MAX: Final = 127
+#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
+TINY: Final = 2.0**-100
+#: Number of products that an int32 can add without overflow.
+MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
+#: Input channels that share a scale if a row of the weight has several. With scales per block, the
+#: same number of output channels shares it.
+GROUP: Final = 128
+#: Rows of a weight that are held in fp32 at once; a multiple of `GROUP`.
+_ROWS_AT_ONCE: Final = 1024
+
+Activation = Literal["gelu-tanh"]
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise x [..., K] of any float dtype: int8 [..., K] and scale [...] fp32."""
+    x = x.float()
+    amax = x.abs().amax(-1)
+    finite = amax.isfinite()  # amax keeps NaN
+    amax = torch.where(finite & (amax > TINY), amax, torch.ones_like(amax))
+    int8 = (x * (INT8_MAX / amax).unsqueeze(-1)).round_().nan_to_num_(0.0)
+    int8 = int8.clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return int8, torch.where(finite, amax / INT8_MAX, torch.full_like(amax, float("nan")))
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weight^T of int8 tensors [B, N, K] and [Cout, K], rounded once to fp32.
+
+    The sum before that rounding is exact: it is computed in fp32 if 24 bits hold every sum, and in
+    fp64 otherwise.
+    """
+    wide = torch.float32 if x.shape[-1] * INT8_MAX**2 <= 2**24 else torch.float64
+    return F.linear(x.to(wide), weight.to(wide)).float()
+
+
+def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    if resolve_impl(impl, x.device) == "triton":
+        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+
+        int8, scale = launch(x)
+        return int8, scale
+    int8, scale = quantized_rows(x)
+    return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
+
+
+def _quantize_rows_fake(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[1], padded_channels(x.shape[2]))
+    return x.new_empty(shape, dtype=torch.int8), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+quantize_rows = Operation("quantize_rows", _quantize_rows, _quantize_rows_fake)
+
+
+def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    if resolve_impl(impl, weight.device) == "triton":
+        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+
+        int8, scale = launch(weight.unsqueeze(0))
+        return int8[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
+    return quantized_rows(weight)
+
+
+def _quantize_weight_fake(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    return (
+        weight.new_empty(weight.shape, dtype=torch.int8),
+        weight.new_empty(weight.shape[:1], dtype=torch.float32),
+    )
+
+
+quantize_weight_operation = Operation("quantize_weight", _quantize_weight, _quantize_weight_fake)
+
+
+def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """Quantise the weight of a Linear to int8 with a scale per output channel, max |row| / 127.
+
+    Args:
+        weight: [Cout, K], bf16, fp16 or fp32. It is detached: a quantised weight is a constant.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        int8 [Cout, K] and fp32 [Cout]; the weight is about int8 * scale[:, None].
+
+    Raises:
+        ShapeError: The weight is not a matrix, or K is over `MAX_CHANNELS`.
+        DTypeError: The weight is not of a float dtype.
+    """
+    check_impl(impl)
+    check_float("weight", weight)
+    if weight.dim() != 2:
+        raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
+    check_channels(weight.shape[1])
+    made: tuple[Tensor, Tensor] = quantize_weight_operation(weight.detach(), impl)
+    return made
+
+
+def check_channels(channels: int) -> None:
+    """Refuse a number of channels over which an int32 sum could overflow."""
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise ShapeError(
+            "channels of an int8 product",
+            expected=f"1 to {MAX_CHANNELS}, whose sum fits into an int32",
+            got=str(channels),
+            remedy="Run this Linear as it is",
+        )
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if resolve_impl(impl, x.device) == "triton":
+        from turbo_rcm_patch.ops.int8_linear.triton import int8_linear as launch
+
+        gelu = activation == "gelu-tanh"
+        return launch(x, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)
+    rows, scale = _quantize_rows(x, impl)
+    return _rows_linear(rows, scale, weight, weight_scale, bias, activation, impl, out_dtype)
+
+
+def _rows_linear(
+    int8: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if resolve_impl(impl, int8.device) == "triton":
+        from turbo_rcm_patch.ops.int8_linear.triton import int8_linear as launch
+
+        return launch(
+            Rows(int8.contiguous(), scale.contiguous()), weight, weight_scale, bias,
+            gelu=activation == "gelu-tanh", out_dtype=out_dtype,
+        )  # fmt: skip
+    int8 = int8[..., : weight.shape[1]]
+    if weight_scale.dim() == 2:
+        branch = _grouped_product(int8, weight, weight_scale) * scale.unsqueeze(-1)
+    else:
+        branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+    branch = branch if bias is None else branch + bias.float()
+    if activation == "gelu-tanh":
+        branch = F.gelu(branch, approximate="tanh")
+    return branch.to(out_dtype).contiguous()
+
+
+def _linear_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=args[-1])
+
+
+def _rows_linear_fake(int8: Tensor, scale: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return _linear_fake(int8, weight, *args)
+
+
+int8_linear_operation = Operation("int8_linear", _linear, _linear_fake)
+int8_linear_rows = Operation("int8_linear_rows", _rows_linear, _rows_linear_fake)
+
+
+def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
+    """Expand scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], to each of Cout rows.
+
+    Returns:
+        fp32 [Cout, ceil(K / 128)]; the scales of a group are contiguous, as a kernel reads them.
+    """
+    return scale.t().repeat_interleave(GROUP, 1)[:, :rows].contiguous().t()
+
+
+def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Compute x @ (weight * scale)^T of integers x in fp32, one group of channels at a time."""
+    if weight_scale.shape[0] != weight.shape[0]:
+        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
+    x_parts, w_parts = torch.split(x, GROUP, -1), torch.split(weight, GROUP, -1)
+    groups = zip(x_parts, w_parts, weight_scale.unbind(1), strict=True)
+    parts = [integer_product(x_part, w_part) * scale for x_part, w_part, scale in groups]
+    return sum(parts[1:], parts[0])
+
+
+def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Multiply an int8 weight by its scales: fp32 [Cout, K]."""
+    if weight_scale.dim() == 1:
+        return weight.float() * weight_scale.unsqueeze(1)
+    if weight_scale.shape[0] != weight.shape[0]:
+        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
+    return weight.float() * weight_scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+
+def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute int8 times scale, rounded once to `dtype`, without an fp32 copy of the whole.
+
+    Args:
+        weight: int8 [Cout, K].
+        weight_scale: fp32, in one of the three shapes that `int8_linear` takes.
+        dtype: Any float dtype.
+
+    Returns:
+        [Cout, K].
+    """
+    rows = weight.shape[0]
+    if dtype == torch.float32 or rows <= _ROWS_AT_ONCE or torch.compiler.is_compiling():
+        return _multiplied_weight(weight, weight_scale).to(dtype)
+    by_row = weight_scale.shape[0] == rows
+    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        blocks = slice(start // GROUP, (start + _ROWS_AT_ONCE) // GROUP)
+        made[part] = _multiplied_weight(weight[part], weight_scale[part if by_row else blocks])
+    return made
+
+
+def int8_linear(
+    x: Tensor | Rows,
+    weight_int8: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute activation(x @ weight^T + bias) in int8.
+
+    Unless x comes as int8 rows, a separate pass quantises it with a scale per row.
+
+    Args:
+        x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
+        weight_int8: int8 [Cout, K], from `quantize_weight`.
+        weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
+            for every 128 channels (fastest if the first dimension is contiguous); or
+            [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128, which is
+            faster on Hopper.
+        bias: [Cout], any of these float dtypes, or None.
+        activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
+            None.
+        impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; x's by default, required with rows.
+
+    Returns:
+        [B, N, Cout], contiguous.
+
+    Raises:
+        ShapeError: Shapes do not fit together, or K is over `MAX_CHANNELS`.
+        DTypeError: A tensor has another dtype.
+        GradientError: A gradient is wanted.
+        ConfigError: An unknown activation, or rows without an out_dtype.
+    """
+    rows = x if isinstance(x, Rows) else None
+    source = x.int8 if isinstance(x, Rows) else x
+    check_impl(impl)
+    check_out_dtype(out_dtype)
+    _check_linear(source, weight_int8, weight_scale, bias, activation, rows)
+    check_same_device(source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias)
+    refuse_gradient("int8_linear", (source, weight_scale, bias))
+    rest = (weight_int8, weight_scale, bias, activation or "", impl)
+    if rows is None:
+        dtype = source.dtype if out_dtype is None else out_dtype
+        out: Tensor = int8_linear_operation(source, *rest, dtype)
+        return out
+    if out_dtype is None:
+        raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
+    made: Tensor = int8_linear_rows(*rows, *rest, out_dtype)
+    return made
+
+
+def _check_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    rows: Rows | None,
+) -> None:
+    choices = (None, *get_args(Activation))
+    if activation not in choices:
+        raise ConfigError("activation", expected=f"one of {choices}", got=repr(activation))
+    for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
+        check_tensor(name, tensor)
+    if rows is None:
+        check_float("x", x)
+    elif (x.dtype, getattr(rows.scale, "dtype", None)) != (torch.int8, torch.float32):
+        kind = getattr(rows.scale, "dtype", type(rows.scale).__name__)
+        raise DTypeError("x", expected="rows in int8 and float32", got=f"{x.dtype} and {kind}")
+    elif (
+        x.dim() != 3
+        or rows.scale.shape != x.shape[:2]
+        or not (rows.scale.device == x.device == weight.device)
+    ):
+        raise ShapeError(
+            "x",
+            expected=f"int8 [B, N, K padded] and scale [B, N] on {weight.device}",
+            got=f"{list(x.shape)} on {x.device} and {list(rows.scale.shape)} on "
+            f"{rows.scale.device}",
+        )
+    if x.dim() != 3:
+        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+    if weight.dtype != torch.int8:
+        raise DTypeError(
+            "weight_int8",
+            expected="int8",
+            got=str(weight.dtype),
+            remedy="Quantise it with ops.quantize_weight",
+        )
+    fits = weight.dim() == 2 and x.shape[2] == (
+        weight.shape[1] if rows is None else padded_channels(weight.shape[1])
+    )
+    if not fits:
+        raise ShapeError(
+            "weight_int8", expected=f"[Cout, {x.shape[2]}]", got=str(list(weight.shape))
+        )
+    check_channels(weight.shape[1])
+    if scale.dtype != torch.float32:
+        raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
+    grouped = (weight.shape[0], math.ceil(weight.shape[1] / GROUP))
+    blocks = (math.ceil(weight.shape[0] / GROUP), grouped[1])
+    if tuple(scale.shape) not in ((weight.shape[0],), grouped, blocks):
+        raise ShapeError(
+            "weight_scale",
+            expected=f"[{weight.shape[0]}], {list(grouped)} or {list(blocks)}",
+            got=str(list(scale.shape)),
+        )
+    if bias is not None:
+        check_float("bias", bias)
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
+
+
+# --- linear and GELU in 16 bits ------------------------------------------------------------------
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
+        # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
+        flat = torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True)
+        return flat.view(x.shape[0], x.shape[1], weight.shape[0])
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
+
+
+linear_gelu_operation = Operation("linear_gelu", _linear_gelu, _linear_gelu_fake)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute gelu(x @ weight^T + bias) with the tanh form of GELU.
+
+    In 16 bits on an NVIDIA GPU the activation is the epilogue of the matrix product, so it reads
+    the unrounded sum.
+
+    Args:
+        x: [B, N, Cin], bf16, fp16 or fp32.
+        weight: [Cout, Cin], dtype of x.
+        bias: [Cout], any of these dtypes; rounded to that of x.
+
+    Returns:
+        [B, N, Cout], dtype of x.
+
+    Raises:
+        OpError: The arguments do not fit together, or a gradient is wanted.
+    """
+    if bias is None:
+        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
+    check_weight(x, weight, bias)
+    refuse_gradient("linear_gelu", (x, weight, bias))
+    out: Tensor = linear_gelu_operation(x, weight, bias.to(x.dtype))
+    return out

@@ -1,0 +1,542 @@
+"""The int8 linear for Hopper, in Gluon: one warp loads, groups of four warps multiply.
+
+    y = gelu((x W^T) * x_scale * w_scale + bias)
+
+The arithmetic is that of `portable.int8_linear.int8_linear_kernel`, bit for bit. A weight has a
+scale per row (`hopper_linear_kernel`) or per block of 128 x 128 (`hopper_linear_blocks_kernel`,
+where a step over K is one block, whose integer product is scaled and added in fp32).
+
+A program takes every P-th tile of y, P being the number of programs. In the cooperative schedule
+(CUTLASS's word) its groups share a tile, and each group has some of the rows. In the ping-pong
+schedule groups take tiles in turn, so that one group finishes a tile while the other multiplies.
+
+Warps, over time, for the cooperative schedule (a step is 128 channels):
+
+    producer   load 0 | load 1 | ... STAGES ahead of the slowest group, across the borders of tiles
+    group 0    wait 0, multiply 0 | wait 1, multiply 1, release 0 | ... | release last, epilogue
+    group 1    the same with the next rows of the tile and the same slots of the weight
+
+and for ping-pong, where a slot belongs to the tile of one group:
+
+    group 0    multiply tile 0            | epilogue of tile 0       | multiply tile 2 | ...
+    group 1    wait for its turn          | multiply tile 1          | epilogue of tile 1 | ...
+
+Shared memory (PARTS: groups, or 1 for ping-pong):
+
+    x      int8 [STAGES * PARTS, BLOCK_M, 128], swizzled by 128 bytes
+    w      int8 [STAGES, BLOCK_N, 128], the same
+    ready  [STAGES], empty [STAGES], order [GROUPS]: barriers of 8 bytes
+
+Together they take 192 KiB (ping-pong and cooperative of 128 rows), 224 KiB (192 rows) or 200 KiB
+(scales per block).
+
+Barriers:
+
+    name         arrivals   who arrives            who waits   phase of the n-th wait
+    ready[slot]  1 + bytes  producer, copies       groups      n % 2
+    empty[slot]  PARTS      groups, one each       producer    (n % 2) ^ 1: the first passes
+    order[g]     1          group before g         group g     n % 2; for group 0 (n % 2) ^ 1
+
+n counts the uses of that slot, or a group's tiles. Only ping-pong uses `order`.
+
+A thread has pairs of neighbouring columns of a product of the tensor cores. If the number of
+features is divisible by 32, the weight's rows are loaded in an order that gives a thread eight
+neighbouring columns (PERMUTED, `describe_weight`). So whole 16-byte words are stored without an
+exchange between threads.
+
+With a scale per block this kernel reaches 833 to 1,017 * 10^12 op/s on an H200 at 32,760 rows of
+1,536 channels, and the portable kernel 475 to 561. Two groups of 128 rows (650 to 1,013), two or
+three groups in ping-pong (737 to 974) and two programs on a multiprocessor (568 to 989) were
+slower, except for the two programs at 8,960 features: 975 against 952.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
+from turbo_rcm_patch.ops.residual.skip_triton import gelu_tanh
+
+
+@gluon.jit
+def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Split acc [ROWS, COLUMNS] into pieces of 64 x 32, row by row, without moving data."""
+    if ROWS > 64:
+        upper, lower = gl.split(acc.reshape([2, ROWS // 2, COLUMNS]).permute([1, 2, 0]))
+        return _pieces(upper, ROWS // 2, COLUMNS) + _pieces(lower, ROWS // 2, COLUMNS)
+    elif COLUMNS > 32:
+        left, right = gl.split(acc.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]))
+        return _pieces(left, ROWS, COLUMNS // 2) + _pieces(right, ROWS, COLUMNS // 2)
+    else:
+        return (acc,)
+
+
+@gluon.jit
+def _unpermuted(part, PERMUTED: gl.constexpr):
+    """Return a piece [64, 32] with its columns in order, undoing that of `describe_weight`."""
+    if PERMUTED:
+        part = part.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 32])
+        # The values stay in their threads, with eight neighbours in successive registers.
+        words: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0]],
+            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [64, 32],
+        )
+        part = gl.convert_layout(part, words, assert_trivial=True)
+    return part
+
+
+@gluon.jit
+def epilogue(
+    acc, memory, b, start_m, start_c, n_tokens, c_out,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, PERMUTED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GELU: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Scale a product [ROWS, COLUMNS], add the bias, activate, store.
+
+    The product is int32, or fp32 that includes the weight's scales (SCALED).
+    """
+    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr = memory
+    ACROSS: gl.constexpr = COLUMNS // 32
+    PIECES: gl.constexpr = ROWS // 64 * ACROSS
+    pieces = _pieces(acc, ROWS, COLUMNS)
+    like = _unpermuted(pieces[0], PERMUTED)
+    layout: gl.constexpr = like.type.layout
+    first = b.to(gl.int64) * n_tokens
+    lanes_m = start_m + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    lanes_c = start_c + gl.arange(0, 32, gl.SliceLayout(0, layout))
+    for i in gl.static_range(PIECES):
+        offs_m, offs_c = lanes_m + i // ACROSS * 64, lanes_c + i % ACROSS * 32
+        mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
+        if i % ACROSS == 0:
+            x_scale = gl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
+        if not SCALED:
+            w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
+        y = _unpermuted(pieces[i], PERMUTED).to(gl.float32) * x_scale[:, None]
+        if not SCALED:
+            y = y * w_scale[None, :]
+        if HAS_BIAS:
+            y += bias[None, :]
+        if GELU:
+            y = gelu_tanh(y)
+        gl.store(
+            y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
+            y.to(y_ptr.dtype.element_ty),
+            mask=mask_m[:, None] & mask_c[None, :],
+        )
+
+
+#: Channels of one step over K: the width of a hardware copy's swizzle.
+BLOCK_K = gl.constexpr(128)
+#: Blocks of rows that share the weight in L2.
+_GROUP_M = gl.constexpr(8)
+#: Registers per thread of the loading warp and of two or three groups, which fill a
+#: multiprocessor; see `hopper.attention`.
+PRODUCER_REGISTERS = gl.constexpr(24)
+REGISTERS_2 = gl.constexpr(240)
+REGISTERS_3 = gl.constexpr(160)
+
+
+class Schedule(NamedTuple):
+    """The division of the work among groups.
+
+    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and groups
+    take tiles in turn. Without it a tile has the rows of all groups.
+    """
+
+    groups: int  # 2 or 3
+    block_m: int  # 64 or 128
+    block_n: int
+    stages: int
+    ping_pong: bool
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m * (1 if self.ping_pong else self.groups), self.block_n
+
+
+#: Name -> schedule. Each has as many slots as fit into 227 KiB.
+SCHEDULES = {
+    "cooperative-128x256": Schedule(2, 64, 256, 4, False),
+    "cooperative-192x256": Schedule(3, 64, 256, 4, False),
+    "ping-pong-128x128": Schedule(2, 128, 128, 6, True),
+}
+#: Up to the first number of channels the epilogue takes a large share of the time, and from the
+#: second on a small one.
+_SHORT, _LONG = 3072, 8192
+#: Number of columns up to which a row of tiles has few tiles.
+_NARROW = 2048
+
+
+def schedule_for(channels: int, features: int, *, gelu: bool) -> Schedule:
+    """Return the schedule that was fastest on an H200 at 32,760 tokens.
+
+    For a short K groups take turns, so that one multiplies while another finishes its tile. For a
+    long K, or with a short epilogue, larger tiles are faster, because they read the L2 less often.
+
+    Args:
+        channels: K.
+        features: Cout.
+        gelu: True if GELU comes after the product.
+    """
+    if channels <= _SHORT:
+        return SCHEDULES["cooperative-128x256" if features <= _NARROW else "ping-pong-128x128"]
+    if gelu and channels < _LONG:
+        return SCHEDULES["ping-pong-128x128"]
+    return SCHEDULES["cooperative-192x256"]
+
+
+@gluon.jit
+def tile_offsets(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Return batch entry, first row and first column of a tile."""
+    blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, TILE_N)
+    b = tile // (blocks_m * blocks_c)
+    inside = tile % (blocks_m * blocks_c)
+    first_m = inside // (_GROUP_M * blocks_c) * _GROUP_M
+    rows_here = gl.minimum(blocks_m - first_m, _GROUP_M)
+    inside = inside % (_GROUP_M * blocks_c)
+    return b, (first_m + inside % rows_here) * TILE_M, inside // rows_here * TILE_N
+
+
+@gluon.jit
+def allocate_pipeline(
+    x_desc, w_desc, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Allocate STAGES slots for PARTS blocks of x and one of the weight, with their barriers.
+
+    A slot has one barrier for "ready" and one for "empty", at which PARTS groups arrive.
+    """
+    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
+    if PERMUTED:
+        w_smem = gl.allocate_shared_memory(
+            gl.int8, [STAGES, BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+        )
+    else:
+        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PARTS)
+    return x_smem, w_smem, ready, empty
+
+
+@gluon.jit
+def fence_barriers():
+    """Make new barriers visible to all warps and to the hardware copies."""
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def producer(
+    x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Fill the slots in turn, each with PARTS blocks of x and one of the weight."""
+    x_smem, w_smem, ready, empty = shared
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        row = b * n_tokens + start_m
+        for start_k in range(0, channels, BLOCK_K):
+            slot = step % STAGES
+            full = ready.index(slot)
+            # The phase before the first counts as complete, so the first round does not wait.
+            mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
+            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * BLOCK_K)
+            for part in gl.static_range(PARTS):
+                x_tile = x_smem.index(slot * PARTS + part)
+                tma_load(x_desc, [row + part * BLOCK_M, start_k], full, x_tile)
+            if PERMUTED:
+                tma_load(w_desc, [start_c // 32, 0, 0, 0, start_k], full, w_smem.index(slot))
+            else:
+                tma_load(w_desc, [start_c, start_k], full, w_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _consumer(
+    shared, order, memory, n_tokens, channels, c_out, tiles,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M rows of every tile; with PING_PONG every GROUPS-th tile of a program."""
+    # The widest int8 instruction of Triton whose columns are a power of two.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
+    PART: gl.constexpr = 0 if PING_PONG else GROUP
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    EVERY: gl.constexpr = GROUPS if PING_PONG else 1
+    x_smem, w_smem, ready, empty = shared
+    steps = gl.cdiv(channels, BLOCK_K)
+    step = 0
+    taken = 0
+    first = gl.program_id(0)
+    if PING_PONG:
+        step = steps * GROUP
+        first = first + GROUP * gl.num_programs(0)
+    for tile in range(first, tiles, gl.num_programs(0) * EVERY):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        start_m += PART * BLOCK_M
+        if PING_PONG:
+            # A barrier tells only whether the number of fills is odd or even, so no group may wait
+            # for a fill before the previous one is complete. The first group begins.
+            mbarrier.wait(order.index(GROUP), (taken % 2) ^ FIRST)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
+        for k in range(0, steps):
+            slot = (step + k) % STAGES
+            mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
+            x_tile = x_smem.index(slot * PARTS + PART)
+            w_tile = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
+            # One step stays in flight. The step before it no longer reads its slot.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        if PING_PONG:
+            mbarrier.arrive(order.index((GROUP + 1) % GROUPS), count=1)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
+        step += steps * EVERY
+        taken += 1  # noqa: SIM113
+        epilogue(
+            acc, memory, b, start_m, start_c, n_tokens, c_out,
+            BLOCK_M, BLOCK_N, PERMUTED, HAS_BIAS, GELU, False,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_linear_kernel(
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
+    n_tokens, channels, c_out, tiles,
+    GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Compute y = gelu((x W^T) * x_scale * w_scale + bias).
+
+    Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
+    Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
+    x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
+    the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see `Schedule`.
+    """
+    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
+    shared = allocate_pipeline(x_desc, w_desc, PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)
+    order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(order.index(group), count=1)
+    fence_barriers()
+    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+            ],
+            [4, 1],
+            [REGISTERS_2, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 2, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@cache
+def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(block, gl.int8)
+
+
+def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe x int8 [R, K] in blocks of `rows` rows."""
+    block = [rows, BLOCK_K.value]
+    return TensorDescriptor.from_tensor(x, block, _layout(tuple(block)))
+
+
+def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe int8 [Cout, K] in blocks of `rows` rows, in the order PERMUTED.
+
+    Row 8q + 2j + e of every 32 comes at place 8j + 2q + e. Thread q of four has columns 2q and
+    2q + 1 of every eight columns j of a product, so in this order it has eight neighbours. Cout is
+    divisible by 32.
+    """
+    features, channels = weight.shape
+    block = [rows // 32, 4, 4, 2, BLOCK_K.value]
+    strides = [32 * channels, 2 * channels, 8 * channels, channels, 1]
+    shape = [features // 32, 4, 4, 2, channels]
+    return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block)))
+
+
+def programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # for tests, which record launches without a GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+#: The schedule for a scale per block. A group has the rows of one instruction, so that integers
+#: and sums fit into its registers. A tile has the columns of a block. The slots fill 227 KiB.
+_BLOCK_SCALED = Schedule(3, 64, 128, 5, False)
+_GROUPS = gl.constexpr(_BLOCK_SCALED.groups)
+_BLOCK_M = gl.constexpr(_BLOCK_SCALED.block_m)
+_BLOCK_N = gl.constexpr(_BLOCK_SCALED.block_n)
+_STAGES = gl.constexpr(_BLOCK_SCALED.stages)
+
+
+@gluon.jit
+def _block_scaled_consumer(
+    shared, memory, w_scale_ptr, n_tokens, channels, c_out, tiles,
+    GROUP: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of every tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    x_smem, w_smem, ready, empty = shared
+    steps = gl.cdiv(channels, BLOCK_K)
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, _GROUPS * _BLOCK_M, _BLOCK_N)
+        start_m += GROUP * _BLOCK_M
+        scale_ptr = w_scale_ptr + start_c // _BLOCK_N * steps
+        scale = gl.load(scale_ptr)
+        acc = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout)
+        for k in range(0, steps):
+            slot = (step + k) % _STAGES
+            following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # one step ahead
+            mbarrier.wait(ready.index(slot), ((step + k) // _STAGES) % 2)
+            x_tile = x_smem.index(slot * _GROUPS + GROUP)
+            w_tile = w_smem.index(slot).reshape([_BLOCK_N, BLOCK_K]).permute((1, 0))
+            part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout)
+            part = warpgroup_mma(x_tile, w_tile, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            acc += part.to(gl.float32) * scale
+            scale = following
+        step += steps
+        epilogue(
+            acc, memory, b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N,
+            PERMUTED, HAS_BIAS, GELU, True,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_linear_blocks_kernel(
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
+    n_tokens, channels, c_out, tiles,
+    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Compute y = gelu((x (W * w_scale)^T) * x_scale + bias).
+
+    Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
+    Arguments as in `hopper_linear_kernel`, but w_scale fp32
+    [ceil(Cout / 128), ceil(K / 128)].
+    """
+    shared = allocate_pipeline(x_desc, w_desc, _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)
+    fence_barriers()
+    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
+    gl.warp_specialize(
+        [
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 0, PERMUTED, HAS_BIAS, GELU)),
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 1, PERMUTED, HAS_BIAS, GELU)),
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 2, PERMUTED, HAS_BIAS, GELU)),
+            (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                      _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)),
+        ],
+        [4, 4, 1],
+        [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def hopper_linear(
+    y: torch.Tensor,
+    x: Rows,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gelu: bool,
+    schedule: Schedule | None = None,
+    permuted: bool | None = None,
+) -> None:
+    """Write the linear of x into y [B, N, Cout], which is dense.
+
+    x [B, N, K] as int8 rows; weight int8 [Cout, K] dense, aligned to 16 bytes, with K padded as in
+    x; weight_scale [Cout], or dense [ceil(Cout / 128), ceil(K / 128)]. `schedule` and `permuted`
+    (the order of columns) replace the choice, for tuning.
+    """
+    batch, n_tokens, channels = x.int8.shape
+    features = weight.shape[0]
+    blocks = weight_scale.dim() == 2
+    if blocks:
+        schedule, arguments = _BLOCK_SCALED, {}
+    else:
+        schedule = schedule or schedule_for(channels, features, gelu=gelu)
+        arguments = {
+            "GROUPS": schedule.groups,
+            "PING_PONG": schedule.ping_pong,
+            "BLOCK_M": schedule.block_m,
+            "BLOCK_N": schedule.block_n,
+            "STAGES": schedule.stages,
+        }
+    if permuted is None:
+        permuted = features % 32 == 0
+    tile_m, tile_n = schedule.tile
+    tiles = batch * cdiv(n_tokens, tile_m) * cdiv(features, tile_n)
+    describe = describe_weight if permuted else describe_rows
+    launch(
+        hopper_linear_blocks_kernel if blocks else hopper_linear_kernel,
+        (min(tiles, programs(y.device)),),
+        y.device,
+        y_ptr=y,
+        x_desc=describe_rows(x.int8.view(-1, channels), schedule.block_m),
+        x_scale_ptr=x.scale,
+        w_desc=describe(weight, schedule.block_n),
+        w_scale_ptr=weight_scale,
+        bias_ptr=bias,
+        n_tokens=n_tokens,
+        channels=channels,
+        c_out=features,
+        tiles=tiles,
+        PERMUTED=permuted,
+        HAS_BIAS=bias is not None,
+        GELU=gelu,
+        **arguments,
+        num_warps=4,
+    )

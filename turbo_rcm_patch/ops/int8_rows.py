@@ -1,0 +1,174 @@
+"""Quantise rows of activations or of a weight to int8 with a scale per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.ops.formats import Rows, padded_channels
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, dense_rows, launch, target_of
+from turbo_rcm_patch.ops.replay import replayed
+
+#: Largest magnitude of a quantised value.
+INT8_MAX = tl.constexpr(127.0)
+#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
+TINY = tl.constexpr(2.0**-100)
+
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+
+#: Values per program for short rows, and values per thread.
+_VALUES = 1024
+_VALUES_A_THREAD = 48
+
+_INFINITY = tl.constexpr(0x7F800000)
+_NO_SIGN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def magnitude(x):
+    """Return the bits of |x| for x [T, C] or [C] fp32.
+
+    As integers they are ordered as the numbers, with infinity and then NaN as the largest. So one
+    reduction finds the maximum and any value that is not finite, and it is the fast reduction of
+    integers.
+    """
+    return x.to(tl.int32, bitcast=True) & _NO_SIGN
+
+
+@triton.jit
+def amax_poison(bits):
+    """Convert the maximum of a row's `magnitude` to the arguments of `int8_scale`."""
+    return bits.to(tl.float32, bitcast=True), tl.where(bits >= _INFINITY, float("nan"), 0.0)
+
+
+@triton.jit
+def int8_scale(amax, poison):
+    """Return a row's scale and its inverse from its largest magnitude [T] fp32.
+
+    poison [T]: NaN where the row has a NaN or an infinity, else 0. A maximum drops NaN, so without
+    poison such a row would become finite numbers.
+    """
+    amax = tl.where(amax > TINY, amax, 1.0)
+    return tl.div_rn(amax, INT8_MAX) + poison, tl.div_rn(INT8_MAX, amax)
+
+
+@triton.jit
+def nearest_int8(x, inverse):
+    """Round x * inverse half to even to int8, |x * inverse| <= 127; x [T, C], inverse [T] fp32.
+
+    The sum with `_MAGIC` has the integer in its low bits in two's complement, so its low byte is
+    the result. This avoids the conversion unit, which is several times slower.
+    """
+    shifted = x * inverse[:, None] + _MAGIC
+    return shifted.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def quantize_rows_kernel(
+    x_ptr, int8_ptr, scale_ptr, x_strides, n_rows, channels, padded,
+    BLOCK_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Store x as int8 rows with their scales, max |row| / 127, in one pass over memory.
+
+    Grid: (blocks of BLOCK_T rows, batch).
+    x [B, N, K] with dense rows; int8 [B, N, padded] dense, 0 from channel K on; scale [B, N] fp32.
+    A row has HEAD channels and TAIL more (0 for none). Both are powers of two, which masks fewer
+    lanes than a single one. Up to a few thousand channels one warp has a row, so that no data
+    passes through shared memory and no warp waits for another; a multiprocessor holds 32 of them.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < n_rows
+    rows = x_ptr + b * x_strides[0] + offs_t.to(tl.int64) * x_strides[1]
+    out = int8_ptr + (b * n_rows + offs_t) * padded
+    offs_h = tl.arange(0, HEAD)
+    mask_h = mask_t[:, None] & (offs_h < channels)[None, :]
+    keep_h = mask_t[:, None] & (offs_h < padded)[None, :]
+    head = tl.load(rows[:, None] + offs_h[None, :], mask=mask_h, other=0.0).to(tl.float32)
+    bits = tl.max(magnitude(head), axis=1)
+    if TAIL:
+        offs_r = HEAD + tl.arange(0, TAIL)
+        mask_r = mask_t[:, None] & (offs_r < channels)[None, :]
+        keep_r = mask_t[:, None] & (offs_r < padded)[None, :]
+        tail = tl.load(rows[:, None] + offs_r[None, :], mask=mask_r, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=1))
+    amax, poison = amax_poison(bits)
+    scale, inverse = int8_scale(amax, poison)
+    tl.store(scale_ptr + b * n_rows + offs_t, scale, mask=mask_t)
+    tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse), mask=keep_h)
+    if TAIL:
+        tl.store(out[:, None] + offs_r[None, :], nearest_int8(tail, inverse), mask=keep_r)
+
+
+def row_parts(channels: int) -> tuple[int, int]:
+    """Return HEAD and TAIL of a row: powers of two that together cover its channels."""
+    head = triton.next_power_of_2(channels + 1) // 2
+    rest = channels - head
+    return head, triton.next_power_of_2(rest) if rest else 0
+
+
+def row_warps(values: int) -> int:
+    """Return the number of warps that hold this many values."""
+    return min(32, triton.next_power_of_2(cdiv(values, 32 * _VALUES_A_THREAD)))
+
+
+def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
+    """Allocate the int8 rows of a [batch, n_rows, channels] tensor."""
+    padded = padded_channels(channels)
+    return Rows(
+        torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
+        torch.empty(batch, n_rows, dtype=torch.float32, device=device),
+    )
+
+
+def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
+    """Return the arguments of a kernel that fills rows, block_t of them per program."""
+    padded = rows.int8.shape[2]
+    head, tail = row_parts(padded)
+    return {
+        "int8_ptr": rows.int8,
+        "scale_ptr": rows.scale,
+        "padded": padded,
+        "HEAD": head,
+        "TAIL": tail,
+        "num_warps": row_warps(block_t * (head + tail)),
+        "num_stages": 1,
+    }
+
+
+@replayed
+def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
+    """Quantise x [B, N, K] bf16, fp16 or fp32 to int8 rows, into `into` if that is given."""
+    target_of(x.device)
+    x = dense_rows(x)
+    batch, n_rows, channels = x.shape
+    rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
+    values = sum(row_parts(rows.int8.shape[2]))
+    block_t = max(1, _VALUES // triton.next_power_of_2(values))
+    launch(
+        quantize_rows_kernel,
+        (cdiv(n_rows, block_t), batch),
+        x.device,
+        x_ptr=x,
+        x_strides=x.stride()[:2],
+        n_rows=n_rows,
+        channels=channels,
+        BLOCK_T=block_t,
+        **row_arguments(rows, block_t),
+    )
+    return rows
+
+
+def quantize_stacked(weights: Sequence[torch.Tensor]) -> Rows:
+    """Quantise matrices [N_i, K], stacked, as the rows of one batch entry."""
+    total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    stacked = empty_rows(1, total, channels, weights[0].device)
+    first = 0
+    for weight in weights:
+        part = slice(first, first + weight.shape[0])
+        quantize_rows(weight.unsqueeze(0), Rows(stacked.int8[:, part], stacked.scale[:, part]))
+        first = part.stop
+    return stacked

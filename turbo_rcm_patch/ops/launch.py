@@ -1,0 +1,319 @@
+"""Helpers of all launchers: the target of a device, its tiles, and the arguments of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from turbo_rcm_patch.errors import DeviceError
+from turbo_rcm_patch.ops.replay import recorder
+
+#: Arguments of kernels that vary with the number of tokens. By default Triton compiles a kernel
+#: again for integers that are 1 or divisible by 16. For these arguments it must not, because every
+#: new length would compile for seconds. None of them moves a pointer along contiguous channels,
+#: where the divisibility would help.
+LENGTHS = (
+    "blocks_a_chunk",
+    "chunk_tokens",
+    "chunks",
+    "count",
+    "k_blocks",
+    "k_group",
+    "k_parts",
+    "k_programs",
+    "kv_blocks",
+    "n",
+    "n_counters",
+    "n_kv",
+    "n_q",
+    "n_rows",
+    "n_tokens",
+    "n_elements",
+    "q_blocks",
+    "q_group",
+    "q_programs",
+    "rows",
+    "step",
+    "tiles",
+)
+
+#: Kinds of coefficients: a number, or a tensor that varies with the batch, with batch and channel,
+#: or with batch, token and channel.
+VALUE, PER_BATCH, PER_CHANNEL, PER_ELEMENT = 0, 1, 2, 3
+
+
+class Target(NamedTuple):
+    """The target of compilation: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
+
+    backend: str
+    arch: int | str
+
+    @property
+    def descriptors(self) -> bool:
+        """True if hardware copies (TMA) of tensor descriptors feed the tensor cores directly.
+
+        sm_120 has such copies, but its matrix instructions read registers, so that descriptors
+        cause spills.
+        """
+        return self.backend == "cuda" and isinstance(self.arch, int) and 90 <= self.arch < 120
+
+    @property
+    def key(self) -> str:
+        """The target's key in the tables of tiles."""
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+
+class Tile(NamedTuple):
+    """Tile shape and launch options of one kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+class Coefficient(NamedTuple):
+    """The arguments of a kernel for one coefficient.
+
+    Attributes:
+        tensor: The coefficient, broadcast to [B, N, C], or None for a number.
+        value: The number.
+        strides: Strides of the tensor over [B, N, C].
+        kind: VALUE, PER_BATCH, PER_CHANNEL or PER_ELEMENT.
+    """
+
+    tensor: torch.Tensor | None
+    value: float
+    strides: tuple[int, int, int]
+    kind: int
+
+
+@cache
+def _target(index: int) -> Target:
+    if torch.version.hip is not None:
+        return Target("hip", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability(index)
+    return Target("cuda", 10 * major + minor)
+
+
+def target_of(device: torch.device) -> Target:
+    """Return the target of a device.
+
+    Raises:
+        DeviceError: The device is not a GPU and Triton's interpreter is off.
+    """
+    if triton.knobs.runtime.interpret:
+        return Target("interpreter", 0)
+    if device.type != "cuda":
+        raise DeviceError(
+            'impl="triton"',
+            expected="tensors on a GPU",
+            got=f"device {device}",
+            remedy='Use impl="reference", or set TRITON_INTERPRET=1 before triton is imported',
+        )
+    return _target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+#: Kernel -> variant -> tile. An attention's variant is the type of p and v, and the padded head.
+_DEFAULT: Final = {
+    "attention": {
+        "fp8_32": Tile(64, 128, 4, 2),
+        "fp8_64": Tile(64, 128, 4, 2),
+        "fp8_128": Tile(64, 128, 4, 2),
+        "fp8_256": Tile(64, 64, 8, 2),
+        "16bit_32": Tile(64, 64, 4, 2),
+        "16bit_64": Tile(64, 64, 4, 2),
+        "16bit_128": Tile(64, 64, 4, 2),
+        "16bit_256": Tile(64, 32, 8, 2),
+    },
+    "prologue": {
+        "32": Tile(128, 64, 4, 1),
+        "64": Tile(128, 128, 8, 1),
+        "128": Tile(128, 256, 16, 1),
+        "256": Tile(32, 512, 8, 1),
+    },
+    "skip": {"any": Tile(16, 256, 4, 1)},
+    "int8_linear": {
+        "small": Tile(64, 64, 4, 3),
+        "medium": Tile(64, 64, 4, 3),
+        "wide": Tile(128, 128, 8, 3),
+    },
+}
+_WIDE_16BIT: Final = {"16bit_128": Tile(128, 64, 8, 2), "16bit_256": Tile(64, 32, 4, 2)}
+_SMALL_FP8: Final = {
+    "fp8_32": Tile(64, 64, 4, 2),
+    "fp8_64": Tile(64, 64, 4, 2),
+    "fp8_128": Tile(128, 64, 8, 2),
+    "fp8_256": Tile(64, 32, 8, 2),
+}
+#: Target -> the tiles that differ from the default. Those of sm_90 were measured on an H200, the
+#: others were chosen by the instructions and spills of compiled kernels.
+_OF_TARGETS: Final = {
+    "sm_80": {"attention": _WIDE_16BIT},
+    "sm_86": {"attention": _WIDE_16BIT},
+    "sm_89": {"attention": _SMALL_FP8 | _WIDE_16BIT},
+    "sm_90": {
+        "int8_linear": {
+            "small": Tile(64, 64, 4, 4),
+            "medium": Tile(128, 128, 4, 3),
+            "wide": Tile(128, 128, 4, 3),
+        }
+    },
+    "sm_120": {
+        "attention": _SMALL_FP8
+        | {"fp8_256": Tile(64, 32, 4, 2), "16bit_128": Tile(128, 64, 8, 2)},
+    },
+    "gfx942": {"prologue": {"64": Tile(128, 128, 4, 1), "128": Tile(128, 256, 8, 1)}},
+}
+
+
+@cache
+def tile_for(kernel: str, variant: str, target: Target) -> Tile:
+    """Return the tile of a kernel variant on a target: the target's own, or the safe default."""
+    kernel = "attention" if kernel == "one_launch" else kernel
+    own = _OF_TARGETS.get(target.key, {}).get(kernel, {})
+    return own.get(variant) or _DEFAULT[kernel][variant]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up. On the host `triton.cdiv` takes over a microsecond."""
+    return -(-a // b)
+
+
+def pad_head(head_dim: int) -> int:
+    """Return the channels per head inside the kernels: a power of two, at least 32.
+
+    32 is the depth of an int8 product.
+    """
+    return max(32, triton.next_power_of_2(head_dim))
+
+
+def scale_block(head_dim: int) -> int:
+    """Return the number of keys that share a scale.
+
+    A block of this many rows of one head has to fit into registers, beside the masks of a padded
+    head.
+    """
+    if head_dim <= 64 or head_dim == 128:
+        return 128
+    return 64 if head_dim < 128 else 32
+
+
+#: Most rows of a tile. `near_rows` copies rows that are further apart than 2**31 / this.
+_MOST_ROWS = 256
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x if its last dimension is contiguous, else a dense copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def near_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a dense copy if needed by a kernel whose offsets inside a tile have 32 bits.
+
+    It copies for the reason of `dense_rows`, and if rows are so far apart that the offsets of a
+    tile would overflow.
+    """
+    near = x.shape[-2] == 1 or x.stride(-2) < 2**31 // _MOST_ROWS
+    return dense_rows(x) if near else x.contiguous()
+
+
+def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """Return the strides of batch and tokens of each tensor [B, N, C], by kernels' argument names.
+
+    With `one_sample` the stride of the batch is 0.
+    """
+    return {
+        f"{name}_strides": (0 if one_sample else x.stride(0), x.stride(1))
+        for name, x in tensors.items()
+    }
+
+
+def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:
+    """Describe a float, or a tensor that broadcasts to `shape` [B, N, C], for a kernel."""
+    if not isinstance(value, torch.Tensor):
+        return Coefficient(None, float(value), (0, 0, 0), VALUE)
+    wide = value.expand(*shape)
+    # For an extent of 1 `expand` keeps the original stride, which has no meaning.
+    stride_b, stride_n, stride_c = (
+        0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
+    )
+    if stride_c * shape[2] >= 2**31:  # in a kernel, offsets of channels are 32 bits
+        return coefficient(value.contiguous(), shape)
+    if stride_n == 0 and stride_c == 0:
+        kind = PER_BATCH
+    elif stride_n == 0:
+        kind = PER_CHANNEL
+    else:
+        kind = PER_ELEMENT
+    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c), kind)
+
+
+def skip_arguments(
+    residual: torch.Tensor | None,
+    skip_factor: float | torch.Tensor,
+    out_factor: float | torch.Tensor,
+    shape: Sequence[int],
+) -> dict[str, object]:
+    """Return the arguments of `portable.skip.close_skip`, named as in every kernel with a skip.
+
+    Args:
+        residual: [B, N, C] or None.
+        skip_factor: Number, or tensor that broadcasts to `shape`.
+        out_factor: Number, or tensor that broadcasts to `shape`.
+        shape: [B, N, C].
+    """
+    c_skip, c_out = coefficient(skip_factor, shape), coefficient(out_factor, shape)
+    residual = None if residual is None else dense_rows(residual)
+    return {
+        "residual_ptr": residual,
+        "residual_strides": (0, 0) if residual is None else residual.stride()[:2],
+        "skip_ptr": c_skip.tensor,
+        "skip_value": c_skip.value,
+        "skip_strides": c_skip.strides,
+        "out_ptr": c_out.tensor,
+        "out_value": c_out.value,
+        "out_strides": c_out.strides,
+        "HAS_RESIDUAL": residual is not None,
+        "SKIP_KIND": c_skip.kind,
+        "OUT_KIND": c_out.kind,
+    }
+
+
+def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
+    """Return the dtype to which a skip rounds every step, or None for fp32 throughout.
+
+    A model in float64 gets None too.
+    """
+    if cast == "fp32" or dtype in (torch.float32, torch.float64):
+        return None
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor that loads tiles of shape `block` from a dense 2-D tensor."""
+    return TensorDescriptor.from_tensor(x, block)
+
+
+#: Let a product and a sum become one instruction on every release of Triton. Triton 3.9 warns that
+#: 3.10 will change the default.
+_FUSION = {"enable_fp_fusion": True}
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
+    """Launch a kernel on a device, which need not be the current one."""
+    asked = arguments | _FUSION
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            compiled = kernel[grid](**asked)
+    else:
+        compiled = kernel[grid](**asked)
+    recording = recorder()
+    if recording is not None:
+        recording.launched(kernel, grid, arguments, compiled)

@@ -1,0 +1,1 @@
+"""Skips and norms of the residual stream."""

@@ -1,0 +1,1 @@
+"""Sparse-linear attention (arXiv 2509.24006)."""

@@ -1,0 +1,747 @@
+"""Sparse-linear attention: int8 attention over chosen blocks of keys, with the linear branch added
+in the epilogue.
+
+The step over a block of keys, and so the numeric contract, is that of the dense kernel. The loop
+reads a table of blocks. The linear branch is the product of a row block's features with the head's
+projected matrix, and is added to the accumulator of the softmax part.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.triton import (
+    attention_arguments,
+    lost_in_rounding,
+    over_block,
+    over_keys,
+    register_limit,
+    row_sum_operand,
+    row_sums,
+    times_v_scale,
+    variant_of,
+)
+from turbo_rcm_patch.ops.formats import AttentionInputs, norm_kind
+from turbo_rcm_patch.ops.gluon import ran_on_hopper
+from turbo_rcm_patch.ops.launch import (
+    LENGTHS,
+    cdiv,
+    dense_rows,
+    launch,
+    pad_head,
+    strides,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.ops.replay import replayed
+
+#: Number of tokens of k that a program sums.
+_K_TOKENS = 32
+#: Most tokens that are loaded or computed at a time, and the most shared memory for them.
+_STAGES = 6
+_SHARED = 48 * 1024
+_WARPS = 4
+
+
+class Tokens(NamedTuple):
+    """Normalised and rotated tokens with their means, all in the model's dtype.
+
+    Attributes:
+        q: [B, Nq, H*D].
+        k: [B, Nk, H*D].
+        q_pooled: Means of blocks of q, [B, H, q_blocks, HEAD_PAD].
+        k_mean: Mean of k over all tokens, [B, H, HEAD_PAD].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    q_pooled: torch.Tensor
+    k_mean: torch.Tensor
+
+
+@triton.jit
+def _block(
+    out_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, start, stride_n, n_tokens, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate TOKENS tokens, and sum the rounded results: [HEADS_PAD, HEAD_PAD]."""
+    offs_h = tl.arange(0, HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, HEAD_PAD)
+    mask_d = offs_d < HEAD_DIM
+    offs_c = offs_h * HEAD_DIM + offs_d[None, :]
+    mask = (offs_h < CHANNELS // HEAD_DIM) & mask_d[None, :]
+    weight = 1.0
+    if NORM == 1:  # across all heads
+        weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
+    elif NORM == 2:  # per head
+        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32)
+    # The loop is pipelined, so that tokens are loaded while others are computed.
+    for i in tl.range(0, tl.minimum(TOKENS, n_tokens - start), num_stages=STAGES):
+        n = (start + i).to(tl.int64)
+        x = tl.load(x_ptr + n * stride_n + offs_c, mask=mask, other=0.0).to(tl.float32)
+        if NORM == 1:
+            squares = tl.sum(tl.sum(x * x, axis=1), axis=0)
+            x = x * (1.0 / tl.sqrt(squares / CHANNELS + eps)) * weight
+        elif NORM == 2:
+            x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None] * weight
+        if ROPE:
+            even, odd = tl.split(tl.reshape(x, [HEADS_PAD, HEAD_PAD // 2, 2]))
+            cos = tl.load(cos_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            sin = tl.load(sin_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            c, _ = tl.split(tl.reshape(cos, [HEAD_PAD // 2, 2]))
+            _, s = tl.split(tl.reshape(sin, [HEAD_PAD // 2, 2]))
+            c, s = c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
+            x = tl.join(even * c - odd * s, even * s + odd * c)
+            x = tl.reshape(x, [HEADS_PAD, HEAD_PAD])
+        y = x.to(x_ptr.dtype.element_ty)
+        if NORM > 0 or ROPE:
+            tl.store(out_ptr + n * CHANNELS + offs_c, y, mask=mask)
+        total += y.to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def prepare_tokens_kernel(
+    q_out_ptr, k_out_ptr, q_pooled_ptr, k_sums_ptr,
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    q_strides, k_strides, n_q, n_kv, q_blocks, k_parts, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Normalise q and k (as in `operands`), rotate them (ROPE), average blocks of q and sum k.
+
+    Grid: (blocks of q, then parts of k; batch). q [B, Nq, H*D], k [B, Nk, H*D] with contiguous
+    channels; results dense; weights [H*D], or [D] per head; cos, sin [N, D]; q_pooled
+    [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and without
+    ROPE q or k is not written.
+    """
+    at, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    heads: tl.constexpr = CHANNELS // HEAD_DIM
+    offs_h = tl.arange(0, HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, HEAD_PAD)[None, :]
+    mask = (offs_h < heads) & (offs_d < HEAD_PAD)
+    if at < q_blocks:
+        total = _block(
+            q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_strides[0], q_weight_ptr,
+            cos_ptr, sin_ptr, at * BLOCK_Q, q_strides[1], n_q, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE, STAGES,
+        )  # fmt: skip
+        mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q_ptr.dtype.element_ty)
+        pooled = q_pooled_ptr + ((b * heads + offs_h) * q_blocks + at) * HEAD_PAD + offs_d
+        tl.store(pooled, mean, mask=mask)
+    else:
+        at -= q_blocks
+        total = _block(
+            k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_strides[0], k_weight_ptr,
+            cos_ptr, sin_ptr, at * K_TOKENS, k_strides[1], n_kv, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE, STAGES,
+        )  # fmt: skip
+        sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
+        tl.store(sums, total, mask=mask)
+
+
+def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
+    """Normalise and rotate q and k, and compute their means; norms are RMSNorms or None."""
+    q, k, q_pooled, k_sums = _prepared(a, block_q)
+    return Tokens(q, k, q_pooled, (k_sums.sum(1) / k.shape[1]).to(k.dtype))
+
+
+@replayed
+def _prepared(
+    a: AttentionInputs, block_q: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k, q_pooled of `Tokens`, and sums of parts of k, fp32 [B, parts, H, HEAD_PAD]."""
+    target_of(a.q.device)
+    q, k, norm_q, norm_k, heads, head_dim = (
+        dense_rows(a.q), dense_rows(a.k), a.norm_q, a.norm_k, a.heads, a.head_dim
+    )  # fmt: skip
+    (batch, n_q, channels), n_kv = q.shape, k.shape[1]
+    head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
+    token_bytes = heads_pad * head_pad * q.element_size()
+    q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
+    q_norm, k_norm = (norm_kind(weight, None, channels) for weight in (norm_q, norm_k))
+    rope = a.cos is not None
+    q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
+    k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rope else q
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_norm or rope else k
+    launch(
+        prepare_tokens_kernel,
+        (q_blocks + k_parts, batch),
+        q.device,
+        q_out_ptr=q_out,
+        k_out_ptr=k_out,
+        q_pooled_ptr=q_pooled,
+        k_sums_ptr=k_sums,
+        q_ptr=q,
+        k_ptr=k,
+        q_weight_ptr=None if norm_q is None else norm_q.contiguous(),
+        k_weight_ptr=None if norm_k is None else norm_k.contiguous(),
+        cos_ptr=None if a.cos is None else a.cos.contiguous(),
+        sin_ptr=None if a.sin is None else a.sin.contiguous(),
+        **strides(q=q, k=k),
+        n_q=n_q,
+        n_kv=n_kv,
+        q_blocks=q_blocks,
+        k_parts=k_parts,
+        eps=a.eps,
+        CHANNELS=channels,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        HEADS_PAD=heads_pad,
+        BLOCK_Q=block_q,
+        K_TOKENS=_K_TOKENS,
+        Q_NORM=q_norm,
+        K_NORM=k_norm,
+        ROPE=rope,
+        STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
+        num_warps=_WARPS,
+        num_stages=1,
+    )
+    return q_out, k_out, q_pooled, k_sums
+
+
+#: Programs of `key_value_kernel`: twice the multiprocessors of a large GPU.
+_PROGRAMS = 264
+#: Keys that a program reads at a time.
+_STEP = 64
+#: Added to the denominator by the author's code (thu-ml/TurboDiffusion, SLA/core.py).
+_EPS = 1e-5
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class KeySums(NamedTuple):
+    """The results of one pass over the keys.
+
+    Attributes:
+        matrix: phi(k)^T v by chunks of keys, fp32 [B, H, chunks, HEAD_PAD, HEAD_PAD].
+        total: Sum of phi(k) by chunks of keys, fp32 [B, H, chunks, HEAD_PAD].
+        k_pooled: Means of blocks of k less the mean of k, [B, H, k_blocks, HEAD_PAD] in the dtype
+            of k, 0 in padded channels.
+    """
+
+    matrix: torch.Tensor
+    total: torch.Tensor
+    k_pooled: torch.Tensor
+
+
+class LinearBranch(NamedTuple):
+    """The terms of the projected linear branch, phi(q) @ matrix / (phi(q) · total + eps) + bias.
+
+    matrix [B, H, HEAD_PAD, HEAD_PAD] in the dtype of k; total [B, H, HEAD_PAD] fp32;
+    bias [HEAD_PAD] fp32 or None; eps; k_pooled as in `KeySums`, for the block map.
+    """
+
+    matrix: torch.Tensor
+    total: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    k_pooled: torch.Tensor
+
+
+@triton.jit
+def _softmax_features(x, offs_d, HEAD_DIM: tl.constexpr):
+    """Compute phi(x), the softmax of x [T, HEAD_PAD] fp32 over channels, 0 in padded channels."""
+    x = tl.where((offs_d < HEAD_DIM)[None, :], x, float("-inf"))
+    e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * _LOG2_E)
+    return e / tl.sum(e, axis=1)[:, None]
+
+
+@triton.jit
+def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Sum every ROWS-th row of x [STEP, HEAD_PAD]: [ROWS, HEAD_PAD].
+
+    A thread holds all rows of such a sum, so threads exchange no data.
+    """
+    return tl.sum(tl.reshape(x, [STEP // ROWS, ROWS, HEAD_PAD]), axis=0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def key_value_kernel(
+    matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
+    k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
+
+    Grid: (chunks, heads, batch). k, v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k, to
+    which k less its mean is rounded again; results as in `KeySums`.
+    """
+    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh = b.to(tl.int64) * heads + h
+    offs_d = tl.arange(0, HEAD_PAD)
+    offs_c = (h * HEAD_DIM + offs_d)[None, :]
+    k_rows = k_ptr + b.to(tl.int64) * k_strides[0] + offs_c
+    v_rows = v_ptr + b.to(tl.int64) * v_strides[0] + offs_c
+    mean = tl.load(k_mean_ptr + bh * HEAD_PAD + offs_d).to(tl.float32)[None, :]
+    matrix = tl.zeros([HEAD_PAD, HEAD_PAD], tl.float32)
+    total = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    first = chunk * blocks_a_chunk
+    for block in tl.range(first, tl.minimum(first + blocks_a_chunk, k_blocks)):
+        pooled = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        for step in tl.static_range(BLOCK_K // STEP):
+            offs_t = block * BLOCK_K + step * STEP + tl.arange(0, STEP)
+            mask_t = (offs_t < n_kv)[:, None]
+            mask = mask_t & (offs_d < HEAD_DIM)[None, :]
+            tokens = offs_t.to(tl.int64)[:, None]
+            k = tl.load(k_rows + tokens * k_strides[1], mask=mask, other=0.0)
+            v = tl.load(v_rows + tokens * v_strides[1], mask=mask, other=0.0)
+            smooth = (k.to(tl.float32) - mean).to(k.dtype).to(tl.float32)
+            pooled += _by_rows(tl.where(mask_t, smooth, 0.0), STEP, ROWS, HEAD_PAD)
+            phi = _softmax_features(k.to(tl.float32), offs_d, HEAD_DIM)
+            phi = tl.where(mask_t, phi, 0.0).to(v.dtype)
+            matrix = tl.dot(tl.trans(phi), v, matrix, input_precision=PRECISION)
+            total += _by_rows(phi.to(tl.float32), STEP, ROWS, HEAD_PAD)
+        count = tl.minimum(BLOCK_K, n_kv - block * BLOCK_K)
+        out = k_pooled_ptr + (bh * k_blocks + block) * HEAD_PAD + offs_d
+        tl.store(out, (tl.sum(pooled, axis=0) / count).to(k_ptr.dtype.element_ty))
+    place = bh * chunks + chunk
+    tl.store(total_ptr + place * HEAD_PAD + offs_d, tl.sum(total, axis=0))
+    tl.store(
+        matrix_ptr + place * HEAD_PAD * HEAD_PAD + offs_d[:, None] * HEAD_PAD + offs_d[None, :],
+        matrix,
+    )
+
+
+def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]:
+    """Return blocks of keys per chunk, and the number of chunks, for about `programs` programs."""
+    blocks = cdiv(k_blocks, max(1, programs // batch_heads))
+    return blocks, cdiv(k_blocks, blocks)
+
+
+def _key_sums(
+    k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
+) -> KeySums:
+    """Run one pass over k and v [B, N, H*D] with contiguous channels."""
+    target = target_of(k.device)
+    hopper = target == ("cuda", 90)
+    made: list[KeySums] = []
+
+    def on_hopper(own: ModuleType) -> bool:
+        if not own.serves(k, v, heads=heads, block_k=block_k):
+            return False
+        made.append(own.hopper_key_sums(k, v, k_mean, heads=heads, block_k=block_k))
+        return True
+
+    if hopper and ran_on_hopper("sparse_linear.hopper", "linear branch", on_hopper):
+        return made[0]
+    batch, n_kv, channels = k.shape
+    head_dim = channels // heads
+    head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)
+    blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
+    sums = empty_sums(k, heads, head_pad, chunks, k_blocks)
+    # With a [D, D] sum, 4-byte tiles leave room for half the keys and no pipeline.
+    wide = k.element_size() > 2 and head_pad > 64
+    step = min(_STEP // 2 if wide else _STEP, block_k)
+    launch(
+        key_value_kernel,
+        (chunks, heads, batch),
+        k.device,
+        matrix_ptr=sums.matrix,
+        total_ptr=sums.total,
+        k_pooled_ptr=sums.k_pooled,
+        k_ptr=k,
+        v_ptr=v,
+        k_mean_ptr=k_mean,
+        **strides(k=k, v=v),
+        n_kv=n_kv,
+        k_blocks=k_blocks,
+        blocks_a_chunk=blocks_a_chunk,
+        chunks=chunks,
+        heads=heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        BLOCK_K=block_k,
+        STEP=step,
+        ROWS=16,
+        # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain fp32.
+        PRECISION="tf32x3" if hopper else "ieee",
+        num_warps=8 if head_pad > 64 else 4,
+        num_stages=1 if wide else 2,
+    )
+    return sums
+
+
+def empty_sums(k: torch.Tensor, heads: int, head_pad: int, chunks: int, k_blocks: int) -> KeySums:
+    """Allocate the sums over k [B, N, H*D]."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(k.shape[0], heads, *shape, head_pad, dtype=dtype, device=k.device)
+
+    return KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
+
+
+def linear_branch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    heads: int,
+    block_k: int,
+) -> LinearBranch:
+    """Compute the terms of the linear branch that depend on the keys.
+
+    k and v [B, N, H*D] with contiguous channels; k_mean [B, H, HEAD_PAD] in the dtype of k;
+    weight [D, D]; bias [D].
+    """
+    n_kv, head_dim = k.shape[1], k.shape[2] // heads
+    head_pad = pad_head(head_dim)
+    matrix, total, k_pooled = _key_sums(k, v, k_mean, heads=heads, block_k=block_k)
+    # D / N keeps the sums over tokens near 1, where fp16 is precise. The projection is linear, so
+    # it is multiplied into the matrix: the branch is one product in the attention's epilogue.
+    factor = head_dim / n_kv
+    own = _padded(weight.float(), head_pad) * factor
+    projected = torch.matmul(matrix.sum(2), own.T).to(v.dtype)
+    if bias is not None:
+        bias = _padded(bias.float(), head_pad).contiguous()
+    return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor, k_pooled)
+
+
+def _padded(x: torch.Tensor, head_pad: int) -> torch.Tensor:
+    """Pad x [D] or [D, D] with zeros to HEAD_PAD."""
+    missing = head_pad - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing) * x.dim()) if missing else x
+
+
+#: Scores that a program of `select_kernel` holds.
+_SCORES = 4096
+
+_LOWEST = tl.constexpr(-2147483648)
+_NO_SIGN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def select_kernel(
+    lut_ptr, scores_ptr, rows, columns, count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Select the columns of the `count` largest scores of each row, ascending.
+
+    Of equal scores the first is taken. A NaN counts as the largest, so that it reaches the output.
+
+    Grid: (blocks of ROWS rows). scores [rows, columns]; lut [rows, count] int32. The count-th
+    largest score is found bit by bit, on integers with the order of the scores. So there is no
+    sorting, and every run gives the same result.
+    """
+    offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_c = tl.arange(0, COLUMNS)
+    inside = (offs_r < rows)[:, None] & (offs_c < columns)[None, :]
+    row = offs_r.to(tl.int64)[:, None]
+    # -0 + 0 is 0, which makes both zeros equal.
+    scores = tl.load(scores_ptr + row * columns + offs_c[None, :], mask=inside, other=0.0)
+    scores = scores.to(tl.float32) + 0.0
+    bits = scores.to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ _NO_SIGN, bits)
+    rank = tl.where(scores == scores, rank, _NO_SIGN)
+    rank = tl.where(inside, rank, _LOWEST)
+    # The largest integer that at least `count` of a row reach, counted from the lowest.
+    least = tl.zeros([ROWS], tl.int32)
+    for i in range(32):
+        trial = least | (tl.full([ROWS], 1, tl.int32) << (31 - i))
+        reached = tl.sum((rank >= (trial ^ _LOWEST)[:, None]).to(tl.int32), axis=1)
+        least = tl.where(reached >= count, trial, least)
+    least = (least ^ _LOWEST)[:, None]
+    above = rank > least
+    room = count - tl.sum(above.to(tl.int32), axis=1)[:, None]
+    equal = rank == least
+    first = equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= room)
+    chosen = (above | first) & inside
+    place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+    columns_of = tl.zeros([ROWS, COLUMNS], tl.int32) + offs_c[None, :]
+    tl.store(lut_ptr + row * count + place, columns_of, mask=chosen)
+
+
+@replayed
+def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Choose the `count` blocks of keys that each block of queries sees.
+
+    Args:
+        scores: [B, H, q_blocks, k_blocks].
+        count: Number of blocks.
+
+    Returns:
+        int32 [B, H, q_blocks, count], ascending.
+    """
+    batch, heads, q_blocks, k_blocks = scores.shape
+    lut = torch.empty(batch, heads, q_blocks, count, dtype=torch.int32, device=scores.device)
+    columns = max(16, triton.next_power_of_2(k_blocks))
+    per_program = max(1, _SCORES // columns)
+    rows = batch * heads * q_blocks
+    launch(
+        select_kernel,
+        (cdiv(rows, per_program),),
+        scores.device,
+        lut_ptr=lut,
+        scores_ptr=scores,
+        rows=rows,
+        columns=k_blocks,
+        count=count,
+        ROWS=per_program,
+        COLUMNS=columns,
+        num_warps=4,
+        num_stages=1,
+    )
+    return lut
+
+
+_FP16_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _block_of(lut, i, count, STEPS: tl.constexpr):
+    """Load the block of step i from lut [count], STEPS per block; the last block past the end."""
+    return tl.load(lut + tl.maximum(0, tl.minimum(i // STEPS, count - 1)))
+
+
+@triton.jit
+def _over_blocks(
+    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+    v_strides, offs_m, limit, lut, count,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, FP8: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Compute the online softmax over the first `count` blocks of keys in lut, unmasked."""
+    # The table is read two steps ahead, because copies of the next step's keys begin in this one
+    # and would wait for an address that was just loaded. The value has to change between steps.
+    # Otherwise the compiler sees a dependence over two steps and does not overlap them.
+    steps: tl.constexpr = BLOCK_K // BLOCK_N
+    start_n = tl.load(lut) * BLOCK_K
+    following = _block_of(lut, 1, count, steps)
+    for i in tl.range(0, count * steps):
+        later = _block_of(lut, i + 2, count, steps)
+        acc, l_i, m_i = over_block(
+            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+            v_strides, offs_m, limit, start_n,
+            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+            FP8, DESCRIPTORS, False, False,
+        )  # fmt: skip
+        start_n = following * BLOCK_K + (i + 1) % steps * BLOCK_N
+        following = later
+    return acc, l_i, m_i
+
+
+@triton.jit
+def _features(rows, start, mask_m, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
+    """Load STEP channels of the argument of phi in log2 units, -inf past the head."""
+    offs_d = start + tl.arange(0, STEP)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    x = tl.load(rows + offs_d[None, :], mask=mask_m[:, None] & mask_d, other=0.0)
+    return tl.where(mask_d, x.to(tl.float32) * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _add_linear(
+    acc, rows, matrix, total, mask_m, eps,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return acc + phi(x) matrix / (phi(x) · total + eps) for the rows x at `rows` [BLOCK_M, 1].
+
+    Two loops read a few channels at a time, instead of one tile with all channels. Beside the
+    accumulator there is no room for such a tile if three programs share a multiprocessor.
+    """
+    STEP: tl.constexpr = 32
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    along = tl.zeros([BLOCK_M], tl.float32)  # phi · total, unnormalised
+    for start in tl.range(0, HEAD_PAD, STEP, num_stages=1):
+        x = _features(rows, start, mask_m, HEAD_DIM, STEP)
+        higher = tl.maximum(peak, tl.max(x, axis=1))
+        e = tl.exp2(x - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        t = tl.load(total + start + tl.arange(0, STEP))
+        mass = mass * fade + tl.sum(e, axis=1)
+        along = along * fade + tl.sum(e * t[None, :], axis=1)
+        peak = higher
+    # phi = e / mass, and it is divided by along / mass + eps.
+    factor = 1.0 / (along + eps * mass)
+    columns = tl.arange(0, HEAD_PAD)[None, :]
+    for start in tl.range(0, HEAD_PAD, STEP, num_stages=2):
+        x = _features(rows, start, mask_m, HEAD_DIM, STEP)
+        phi = tl.exp2(x - peak[:, None]) * factor[:, None]
+        if matrix.dtype.element_ty == tl.float16:
+            # If a row's features hardly overlap with those of keys, phi leaves fp16's range.
+            phi = tl.minimum(phi, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        m = tl.load(matrix + (start + tl.arange(0, STEP))[:, None] * HEAD_PAD + columns)
+        acc = tl.dot(phi.to(m.dtype), m, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def sparse_attention_kernel(
+    y_ptr, lut_ptr, features_ptr, matrix_ptr, total_ptr, bias_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src,
+    features_strides, v_strides,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count, linear_eps,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Compute softmax(q k^T) v over chosen keys + phi(q) matrix / (phi(q) · total + eps) + bias.
+
+    Grid: (blocks of BLOCK_M rows, heads, batch).
+    y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of BLOCK_K keys
+    that a block of BLOCK_Q rows sees; features [B, Nq, H*D] with contiguous channels, the
+    argument of phi; matrix [B, H, HEAD_PAD, HEAD_PAD] in that dtype; total [B, H, HEAD_PAD] fp32;
+    bias [HEAD_PAD] fp32; the rest as in `attention.attend`.
+    """
+    start_m = tl.program_id(0) * BLOCK_M
+    h, b = tl.program_id(1), tl.program_id(2)
+    bh = b.to(tl.int64) * heads + h
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    if DESCRIPTORS:
+        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
+    else:
+        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    ones = None
+    if FP8:
+        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
+        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
+        v_head = v_src
+    else:
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
+
+    # Blocks ascend, so only the last chosen one may end past the last key.
+    lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
+    partial = tl.load(lut + count - 1) * BLOCK_K
+    whole = count
+    if partial + BLOCK_K > n_kv:
+        whole = count - 1
+    else:
+        partial = n_kv
+    acc, l_i, m_i = _over_blocks(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_strides, offs_m, n_kv, lut, whole,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK, FP8, DESCRIPTORS,
+    )  # fmt: skip
+    acc, l_i, m_i = over_keys(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_strides, offs_m, n_kv, partial, n_kv,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, True, False,
+    )  # fmt: skip
+    total = row_sums(l_i, FP8)
+    if FP8:
+        acc = times_v_scale(acc, total, 0.0, v_levels_ptr, bh, HEAD_PAD)
+    else:
+        acc = acc / total[:, None]
+
+    mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
+    mask = mask_m[:, None] & mask_d[None, :]
+    offs_c = (h * HEAD_DIM + offs_d)[None, :]
+    rows = offs_m.to(tl.int64)[:, None]
+    features = features_ptr + b.to(tl.int64) * features_strides[0] + rows * features_strides[1]
+    acc = _add_linear(
+        acc, features + h * HEAD_DIM, matrix_ptr + bh * HEAD_PAD * HEAD_PAD,
+        total_ptr + bh * HEAD_PAD, mask_m, linear_eps, HEAD_DIM, HEAD_PAD, BLOCK_M,
+    )  # fmt: skip
+    if FP8:
+        acc += lost_in_rounding(v_levels_ptr, bh, n_kv, HEAD_PAD)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_d)[None, :]
+    out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * HEAD_DIM) + offs_c
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def sparse_linear_attention(
+    inputs: AttentionInputs,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    count: int,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    """Compute the sum of both branches [B, Nq, H*D]; see `ops.sparse_linear_attention`.
+
+    Args:
+        inputs: The attention, with "int8" or "int4", a pv other than "auto", RMSNorms or no norms,
+            and no skip.
+        weight: [D, D] of the linear branch's projection.
+        bias: [D] or None.
+        count: Blocks of keys that a block of queries sees.
+        block_q: Queries in a block.
+        block_k: Keys in a block.
+    """
+    tokens = prepare_tokens(inputs, block_q=block_q)
+    # q and k are normalised and rotated once for all kernels that read them.
+    a = inputs._replace(
+        q=tokens.q, k=tokens.k, v=dense_rows(inputs.v), norm_q=None, norm_k=None,
+        cos=None, sin=None, eps=0.0,
+    )  # fmt: skip
+    branch = linear_branch(a.k, a.v, tokens.k_mean, weight, bias, heads=a.heads, block_k=block_k)
+    # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
+    # the rounding decides among blocks whose scores are nearly equal.
+    scores = torch.matmul(tokens.q_pooled, branch.k_pooled.transpose(-1, -2))
+    lut = largest_scores(scores, count)
+    return _attended(a, lut, *branch[:4], block_q, block_k)
+
+
+@replayed
+def _attended(
+    a: AttentionInputs,
+    lut: torch.Tensor,
+    matrix: torch.Tensor,
+    total: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    """Compute both branches from chosen blocks lut [B, H, q_blocks, count] and a `LinearBranch`.
+
+    q and k are normalised and rotated already.
+    """
+    batch, n_q, channels = a.q.shape
+    target = target_of(a.q.device)
+    operands = quantize(a)
+    tile = tile_for("attention", variant_of(a), target)
+    # The rows of a program share their blocks of keys, and a step stays within one block.
+    tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
+    arguments = attention_arguments(a, operands, tile)
+    for name in ("CAUSAL", "HAS_LENGTHS", "lengths_ptr"):
+        del arguments[name]
+    y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
+    launch(
+        sparse_attention_kernel,
+        (cdiv(n_q, tile.block_m), a.heads, batch),
+        a.q.device,
+        y_ptr=y,
+        lut_ptr=lut,
+        features_ptr=a.q,
+        matrix_ptr=matrix,
+        total_ptr=total,
+        bias_ptr=bias,
+        **strides(features=a.q),
+        q_blocks=lut.shape[2],
+        count=lut.shape[3],
+        linear_eps=eps,
+        BLOCK_Q=block_q,
+        BLOCK_K=block_k,
+        HAS_BIAS=bias is not None,
+        **register_limit(a, tile),
+        **arguments,
+    )
+    return y
