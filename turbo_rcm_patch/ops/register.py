@@ -1,4 +1,15 @@
-"""Operations: a body that eager inference calls directly, and a registration for other callers.
+"""How operators meet torch.
+
+An operator is a plain function in its folder's `api.py`. Eager inference on plain tensors runs it
+directly. A compiler, a tracer, a dispatch mode, autocast or a subclass of Tensor needs an
+operation that torch knows (`needs_registered`), which takes 2 us more:
+
+    def norm(x, *, weight, eps, impl):
+        if needs_registered(x):
+            return _operation(x, weight, eps, encode(impl=impl))
+        return _computed(x, weight, eps, impl)
+
+    _operation = register("norm(Tensor x, Tensor? weight, float eps, str options) -> Tensor", ...)
 
 A schema and a fake are registered, so that a compiler traces a call as one node. There is no
 derivative: public functions raise where a gradient is wanted, and a patched model then runs its
@@ -7,9 +18,11 @@ author's code.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Final, get_type_hints
 
 import torch
@@ -28,58 +41,58 @@ _tracer: Final = torch._C._get_tracing_state
 _autocast: Final = torch._C._is_any_autocast_enabled
 
 
-class Operation:
-    """One operation, to be called with positional arguments.
+def needs_registered(x: Tensor, *more: Tensor | None) -> bool:
+    """Return True if a call has to go through the registered operation.
 
-    Eager inference on plain tensors runs the body. A compiler, a tracer, a dispatch mode or a
-    subclass of Tensor gets the registered operation, which takes 2 us more.
+    A patched block asks for its first tensor alone, because it has looked at the others.
+    """
+    return (
+        _compiling()
+        or type(x) not in _PLAIN
+        or _dispatch_modes() > 0
+        or _autocast()
+        or _tracer() is not None
+        or any([one is not None and type(one) not in _PLAIN for one in more])
+    )
+
+
+def register(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an operation, and return it.
 
     Args:
-        name: Name in this library's namespace.
-        body: Computes the result from tensors, numbers and strings alone, and returns new tensors.
+        schema: Its schema, as torch writes it, with a name in this library's namespace.
+        body: Computes the result, without autocast, and returns new tensors.
         fake: Makes empty results of the right shapes and dtypes.
     """
+    name = schema.partition("(")[0]
 
-    def __init__(self, name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        self._body = body
-        schema = torch.library.infer_schema(body, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, self._registered_body, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
-        self._name = name
-        self._registered = getattr(torch.ops.turbo_rcm_patch, name).default
+    @functools.wraps(body)
+    def without_derivative(*args: Any, **kwargs: Any) -> Any:
+        refuse_gradient(f"turbo_rcm_patch::{name}", _tensors((args, tuple(kwargs.values()))))
+        with ExitStack() as stack:  # the dtypes of its products are part of its contract
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return body(*args, **kwargs)
 
-    def __call__(self, *args: Any) -> Any:
-        if _compiling() or any([isinstance(x, Tensor) and type(x) not in _PLAIN for x in args]):
-            return self._registered(*args)
-        return self.unchecked(*args)
-
-    def unchecked(self, *args: Any) -> Any:
-        """Compute the result for a patched block, whose tensors after the first are as plain."""
-        if (
-            _compiling()
-            or type(args[0]) not in _PLAIN
-            or _dispatch_modes()
-            or _tracer() is not None
-        ):
-            return self._registered(*args)
-        if _autocast():
-            return without_autocast(self._body, args)
-        return self._body(*args)
-
-    def _registered_body(self, *args: Any) -> Any:
-        refuse_gradient(f"turbo_rcm_patch::{self._name}", _tensors(args))
-        return without_autocast(self._body, args)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, without_derivative, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.turbo_rcm_patch, name).default
 
 
-def without_autocast(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a body without autocast, because the dtypes of its products are part of its contract."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        return body(*args)
+def encode(**options: str | bool) -> str:
+    """Write the plain options of an operator as one string, the last argument of its schema."""
+    return " ".join([f"{name}={value}" for name, value in options.items()])
+
+
+@cache
+def decode(options: str) -> dict[str, Any]:
+    """Read what `encode` wrote."""
+    values = (one.split("=", 1) for one in options.split(" "))
+    flags = {"True": True, "False": False}
+    return {name: flags.get(value, value) for name, value in values}
 
 
 def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
@@ -112,16 +125,28 @@ def _tensors(args: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+class Operation:
+    """An operation with positional arguments. It goes when all operators are functions."""
+
+    def __init__(self, name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self._body = body
+        schema = torch.library.infer_schema(body, mutates_args=())
+        self._registered = register(name + schema, body, fake)
+
+    def __call__(self, *args: Any) -> Any:
+        if needs_registered(*_tensors(args)):
+            return self._registered(*args)
+        return self._body(*args)
+
+    def unchecked(self, *args: Any) -> Any:
+        """Compute the result for a patched block, whose tensors after the first are as plain."""
+        return self._registered(*args) if needs_registered(args[0]) else self._body(*args)
+
+
 def flattened(
     order: tuple[str, ...], returns: object, *types: object
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a body that takes `*args` the signature of an operation's schema.
-
-    Args:
-        order: The names of the arguments.
-        returns: The type of the result.
-        *types: Named tuples, or mappings from names, that give the types of the arguments.
-    """
+    """Give a body of an `Operation` that takes `*args` the signature of its schema."""
     known: dict[str, Any] = {}
     for kind in types:
         known |= kind if isinstance(kind, dict) else get_type_hints(kind)
