@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from turbo_rcm_patch.ops.formats import AttentionInputs
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+from turbo_rcm_patch.ops.formats import AttentionInputs, Norms, Skip
 
 
 def attention_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, heads: int, **options: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, heads: int, **options: Any
 ) -> AttentionInputs:
-    """A plain int8 attention, but for what `options` say: fields of `AttentionInputs`, c_skip and
-    c_out as numbers or tensors."""
-    fields = dict.fromkeys(AttentionInputs._fields) | {
-        "q": q, "k": k, "v": v, "heads": heads, "c_skip_value": 1.0, "c_out_value": 1.0,
-        "attention": "int8", "pv": "fp8", "smooth_k": True, "causal": False, "impl": "triton",
-        "sm_scale": (q.shape[2] // heads) ** -0.5, "eps": 1e-6, "out_dtype": q.dtype,
-        "want_lse": False,
-    }  # fmt: skip
-    for name in ("c_skip", "c_out"):
-        if isinstance(options.get(name), float):
-            options[f"{name}_value"] = options.pop(name)
-    return AttentionInputs(**fields | options)
+    """A plain int8 attention, but for what `options` say: fields of `AttentionSpec` and
+    `AttentionInputs`, norm_q and the other norms, cos and sin, residual, c_skip and c_out."""
+    spec = {"attention": "int8", "pv": "fp8", "impl": "triton", "heads": heads}
+    spec |= {name: options.pop(name) for name in AttentionSpec.__slots__ if name in options}
+    weights = {name: options.pop(f"norm_{name}", None) for name in Norms._fields[:4]}
+    weights["q_bias"] = options.pop("norm_q_bias", None)
+    weights["k_bias"] = options.pop("norm_k_bias", None)
+    eps = spec.get("eps", 1e-6)
+    cos, sin = options.pop("cos", None), options.pop("sin", None)
+    skip = {name: options.pop(name) for name in Skip._fields if options.get(name) is not None}
+    return AttentionInputs(
+        q, k, v, AttentionSpec(**spec), options.pop("out_dtype", q.dtype),
+        norms=Norms(**weights, eps=eps), rotary=None if cos is None else (cos, sin),
+        skip=Skip(**{"residual": None} | skip) if skip else None,
+        **{name: value for name, value in options.items() if name not in Skip._fields},
+    )  # fmt: skip

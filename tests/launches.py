@@ -15,7 +15,8 @@ from turbo_rcm_patch.ops.launch import Target
 #: Modules of kernels, Hopper's and the portable ones.
 MODULES = (
     "attention.hopper", "int8_linear.hopper", "sparse_linear.hopper", "attention.prologue_hopper",
-    "attention.triton", "int8_linear.triton", "residual.norm_triton",
+    "launch", "attention.triton", "attention.online_softmax", "int8_linear.triton",
+    "residual.norm_triton",
     "attention.one_launch_triton", "attention.prologue_triton", "int8_rows",
     "residual.skip_triton", "residual.skip_norm_triton",
     "sparse_linear.triton", "residual.streams_triton",

@@ -23,16 +23,15 @@ def chosen_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sparsity: Sparsity
 ) -> torch.Tensor:
     """The kernels' block map, after comparing it with the reference's."""
+    from turbo_rcm_patch.ops.sparse_linear.api import launch_key_sums
     from turbo_rcm_patch.ops.sparse_linear.triton import largest_scores, prepare_tokens
-    from turbo_rcm_patch.ops.sparse_linear.triton import linear_branch as branch_of
 
     geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
-    dim, count = q.shape[2] // heads, sparsity.count(k.shape[1])
+    count = sparsity.count(k.shape[1])
     inputs = attention_inputs(q, k, v, heads=heads)
     tokens = prepare_tokens(inputs, block_q=sparsity.block_q)
-    eye = torch.eye(dim, device="cuda")
-    branch = branch_of(k, v, tokens.k_mean, eye, None, heads=heads, block_k=sparsity.block_k)
-    chosen = largest_scores(tokens.q_pooled @ branch.k_pooled.transpose(-1, -2), count)
+    sums = launch_key_sums(k, v, tokens.k_mean, heads=heads, block_k=sparsity.block_k)
+    chosen = largest_scores(tokens.q_pooled @ sums.k_pooled.transpose(-1, -2), count)
     qh, kh = (split_heads(x, heads).float() for x in (q, k))
     expected = block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
     assert (chosen[..., 1:] > chosen[..., :-1]).all()

@@ -35,8 +35,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from turbo_rcm_patch.ops import gluon
-from turbo_rcm_patch.ops.formats import AttentionInputs
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
+from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.launch import Target
+from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 
 AMPERE, HOPPER, HIP = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
 #: Largest shared memory of one program, in KiB.
@@ -57,6 +61,7 @@ SPILLED_SINCE_3_8 = {
     "attention_kernel": 80, "hopper_prologue_kernel": 17, "int8_linear_kernel": 2,
     "prologue_kernel": 4, "sparse_attention_kernel": 70,
 }  # fmt: skip
+_TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS)
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -67,7 +72,7 @@ class Case:
         run: Calls it.
         dim: Channels of a head.
         heads: Number of heads.
-        **options: What `run` reads, and fields of `AttentionInputs`; "wide" takes more registers
+        **options: What `run` reads; "wide" takes more registers
             than three programs of a Hopper multiprocessor have.
     """
 
@@ -103,56 +108,56 @@ class Result:
 # --- what is launched ----------------------------------------------------------------------------
 
 
+_MODULES = ("int8_rows", "residual.norm_triton", "residual.skip_triton",
+            "residual.skip_norm_triton", "residual.streams_triton", "launch",
+            "attention.triton", "attention.prologue_triton", "attention.one_launch_triton",
+            "sparse_linear.triton", "int8_linear.triton")  # fmt: skip
 _PORTABLE = {
-    "attention": "attention.triton", "int8_linear": "int8_linear.triton", "rows": "int8_rows",
-    "norm": "residual.norm_triton", "skip": "residual.skip_triton",
+    "rows": "int8_rows", "norm": "residual.norm_triton", "skip": "residual.skip_triton",
     "skip_norm": "residual.skip_norm_triton", "streams": "residual.streams_triton",
-    "one_launch": "attention.one_launch_triton", "sparse_attention": "sparse_linear.triton",
 }  # fmt: skip
-_HOPPER = ("attention.hopper", "attention.prologue_hopper", "int8_linear.hopper",
-           "sparse_linear.hopper")  # fmt: skip
-portable = SimpleNamespace(
-    **{name: import_module(f"turbo_rcm_patch.ops.{path}") for name, path in _PORTABLE.items()}
-)
+_LOADED = {name: import_module(f"turbo_rcm_patch.ops.{name}") for name in _MODULES}
+portable = SimpleNamespace(**{name: _LOADED[path] for name, path in _PORTABLE.items()})
 
 
 def _inputs(case: Case, target: Target) -> AttentionInputs:
     """An attention with norm, rotary embedding and skip, but for the options of the case."""
+    options = case.options
     q, k, v = case.empty(1, 32760, 3 * case.heads * case.dim).chunk(3, -1)
     table = case.empty(32760, case.dim, dtype=torch.float32)
     fp8 = target.backend == "cuda" and int(target.arch) >= 89
-    fields: Any = dict.fromkeys(AttentionInputs._fields) | {
-        "q": q, "k": k, "v": v, "residual": case.tokens(), "c_skip_value": 1.0,
-        "c_out": case.tokens(1, torch.float32), "c_out_value": 1.0, "cos": table, "sin": table,
-        "heads": case.heads, "attention": "int8", "pv": "fp8" if fp8 else "bf16",
-        "smooth_k": True, "causal": False, "sm_scale": case.dim**-0.5, "eps": 1e-6,
-        "impl": "triton", "out_dtype": q.dtype, "want_lse": False,
-    }  # fmt: skip
-    norms, layer = ("norm_q", "norm_k", "norm_q_bias", "norm_k_bias"), case.options.get("layer")
-    weight = case.empty(case.dim if layer else case.heads * case.dim)
-    fields |= dict.fromkeys(norms if layer else norms[:2], weight)
-    fields |= {name: value for name, value in case.options.items() if name in fields}
-    if case.options.get("lengths"):
-        fields["kv_lengths"] = case.empty(1, dtype=torch.int32)
-    inputs = AttentionInputs(**fields)
-    return inputs.alone() if case.options.get("alone") else inputs
+    spec = AttentionSpec(
+        heads=case.heads, pv=options.get("pv", "fp8" if fp8 else "bf16"), impl="triton",
+        causal=options.get("causal", False),
+    )  # fmt: skip
+    weight = case.empty(case.dim if options.get("layer") else case.heads * case.dim)
+    norms = Norms(weight, weight, *((weight, weight) if options.get("layer") else ()))
+    bare, alone = options.get("bare"), options.get("alone")
+    return AttentionInputs(
+        q, k, v, spec, q.dtype, norms=NO_NORMS if bare else norms,
+        rotary=None if bare else (table, table),
+        skip=None if alone else Skip(case.tokens(), 1.0, case.tokens(1, torch.float32)),
+        kv_lengths=case.empty(1, dtype=torch.int32) if options.get("lengths") else None,
+        want_lse=options.get("want_lse", False),
+    )  # fmt: skip
 
 
 def _attention(case: Case, target: Target) -> None:
-    portable.attention.attention(_inputs(case, target))
+    attention.launch_attention(_inputs(case, target))
 
 
 def _one_launch(case: Case, target: Target) -> None:
     wide = case.heads * case.dim
-    given = (_inputs(case, target), case.empty(wide, wide), case.empty(wide))
-    portable.one_launch.attention_project_skip(*given, cast="fp32")
+    weight, bias = case.empty(wide, wide), case.empty(wide)
+    attention.launch_projected(_inputs(case, target), weight, bias, cast="fp32")
 
 
 def _sparse(case: Case, target: Target) -> None:
     block_q, block_k = case.options["blocks"]
-    portable.sparse_attention.sparse_linear_attention(
-        _inputs(case, target).alone(), case.empty(case.dim, case.dim, dtype=torch.float32),
-        case.empty(case.dim), count=3276 // block_k, block_q=block_q, block_k=block_k,
+    weight, bias = case.empty(case.dim, case.dim, dtype=torch.float32), case.empty(case.dim)
+    sparse_linear.launch_sparse(
+        _inputs(case, target).without_skip(), sparse_linear.ProjL(weight, bias),
+        sparse_linear.Blocks(3276 // block_k, block_q, block_k),
     )  # fmt: skip
 
 
@@ -162,10 +167,10 @@ def _int8_linear(case: Case, target: Target) -> None:
     rows, groups = portable.rows.quantize_rows(x), -(-channels // 128)
     shapes = {"row": (channels,), "group": (channels, groups), "block": (groups, groups)}
     scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
-    weight = case.empty(channels, rows.int8.shape[2], dtype=torch.int8)
-    given = (rows, weight, scale, case.empty(channels))
-    for gelu in (False, True):
-        portable.int8_linear.int8_linear(*given, gelu=gelu, out_dtype=x.dtype)
+    weight = case.empty(channels, rows.data.shape[2], dtype=torch.int8)
+    for activation in ("", "gelu-tanh"):
+        linear = int8_linear.Linear(weight, scale, case.empty(channels), activation)
+        int8_linear.launch_linear(rows, linear, out_dtype=x.dtype)
 
 
 def _norms(case: Case, target: Target) -> None:
@@ -208,7 +213,7 @@ CASES = {
     "attention-causal-d96": Case(_attention, 96, causal=True, **_MORE),
     "attention-bf16": Case(_attention, pv="bf16", wide=True, **_MORE),
     "attention-fp32": Case(_attention, dtype=torch.float32, wide=True),
-    "attention-bare": Case(_attention, norm_q=None, norm_k=None, cos=None, sin=None),
+    "attention-bare": Case(_attention, bare=True),
     **{f"layer-norm-d{dim}": Case(_attention, dim, layer=True) for dim in (64, 96)},
     **{f"one-launch-d{dim}": Case(_one_launch, dim, wide=dim > 128) for dim in (64, 128, 256)},
     "one-launch-bf16": Case(_one_launch, pv="bf16", wide=True),
@@ -249,8 +254,9 @@ def compiled(name: str, target: Target) -> list[Result]:
         )
 
     if target == HOPPER:  # These modules load when they are first needed.
-        for name in _HOPPER:
-            gluon.hopper_module(name, name)
+        for table in _TABLES:
+            for one in table:
+                gluon.hopper_module(one.load, one.what)
     stands_in = {"launch": launch, "target_of": lambda device: target}
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):

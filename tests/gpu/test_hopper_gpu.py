@@ -12,8 +12,7 @@ import triton
 
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
-from turbo_rcm_patch.ops.attention.triton import attention
+from turbo_rcm_patch.ops.attention.api import launch_attention, quantize
 from turbo_rcm_patch.ops.launch import target_of, tile_for
 
 pytestmark = pytest.mark.gpu
@@ -68,9 +67,9 @@ def test_the_hopper_kernel_equals_the_portable_one(
     if lengths is not None:
         lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
     inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, want_lse=True)
-    own, own_lse = attention(inputs)
+    own, own_lse = launch_attention(inputs)
     tile = tile_for("attention", f"fp8_{head_dim}", target_of(device))
-    portable, portable_lse = attention(inputs, tile=tile)
+    portable, portable_lse = launch_attention(inputs, tile=tile)
     assert torch.isfinite(own).all()
     if head_dim == 128:
         assert torch.equal(own, portable)

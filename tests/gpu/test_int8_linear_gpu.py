@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.measures import relative_l2
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.gluon import hopper_module
+from turbo_rcm_patch.ops.int8_linear import api
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
 from turbo_rcm_patch.ops.int8_rows import quantize_rows
 
@@ -62,7 +63,7 @@ def test_a_linear_compiles_without_a_break() -> None:
 @pytest.fixture
 def own() -> ModuleType:
     """The module of Hopper's own kernel."""
-    module = hopper_module("int8_linear.hopper", "int8 linear")
+    module = hopper_module(api.KERNELS[0].load, "int8 linear")
     if torch.cuda.get_device_capability() != (9, 0) or module is None:
         pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
     return module
@@ -82,7 +83,6 @@ def own() -> ModuleType:
 )
 def test_hopper_s_own_kernel_gives_the_bits_of_the_portable_one(
     own: Any, schedule: str, batch: int, tokens: int, channels: int, features: int, gelu: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """However the work is cut, the integers are exact and the epilogue is the same arithmetic."""
     x, bias = random(batch, tokens, channels), random(features)
@@ -93,12 +93,11 @@ def test_hopper_s_own_kernel_gives_the_bits_of_the_portable_one(
         scale = (torch.rand(shape, device="cuda") + 0.1) / 127 * channels**-0.5
         more = {}
     rows = quantize_rows(x)
-    weight = F.pad(weight, (0, rows.int8.shape[2] - channels))
-    monkeypatch.setattr(kernel, "ran_on_hopper", lambda *_: False)
-    expected = kernel.int8_linear.__wrapped__(
-        rows, weight, scale, bias, gelu=gelu, out_dtype=torch.float32
-    )
+    weight = F.pad(weight, (0, rows.data.shape[2] - channels))
+    linear = api.Linear(weight, scale, bias, "gelu-tanh" if gelu else "")
+    expected = torch.empty(batch, tokens, features, device="cuda")
+    kernel.launch_kernel(expected, rows, linear)
     for permuted in [False, True] if features % 32 == 0 else [False]:
         out = torch.full_like(expected, float("nan"))
-        own.hopper_linear(out, rows, weight, scale, bias, gelu=gelu, permuted=permuted, **more)
+        own.launch_kernel(out, rows, linear, permuted=permuted, **more)
         assert torch.equal(out, expected)

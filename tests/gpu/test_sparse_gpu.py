@@ -45,10 +45,11 @@ def skip_without(pv: str) -> None:
 )
 def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     batch: int, heads: int, tokens: int, dim: int, block_k: int, dtype: torch.dtype,
-    strided: bool, monkeypatch: pytest.MonkeyPatch,
+    strided: bool,
 ) -> None:  # fmt: skip
-    from turbo_rcm_patch.ops.sparse_linear import hopper
-    from turbo_rcm_patch.ops.sparse_linear import triton as sparse_attention
+    from turbo_rcm_patch.ops.launch import target_of
+    from turbo_rcm_patch.ops.sparse_linear import hopper, triton
+    from turbo_rcm_patch.ops.sparse_linear.api import KEY_SUMS, KeyPass
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -57,15 +58,14 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     if not strided:
         k, v = k.contiguous(), v.contiguous()
     mean = k.float().mean(1).view(batch, heads, dim).to(dtype)
-    assert hopper.serves(k, v, heads=heads, block_k=block_k)
-    own = hopper.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
-    monkeypatch.setattr(sparse_attention, "ran_on_hopper", lambda *_: False)
-    portable = sparse_attention._key_sums(k, v, mean, heads=heads, block_k=block_k)
+    assert KEY_SUMS[0].serves(target_of(k.device), KeyPass(k, v, heads, block_k))
+    own = hopper.launch_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    portable = triton.launch_key_sums(k, v, mean, heads=heads, block_k=block_k)
     # Sums in another order; a mean of a block may then round the other way.
     assert relative_l2(own.matrix.sum(2), portable.matrix.sum(2)) < 1e-4
     assert relative_l2(own.total.sum(2), portable.total.sum(2)) < 1e-5
     assert relative_l2(own.k_pooled, portable.k_pooled) < 1e-3
-    again = hopper.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    again = hopper.launch_key_sums(k, v, mean, heads=heads, block_k=block_k)
     assert all(torch.equal(one, other) for one, other in zip(own, again, strict=True))
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 
 import pytest
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from tests.launches import needs_hopper_kernels
-from turbo_rcm_patch.ops.gluon import hopper_module, ran_on_hopper
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.dispatch import Implementation
+from turbo_rcm_patch.ops.gluon import hopper_module, ran
+from turbo_rcm_patch.ops.int8_linear import api as int8_linear
+from turbo_rcm_patch.ops.launch import Target
+from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
+
+TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS)
+LOAD = attention.KERNELS[0].load
 
 ERRORS = {
     "assembler": PTXASError("ptxas: no such instruction"),
@@ -24,27 +33,31 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "attention.hopper",
-        "int8_linear.hopper",
-        "sparse_linear.hopper",
-        "attention.prologue_hopper",
-    ],
+    "one",
+    [one for *special, _ in TABLES for one in special],
+    ids=lambda one: f"{one.what}-{one.name}".replace(" ", "-"),
 )
-def test_this_release_has_them(name: str) -> None:
-    assert hopper_module(name, name) is not None
+def test_this_release_has_them(one: Implementation) -> None:
+    assert hopper_module(one.load, one.what) is not None
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0].what.replace(" ", "-"))
+def test_the_last_row_of_a_table_serves_every_call(table: tuple[Implementation, ...]) -> None:
+    assert table[-1].serves(Target("cuda", 70), None)
 
 
 def test_an_older_release_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.warns(UserWarning, match=r"3\.5\.1 lacks what a faster older one .* 3\.6"):
-        assert hopper_module("attention.hopper", "older one") is None
+        assert hopper_module(LOAD, "older one") is None
 
 
 def test_names_that_are_gone_are_said() -> None:
-    with pytest.warns(UserWarning, match="no_such_module"):
-        assert hopper_module("no_such_module", "attention") is None
+    def load() -> ModuleType:
+        raise AttributeError("module 'gluon' has no attribute 'barrier'")
+
+    with pytest.warns(UserWarning, match="no attribute 'barrier'"):
+        assert hopper_module(load, "attention") is None
 
 
 @pytest.mark.parametrize("why", ERRORS)
@@ -56,12 +69,12 @@ def test_what_does_not_compile_warns_once_and_runs_on_portable_kernels(why: str)
         raise ERRORS[why]
 
     with pytest.warns(UserWarning, match=f"cannot compile a faster {why} .* portable"):
-        assert not ran_on_hopper("attention.hopper", why, fails)
+        assert not ran(LOAD, why, fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ran_on_hopper("attention.hopper", why, fails)
+        assert not ran(LOAD, why, fails)
     assert len(tried) == 1
-    assert ran_on_hopper("attention.hopper", f"other than {why}", lambda own: None)
+    assert ran(LOAD, f"other than {why}", lambda own: None)
 
 
 def test_a_launch_that_fails_is_no_compiler_error() -> None:
@@ -69,9 +82,5 @@ def test_a_launch_that_fails_is_no_compiler_error() -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory"):
-        ran_on_hopper("attention.hopper", "launch", fails)
-    assert ran_on_hopper("attention.hopper", "launch", lambda own: None)
-
-
-def test_kernels_that_do_not_serve_a_call() -> None:
-    assert not ran_on_hopper("attention.hopper", "call", lambda own: False)
+        ran(LOAD, "launch", fails)
+    assert ran(LOAD, "launch", lambda own: None)

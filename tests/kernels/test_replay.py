@@ -139,7 +139,7 @@ def tokens(n: int, channels: int = CHANNELS) -> Tensor:
 
 
 def attention(**options: Any) -> Call:
-    from turbo_rcm_patch.ops.attention.triton import attention as launcher
+    from turbo_rcm_patch.ops.attention.api import launch_attention as launcher
 
     def call(x: list[Tensor]) -> Any:
         names = ("residual", "c_out", "norm_q", "norm_k", "cos", "sin")
@@ -166,11 +166,11 @@ def test_attention_is_replayed_with_every_tensor_it_can_have(
 
 
 def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> None:
-    from turbo_rcm_patch.ops.sparse_linear.triton import sparse_linear_attention
+    from turbo_rcm_patch.ops.sparse_linear.api import Blocks, ProjL, launch_sparse
 
     def call(x: list[Tensor]) -> Any:
         inputs = attention_inputs(*x[:3], heads=HEADS)
-        return sparse_linear_attention(inputs, *x[3:], count=2, block_q=64, block_k=64)
+        return launch_sparse(inputs, ProjL(*x[3:]), Blocks(2, 64, 64))
 
     def make() -> list[Tensor]:
         return [*(tokens(160) for _ in range(3)), torch.randn(DIM, DIM), torch.randn(DIM)]

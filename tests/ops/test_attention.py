@@ -30,7 +30,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from tests.implementations import Implementation, coefficient, over
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2
-from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip, unchecked
+from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.api import norm_rotate, quantize
 from turbo_rcm_patch.ops.attention.emulation import (
     hadamard,
     sample_sum_of_v,
@@ -38,9 +39,8 @@ from turbo_rcm_patch.ops.attention.emulation import (
     value_errors,
     value_levels,
 )
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
 from turbo_rcm_patch.ops.attention.reference import exact_attention, norm_rope, split_heads
-from turbo_rcm_patch.ops.attention.spec import hadamard_width, key_block
+from turbo_rcm_patch.ops.formats import hadamard_width, scale_block
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -75,7 +75,7 @@ def rotary(on: Implementation, n: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def test_keys_that_share_a_scale_are_those_that_a_kernel_takes_at_once() -> None:
     """Powers of two, as many as fit beside a head of so many channels."""
-    found = {dim: key_block(dim) for dim in (32, 64, 72, 96, 128, 136, 160, 256)}
+    found = {dim: scale_block(dim) for dim in (32, 64, 72, 96, 128, 136, 160, 256)}
     assert found == {32: 128, 64: 128, 72: 64, 96: 64, 128: 128, 136: 32, 160: 32, 256: 32}
 
 
@@ -563,7 +563,9 @@ def test_normalised_and_rotated_rows_are_rounded_once(
     if norm == "layer":
         bias = on.randn(dim, dtype=dtype)
     cos, sin = rotary(on, n, dim) if rope else (None, None)
-    made = unchecked.norm_rotate(q, weight, bias, cos, sin, heads, 1e-6, on.impl)
+    made = norm_rotate(
+        q, weight=weight, bias=bias, rotary=(cos, sin) if rope else None, heads=heads, impl=on.impl
+    )
     assert made.is_contiguous() and made.dtype == dtype
     wide = {"weight": weight, "bias": bias, "cos": cos, "sin": sin, "eps": 1e-6}
     qh, kh = (norm_rope(x, heads, **wide, dtype=torch.float64) for x in (q, k))

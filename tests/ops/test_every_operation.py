@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops, sageattn
-from turbo_rcm_patch.ops import AttentionSpec, Sparsity, unchecked
+from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity, unchecked
+from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
+from turbo_rcm_patch.ops.register import encode
 
 HEADS, CHANNELS = 2, 16
 NAN = float("nan")
@@ -43,10 +45,11 @@ CALLS: dict[str, Callable[..., Any]] = {
         **{"q": X, "k": X, "v": X, "spec": INT8, "residual": X, "norm_q": ROW} | g
     ),
     "lse": lambda **g: ops.attention_lse(**{"q": X, "k": X, "v": X, "spec": INT8} | g),
-    "fused": lambda **g: ops.attention_project_skip(
+    "fused": lambda norm_q=None, **g: ops.attention_project_skip(
+        norms=Norms(q=norm_q),
         **{"q": X, "k": X, "v": X, "weight": SQUARE, "bias": ROW, "spec": INT8, "residual": X}
         | {"form": "one-launch"}
-        | g
+        | g,
     ),
     "sparse": lambda **g: ops.sparse_linear_attention(
         **{"q": X, "k": X, "v": X, "weight": torch.eye(8), "bias": None, "spec": INT8}
@@ -129,14 +132,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
         ({"x": ROWS, "out_dtype": X.dtype}, SHAPE, "weight_int8"),
         (
-            OF_33 | {"x": ops.Rows(ROWS.int8, ROWS.scale[:, :2]), "out_dtype": X.dtype}, SHAPE,
-            r"x;.*scale \[B, N\]",
+            OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype},
+            SHAPE, r"x;.*scale \[B, N\]",
         ),
         (
-            OF_33 | {"x": ops.Rows(ROWS.int8.float(), ROWS.scale), "out_dtype": X.dtype}, DTYPE,
-            "rows in int8 and float32",
+            OF_33 | {"x": ops.Int8Tensor(ROWS.data.float(), ROWS.scale), "out_dtype": X.dtype},
+            DTYPE, "rows in int8 and float32",
         ),
-        (OF_33 | {"x": ops.Rows(ROWS.int8, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
     ],
     "weight": [
         ({"weight": ROW}, SHAPE, r"weight.*\[Cout, K\]"),
@@ -350,7 +353,7 @@ def test_a_rotary_table_has_no_gradient_either(call: str) -> None:
 def test_a_registered_operation_refuses_a_gradient_too() -> None:
     """A compiled function reaches it without the public function."""
     leaf = X.clone().requires_grad_()
-    compiled = torch.compile(lambda y: unchecked.quantize_rows(y, "reference")[1], backend="eager")
+    compiled = torch.compile(lambda y: quantize_rows(y, "reference").scale, backend="eager")
     with pytest.raises(errors.GradientError, match="turbo_rcm_patch::quantize_rows"):
         compiled(leaf)
 
@@ -403,26 +406,33 @@ def test_autocast_changes_no_operation(call: str, attention: str) -> None:
 
 
 def _registered() -> dict[str, tuple[Any, ...]]:
-    """Arguments of each operation that blocks call, by its name."""
+    """Arguments of each operation that torch knows, by its name."""
     row, gate, impl, fp32 = torch.randn(2, 1, 16), torch.randn(2, 5, 16), "reference", X.dtype
-    norms = (ROW, torch.randn(8), None, torch.randn(8))  # RMSNorm of q, layer norm of k
-    numbers = (1.0, 0.5, HEADS, "int8", "bf16", True, False, 8**-0.5, 1e-6, impl, fp32)
-    attention = (X, X + 1, X - 1, X, row, gate, *norms, TABLE, TABLE, LENGTHS, *numbers)
+    norms = [ROW, torch.randn(8), None, torch.randn(8)]  # RMSNorm of q, layer norm of k
+    qkv = {"q": X, "k": X + 1, "v": X - 1}
+    told = {"attention": "int8", "pv": "bf16", "impl": impl, "smooth_k": True}
+    causal: dict[str, Any] = told | {"causal": False, "want_lse": True}
+    common = {"heads": HEADS, "eps": 1e-6, "out_dtype": fp32, "rotary": [TABLE, TABLE]}
+    attention = qkv | common | {
+        "norms": norms, "skip": [X, row, gate], "kv_lengths": LENGTHS, "numbers": [1.0, 0.5, -1.0],
+    }  # fmt: skip
     rows = ops.norm_modulate_rows(X)
     linear = (WEIGHT, SCALE, ROW, "gelu-tanh", impl, torch.bfloat16)
     norm = (row, row, 1.0, 1e-6)
     streams = (X[:, :2], X[:, 2:])
     pairs = (row, row + 1, row, row - 1)
+    one_launch = causal | {"form": "one-launch", "cast": "fp32", "want_lse": False}
     return {
-        "attention": (*attention, True),
-        "attention_project_skip": (*attention, SQUARE, ROW, "fp32", "one-launch"),
-        "int8_linear": (X, *linear),
-        "int8_linear_rows": (*rows, *linear),
+        "attention": attention | {"options": encode(**causal)},
+        "attention_project_skip": attention
+        | {"weight": SQUARE, "bias": ROW, "options": encode(**one_launch)},
+        "int8_linear": (X, None, *linear),
+        "int8_linear of rows": (*rows, *linear),
         "linear_gelu": (X, SQUARE, ROW),
         "norm_modulate": (X, *norm, impl, torch.bfloat16),
         "norm_modulate_rows": (X, row, None, 1.0, 1e-6, impl),
         "norm_modulate_streams": (*streams, *pairs, ROW, None, 1.0, 1e-6, impl, fp32),
-        "norm_rotate": (X, ROW, None, TABLE, TABLE, HEADS, 1e-6, impl),
+        "norm_rotate": (X, ROW, None, [TABLE, TABLE], HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
         "quantize_weight": (SQUARE, impl),
         "skip": (X, X + 1, None, gate, 0.5, 1.0, "model", impl, torch.bfloat16),
@@ -432,32 +442,50 @@ def _registered() -> dict[str, tuple[Any, ...]]:
             X, *streams, row, row, *pairs, ROW, ROW, 1.0, 1e-6, "fp32", impl, fp32, torch.float16
         ),
         "skip_streams": (X, *streams, row, row, "fp32", impl, torch.bfloat16),
-        "sparse_linear_attention": (
-            X, X + 1, X, torch.eye(8), None, ROW, None, TABLE, TABLE, HEADS, "int8", "bf16", True,
-            8**-0.5, 1e-6, 1, 32, 32, impl, fp32,
-        ),
+        "sparse_linear_attention": qkv
+        | common
+        | {"weight": torch.eye(8), "bias": None, "norms": [ROW, None], "sm_scale": -1.0}
+        | {"blocks": [1, 32, 32], "options": encode(**told)},
     }  # fmt: skip
 
 
 REGISTERED = _registered()
+assert unchecked  # its import registers the operations of two streams
 
 
-def test_every_operation_of_a_block_is_in_the_table() -> None:
-    assert set(unchecked.__all__) == set(REGISTERED) - {"quantize_weight"}
+def _call(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """An operation that torch knows, and its arguments."""
+    operation = getattr(torch.ops.turbo_rcm_patch, name.split()[0]).default
+    given = REGISTERED[name]
+    return operation, *(((), given) if isinstance(given, dict) else (given, {}))
+
+
+def test_every_operation_that_torch_knows_is_in_the_table() -> None:
+    known = torch._C._dispatch_get_all_op_names()
+    own = {name.split("::")[1] for name in known if name.startswith("turbo_rcm_patch::")}
+    assert own == {name.split()[0] for name in REGISTERED}
+
+
+def test_no_schema_has_more_than_fourteen_entries() -> None:
+    for name in REGISTERED:
+        assert len(_call(name)[0]._schema.arguments) <= 14, name
 
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_schema_fake_and_dispatch_are_right(name: str) -> None:
-    torch.library.opcheck(getattr(torch.ops.turbo_rcm_patch, name).default, REGISTERED[name])
+    operation, args, named = _call(name)
+    torch.library.opcheck(operation, args, named)
 
 
-@pytest.mark.parametrize("name", unchecked.__all__)
+@pytest.mark.parametrize("name", REGISTERED)
 def test_an_operation_compiles_without_a_break(name: str) -> None:
-    operation, arguments = getattr(unchecked, name), REGISTERED[name]
+    operation, args, named = _call(name)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *args: operation(*args), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda args, named: operation(*args, **named), fullgraph=True, backend="aot_eager"
+    )
     with torch.no_grad():
-        made, expected = compiled(*arguments), operation(*arguments)
+        made, expected = compiled(args, named), operation(*args, **named)
     assert type(made) is type(expected)
     for a, b in zip(_several(made), _several(expected), strict=True):
         assert a.stride() == b.stride() and torch.equal(a, b)

@@ -20,15 +20,14 @@ from tests.implementations import Implementation, over
 from tests.measures import relative_l2
 from turbo_rcm_patch.ops import (
     MAX_CHANNELS,
-    Rows,
+    Int8Tensor,
     int8_linear,
     norm_modulate,
     norm_modulate_rows,
     quantize_weight,
-    unchecked,
 )
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
-from turbo_rcm_patch.ops.int8_linear.api import dequantized, quantized_rows
+from turbo_rcm_patch.ops.int8_linear.api import dequantized, quantize_rows, quantized_rows
 from turbo_rcm_patch.ops.launch import Target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -66,7 +65,7 @@ def test_the_kernel_s_rows_are_those_of_the_reference(
     tokens = 37 if on.name == "gpu" else 5
     x = on.randn(2, tokens, channels + 16, dtype=dtype)[..., 8 : channels + 8]
     x[1, 2], x[0, 4, channels // 2] = 0.0, float("nan")
-    rows_int8, rows_scale = unchecked.quantize_rows(x, on.impl)
+    rows_int8, rows_scale = quantize_rows(x, on.impl)
     int8, scale = quantized_rows(x)
     good = ~scale.isnan()
     assert torch.equal(rows_scale.isnan(), ~good)
@@ -81,7 +80,7 @@ def test_the_kernel_s_rows_are_those_of_the_reference(
 def test_tiny_rows_are_zero(on: Implementation) -> None:
     x = torch.full((1, 3, 32), 1e-40)
     x[0, 1] = 1.0
-    int8, scale = unchecked.quantize_rows(x, on.impl)
+    int8, scale = quantize_rows(x, on.impl)
     assert (int8[0, 0] == 0).all() and (int8[0, 1] == 127).all()
     assert scale.isfinite().all()
 
@@ -242,7 +241,7 @@ def test_operands_by_descriptors_give_the_same(
     bias = torch.randn(80)
     expected = int8_linear(x, weight, scale, bias, impl="reference")
     monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
-    rows = Rows(*unchecked.quantize_rows(x, on.impl))
+    rows = quantize_rows(x, on.impl)
     out = kernel.int8_linear(rows, weight, scale, bias, gelu=False, out_dtype=FP32)
     assert relative_l2(out, expected) < TIGHT[on.name][FP32]
 
@@ -266,8 +265,8 @@ def test_a_norm_as_rows_is_half_a_step_from_fp64_s(
         scale, shift = on.randn(2, 2, 1 if form == "batch" else tokens, channels)
         exact = exact * (1 + scale) + shift
     rows = norm_modulate_rows(x, scale=scale, shift=shift, eps=1e-6, impl=on.impl)
-    assert rows.int8.shape[2] % 16 == 0 and (rows.int8[..., channels:] == 0).all()
-    back = rows.int8[..., :channels].double() * rows.scale[..., None]
+    assert rows.data.shape[2] % 16 == 0 and (rows.data[..., channels:] == 0).all()
+    back = rows.data[..., :channels].double() * rows.scale[..., None]
     assert ((back - exact).abs() <= 0.501 * rows.scale[..., None]).all()
     if channels > 1:  # the norm of one channel is 0
         expected = exact.abs().amax(-1) / 127
@@ -283,6 +282,6 @@ def test_a_linear_of_rows_is_that_of_the_norm(form: Any) -> None:
     normed = norm_modulate(x, scale=scale, shift=shift, form=form)
     out = int8_linear(rows, *weight, activation="gelu-tanh", out_dtype=FP32)
     assert torch.equal(out, int8_linear(normed, *weight, activation="gelu-tanh"))
-    part = Rows(rows.int8[:, :4], rows.scale[:, :4])
+    part = Int8Tensor(rows.data[:, :4], rows.scale[:, :4])
     made = int8_linear(part, *weight, activation="gelu-tanh", out_dtype=FP32)
     assert torch.equal(made, out[:, :4])

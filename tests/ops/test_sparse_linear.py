@@ -25,7 +25,7 @@ from turbo_rcm_patch.ops import (
     attention_skip,
     sparse_linear_attention,
 )
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
+from turbo_rcm_patch.ops.attention.api import quantize
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.sparse_linear.reference import (
     block_map,

@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,18 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from tests.patching.models import MODELS, classes, named, run, wan, wide
-from turbo_rcm_patch import PatchReport, ops, patch_model, report_of, unpatch_model
+from turbo_rcm_patch import PatchConfig, PatchReport, ops, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops.attention import api as attention_api
+from turbo_rcm_patch.ops.int8_linear import api as linear_api
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.measure import BUDGET
-from turbo_rcm_patch.patching.pieces import Attend
 
 Wrong = Callable[..., Any]
+
+_OWNERS = {"attend": attention_api, "linear_int8": linear_api, "gelu_of_linear": linear_api}
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,11 @@ class Fault:
 
     Attributes:
         name: In words.
-        operation: The operation of `ops.unchecked`, or of `owner`, that is replaced.
+        operation: The operation that is replaced.
         wrong: Makes the wrong one from the right one.
         model: The row of the table of models.
         options: Of `patch_model`.
-        owner: What holds the operation.
+        owner: What holds the operation; by default the operator's module.
     """
 
     name: str
@@ -46,24 +50,25 @@ class Fault:
     wrong: Callable[[Wrong], Wrong]
     model: str = "t2v"
     options: dict[str, Any] = field(default_factory=dict)
-    owner: Any = unchecked
+    owner: Any = None
 
     def __str__(self) -> str:
         return f"{self.model}-{self.name.replace(' ', '-')}"
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = getattr(self.owner, self.operation)
-        monkeypatch.setattr(self.owner, self.operation, self.wrong(right))
+        owner = self.owner or _OWNERS.get(self.operation, unchecked)
+        right = getattr(owner, self.operation)
+        monkeypatch.setattr(owner, self.operation, self.wrong(right))
 
 
 def other_arguments(change: Callable[[list[Any]], Any]) -> Callable[[Wrong], Wrong]:
     """The right operation on changed arguments."""
 
     def wrong(right: Wrong) -> Wrong:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             changed = list(args)
             change(changed)
-            return right(*changed)
+            return right(*changed, **named)
 
         return run
 
@@ -81,14 +86,34 @@ def change(*numbers: int, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
     return other_arguments(one)
 
 
+def given(name: str, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
+    """A keyword argument changed, where it is there."""
+
+    def wrong(right: Wrong) -> Wrong:
+        def run(*args: Any, **named: Any) -> Any:
+            if named.get(name) is not None:
+                named[name] = by(named[name])
+            return right(*args, **named)
+
+        return run
+
+    return wrong
+
+
+def logits(by: float) -> Callable[[Wrong], Wrong]:
+    def wrong(right: Wrong) -> Wrong:
+        def run(q: Tensor, *args: Any, spec: ops.AttentionSpec, **named: Any) -> Any:
+            scale = by * spec.scale_of(q.shape[2] // spec.heads)
+            return right(q, *args, spec=replace(spec, sm_scale=scale), **named)
+
+        return run
+
+    return wrong
+
+
 def put(*values: tuple[int, Any]) -> Callable[[Wrong], Wrong]:
     """Some arguments replaced."""
     return other_arguments(lambda args: [args.__setitem__(*one) for one in values])
-
-
-def take(to: int, of: int) -> Callable[[Wrong], Wrong]:
-    """An argument in the place of another one too."""
-    return other_arguments(lambda args: args.__setitem__(to, args[of]))
 
 
 def swap(i: int, j: int) -> Callable[[Wrong], Wrong]:
@@ -102,8 +127,8 @@ def result(number: int, by: Callable[[Tensor], Tensor]) -> Callable[[Wrong], Wro
     """A wrong result; of several the one with a number."""
 
     def wrong(right: Wrong) -> Wrong:
-        def run(*args: Any) -> Any:
-            made = right(*args)
+        def run(*args: Any, **named: Any) -> Any:
+            made = right(*args, **named)
             if not isinstance(made, tuple):
                 return by(made)
             several = list(made)
@@ -120,7 +145,9 @@ def by_role(of_text: bool, wrong: Callable[[Wrong], Wrong]) -> Callable[[Wrong],
 
     def one(right: Wrong) -> Wrong:
         bad = wrong(right)
-        return lambda *args: (bad if (args[10] is None) == of_text else right)(*args)
+        return lambda *args, rotary=None, **named: (bad if (rotary is None) == of_text else right)(
+            *args, rotary=rotary, **named
+        )
 
     return one
 
@@ -155,7 +182,7 @@ ONE_LAUNCH = {"form": "one-launch"}
 
 # ruff: noqa: E501  one fault a line
 # Arguments of skip_norm: residual, branch, gate, factor, offset, number added to the factor,
-# epsilon. Of attention: q, k, v, residual, ..., norms of q and k (6 to 9), cos, sin (10, 11), ...
+# epsilon.
 WAN_FAULTS = [
     Fault("gate rolled", "skip_norm", change(2, by=roll)),
     Fault("gate of the wrong sign", "skip_norm", change(2, by=torch.neg)),
@@ -183,28 +210,28 @@ WAN_FAULTS = [
     Fault("first norm's scale for shift", "norm_modulate", swap(1, 2)),
     Fault("first norm not centred", "norm_modulate", result(0, lambda h: h + 1)),
     Fault("modulation in another order", "modulation", modulation_in_another_order, owner=WanBlock),
-    Fault("heads permuted", "attention", result(0, heads_permuted)),
-    Fault("heads of v permuted", "attention", change(2, by=heads_permuted)),
-    Fault("values of other tokens", "attention", change(2, by=lambda v: v.roll(5, 1))),
-    Fault("keys not normed", "attention", put((7, None))),
-    Fault("queries not normed", "attention", put((6, None))),
-    Fault("norm of q for k", "attention", take(7, 6)),
-    Fault("no rotary embedding", "attention", put((10, None), (11, None))),
-    Fault("stale rotary tables", "attention", change(10, 11, by=lambda x: x.roll(9, 0))),
-    Fault("rotary one row off for k", "attention", change(1, by=lambda k: k.roll(1, 1))),
-    Fault("logits eight times as large", "attention", change(20, by=lambda s: 8 * s)),
-    Fault("half of the text", "attention", by_role(True, change(1, 2, by=lambda k: k[:, ::2].contiguous()))),
-    Fault("padding in the text", "attention", by_role(True, change(1, 2, by=lambda k: torch.cat([k, 0 * k], 1)))),
-    Fault("values of the last keys lost", "attention", by_role(False, change(2, by=last_rows))),
-    Fault("GELU left out", "linear_gelu", lambda right: F.linear),
-    Fault("bias left out", "linear_gelu", change(2, by=lambda b: 0 * b - 1)),
+    Fault("heads permuted", "attend", result(0, heads_permuted)),
+    Fault("heads of v permuted", "attend", change(2, by=heads_permuted)),
+    Fault("values of other tokens", "attend", change(2, by=lambda v: v.roll(5, 1))),
+    Fault("keys not normed", "attend", given("norms", lambda n: n._replace(k=None))),
+    Fault("queries not normed", "attend", given("norms", lambda n: n._replace(q=None))),
+    Fault("norm of q for k", "attend", given("norms", lambda n: n._replace(k=n.q))),
+    Fault("no rotary embedding", "attend", given("rotary", lambda t: None)),
+    Fault("stale rotary tables", "attend", given("rotary", lambda t: tuple(x.roll(9, 0) for x in t))),
+    Fault("rotary one row off for k", "attend", change(1, by=lambda k: k.roll(1, 1))),
+    Fault("logits eight times as large", "attend", logits(8.0)),
+    Fault("half of the text", "attend", by_role(True, change(1, 2, by=lambda k: k[:, ::2].contiguous()))),
+    Fault("padding in the text", "attend", by_role(True, change(1, 2, by=lambda k: torch.cat([k, 0 * k], 1)))),
+    Fault("values of the last keys lost", "attend", by_role(False, change(2, by=last_rows))),
+    Fault("GELU left out", "gelu_of_linear", lambda right: F.linear),
+    Fault("bias left out", "gelu_of_linear", change(2, by=lambda b: 0 * b - 1)),
     Fault("gates one token off", "skip_norm", change(2, by=lambda g: g.roll(1, 1)), "gate-per-token"),
     Fault("scales one token off", "skip_norm", change(3, 4, by=lambda g: g.roll(1, 1)), "gate-per-token"),
-    Fault("image dropped", "attention", lambda right: lambda *a: right(*a) if a[3] is None else (a[3], None), "i2v"),
-    Fault("text dropped", "attention", change(3, by=torch.zeros_like), "i2v"),
+    Fault("image dropped", "attend", lambda right: lambda *a, residual=None, **n: right(*a, **n) if residual is None else residual, "i2v"),
+    Fault("text dropped", "attend", given("residual", torch.zeros_like), "i2v"),
     Fault("scales of int8 rows lost", "skip_norm_rows", result(2, torch.ones_like), options=INT8),
     Fault("int8 rows one off", "skip_norm_rows", result(1, lambda x: x.roll(1, 1)), options=INT8),
-    Fault("int8 scales of other channels", "int8_linear", change(2, by=lambda s: 2 * s.roll(7, 0)), options=INT8),
+    Fault("int8 scales of other channels", "linear_int8", given("scale", lambda s: 2 * s.roll(7, 0)), options=INT8),
     Fault("gate rolled in one launch", "attention_project_skip",
           lambda right: lambda *a, c_out, **n: right(*a, c_out=roll(c_out), **n), options=ONE_LAUNCH, owner=ops),
     Fault("projection of other heads in one launch", "attention_project_skip",
@@ -228,13 +255,13 @@ COGVIDEOX_FAULTS = [
         ("sum of the last rows", "skip_streams", result(1, last_rows)),
         ("last gates swapped", "skip_streams", swap(3, 4)),
         ("text's residual lost", "skip_streams", change(1, by=torch.zeros_like)),
-        ("heads permuted", "attention", result(0, heads_permuted)),
-        ("norm of q for k", "attention", take(7, 6)),
-        ("bias of k's norm lost", "attention", change(9, by=lambda b: b + 1)),
-        ("rotary for text too", "attention", change(10, 11, by=lambda x: x.roll(-7, 0))),
-        ("values of the text lost", "attention", change(2, by=lambda v: torch.cat([0 * v[:, :7], v[:, 7:]], 1))),
+        ("heads permuted", "attend", result(0, heads_permuted)),
+        ("norm of q for k", "attend", given("norms", lambda n: n._replace(k=n.q))),
+        ("bias of k's norm lost", "attend", given("norms", lambda n: n._replace(k_bias=n.k_bias + 1))),
+        ("rotary for text too", "attend", given("rotary", lambda t: tuple(x.roll(-7, 0) for x in t))),
+        ("values of the text lost", "attend", change(2, by=lambda v: torch.cat([0 * v[:, :7], v[:, 7:]], 1))),
         ("first norm one row off", "norm_modulate_streams", result(0, lambda h: h.roll(1, 1))),
-        ("GELU left out", "linear_gelu", lambda right: F.linear),
+        ("GELU left out", "gelu_of_linear", lambda right: F.linear),
     ]
 ]  # fmt: skip
 
@@ -243,8 +270,8 @@ COGVIDEOX_FAULTS = [
 SMALL_FAULTS = [
     (Fault("gate a twentieth too large", "skip_norm", change(2, by=lambda g: 1.05 * g)), 2.0),
     (Fault("last gate a twentieth too small", "skip", change(3, by=lambda g: 0.95 * g)), 2.0),
-    (Fault("logits a tenth larger", "attention", change(20, by=lambda s: 1.1 * s)), 2.0),
-    (Fault("GELU by its other formula", "linear_gelu",
+    (Fault("logits a tenth larger", "attend", logits(1.1)), 2.0),
+    (Fault("GELU by its other formula", "gelu_of_linear",
            lambda right: lambda x, w, b: F.gelu(F.linear(x, w, b))), 0.0),
     (Fault("residual in bf16", "skip_norm", result(0, lambda x: x.bfloat16().float())), 0.0),
 ]  # fmt: skip
@@ -267,7 +294,7 @@ def test_a_planted_fault_is_seen_and_the_block_is_right_in_the_same_call(
     # What the call that decided returned is what every later one does, and it is right.
     assert relative_l2(made, before) < 0.02
     assert torch.equal(run(model, inputs), made)
-    if not fault.options and fault.operation != "attention":
+    if not fault.options and fault.operation != "attend":
         assert report.fused == 0  # its author computes it
 
 
@@ -282,9 +309,9 @@ def scaled(rows: slice, by: float) -> Callable[[Tensor], Tensor]:
 
 #: Faults of a few rows of a long sequence. The first is small in the mean over all rows.
 LONG_FAULTS = [
-    Fault("one row of a tile", "attention", result(0, scaled(slice(63, None, 64), 1.7))),
+    Fault("one row of a tile", "attend", result(0, scaled(slice(63, None, 64), 1.7))),
     Fault("one row of a tile of the sum", "skip", result(0, scaled(slice(127, None, 128), -1))),
-    Fault("the last two rows", "attention", result(0, scaled(slice(-2, None), -1))),
+    Fault("the last two rows", "attend", result(0, scaled(slice(-2, None), -1))),
     Fault("the last two rows of the sum", "skip", result(0, scaled(slice(-2, None), -1))),
     Fault("one sample", "skip_norm", result(1, one_sample)),
 ]
@@ -552,7 +579,7 @@ def test_keys_that_are_not_smoothed_are_an_error_the_guard_measures() -> None:
     assert predictions[1] > predictions[0]
 
 
-def test_attend_is_exact_over_few_keys() -> None:
-    attend = Attend(2, 64, "auto", "auto", True, "auto")
-    assert attend.over_few_keys(512).attention == "exact"
-    assert attend.over_few_keys(1024).attention == "auto"
+def test_cross_attention_is_exact_over_few_keys() -> None:
+    block = PatchedBlock(None, "", PatchConfig(attention="auto"), heads=2, head_dim=64)
+    assert block.spec_over(512).attention == "exact"
+    assert block.spec_over(1024).attention == "auto"

@@ -5,8 +5,11 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
-from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
-from turbo_rcm_patch.ops.attention.one_launch import attention_project_skip
+from turbo_rcm_patch.ops.attention.api import (
+    attention_lse,
+    attention_project_skip,
+    attention_skip,
+)
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.dispatch import (
     FP8_MIN_KEYS,
@@ -17,7 +20,7 @@ from turbo_rcm_patch.ops.dispatch import (
     resolve_pv,
     resolved,
 )
-from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops.formats import Int8Tensor, Norms
 from turbo_rcm_patch.ops.int8_linear.api import (
     MAX_CHANNELS,
     int8_linear,
@@ -40,7 +43,8 @@ __all__ = [
     "MAX_SPARSE_HEAD_DIM",
     "SPARSE_BLOCKS",
     "AttentionSpec",
-    "Rows",
+    "Int8Tensor",
+    "Norms",
     "Sparsity",
     "attention_lse",
     "attention_project_skip",

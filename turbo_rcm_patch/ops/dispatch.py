@@ -9,24 +9,27 @@ numbers, so that a compiled graph does not depend on the choice.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import torch
 
-from turbo_rcm_patch.config import Attention, Impl, PVDType
+from turbo_rcm_patch.config import Impl, PVDType
 from turbo_rcm_patch.errors import (
     ConfigError,
     DeviceError,
     Fp8UnsupportedError,
     MissingPackageError,
 )
-from turbo_rcm_patch.ops.formats import QMAX, AttentionInputs
+from turbo_rcm_patch.ops.formats import QMAX
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+    from turbo_rcm_patch.ops.launch import Target
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
 #: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
@@ -40,6 +43,54 @@ FP8_MIN_KEYS: Final = 4096
 #: tokens of a prompt torch's own attention takes 182 us on an H200 (32,760 queries, 12 heads of
 #: 128) and int8 takes 980, so exact attention is faster and more exact.
 INT8_MIN_KEYS: Final = 1024
+
+
+class Implementation(NamedTuple):
+    """One row of an operator's table. The first whose condition holds for a call runs.
+
+    Attributes:
+        name: The name of its file.
+        serves: The condition, of the target and the operator's own record of the call.
+        reason: The condition in words, for the report.
+        load: Imports it.
+        what: What it computes, for a warning.
+    """
+
+    name: str
+    serves: Callable[[Target, Any], bool]
+    reason: str
+    load: Callable[[], ModuleType]
+    what: str
+
+
+def always(target: Target, call: Any) -> bool:
+    """Serve every call, as the last row of a table does."""
+    return True
+
+
+def run_first(
+    table: Sequence[Implementation],
+    device: torch.device,
+    call: Any,
+    run: Callable[[ModuleType], None],
+) -> None:
+    """Run the first implementation of a table that serves a call and that this Triton can build.
+
+    Args:
+        table: The implementations.
+        device: The device of the call.
+        call: What the conditions look at.
+        run: Launches the kernels of a module.
+    """
+    from turbo_rcm_patch.ops.gluon import ran
+    from turbo_rcm_patch.ops.launch import target_of
+
+    target = target_of(device)
+    *special, portable = table
+    for one in special:
+        if one.serves(target, call) and ran(one.load, one.what, run):
+            return
+    run(portable.load())
 
 
 @cache
@@ -79,7 +130,9 @@ def load_kernels(impl: str, device: torch.device) -> None:
     if device.type != "cuda" or resolve_impl(impl, device) != "triton":
         return
     try:
-        from turbo_rcm_patch.ops.gluon import load_kernels as load
+        from turbo_rcm_patch.ops.attention.api import import_kernels
+        from turbo_rcm_patch.ops.gluon import hash_compiler
+        from turbo_rcm_patch.ops.residual import norm_triton, skip_norm_triton, skip_triton
     except ImportError as error:
         raise MissingPackageError(
             'impl="triton"',
@@ -87,7 +140,9 @@ def load_kernels(impl: str, device: torch.device) -> None:
             got=f"{type(error).__name__}: {error}",
             remedy='Install the Triton that your torch asks for, or use impl="reference"',
         ) from error
-    load(device)
+    assert norm_triton and skip_norm_triton and skip_triton
+    import_kernels(device)
+    hash_compiler()
 
 
 def resolve_pv(
@@ -148,34 +203,15 @@ def quantises(attention: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _decided(
-    attention: Any,
-    pv: Any,
-    impl: str,
-    device: torch.device,
-    n_q: int,
-    n_kv: int,
-    exact_serves: bool,
-) -> tuple[Attention, PVDType, Literal["triton", "reference"]]:
-    own = resolve_impl(impl, device)
+def resolved(
+    spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int, want_lse: bool = False
+) -> AttentionSpec:
+    """Return the spec with its attention, pv and impl decided for a device and these lengths."""
+    attention, pv = spec.attention, spec.pv
     if attention == "auto":
         # The exact path computes the logsumexp slowly, in plain torch.
-        short = min(n_q, n_kv) < INT8_AUTO_TOKENS and device.type == "cuda" and exact_serves
+        short = min(n_q, n_kv) < INT8_AUTO_TOKENS and device.type == "cuda" and not want_lse
         attention = "exact" if short else "int8"
-    if attention not in QMAX:
-        return attention, pv, own
-    return attention, resolve_pv(pv, device, n_kv), own
-
-
-def choose_inputs(a: AttentionInputs) -> AttentionInputs:
-    """Return the inputs of an attention with its attention, pv and impl decided."""
-    attention, pv, impl = _decided(
-        a.attention, a.pv, a.impl, a.q.device, a.q.shape[1], a.k.shape[1], not a.want_lse
-    )
-    return a._replace(attention=attention, pv=pv, impl=impl)
-
-
-def resolved(spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int) -> AttentionSpec:
-    """Return the spec with its attention, pv and impl decided for a device and these lengths."""
-    attention, pv, impl = _decided(spec.attention, spec.pv, spec.impl, device, n_q, n_kv, True)
-    return replace(spec, attention=attention, pv=pv, impl=impl)
+    if attention in QMAX:
+        pv = resolve_pv(pv, device, n_kv)
+    return replace(spec, attention=attention, pv=pv, impl=resolve_impl(spec.impl, device))

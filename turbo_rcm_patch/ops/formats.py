@@ -1,147 +1,194 @@
-"""The arguments of kernels: the inputs of an attention, its quantised operands, and int8 rows for
-Linears.
+"""The number formats of all operators, and the records in which an attention's inputs and its
+quantised operands travel.
 
-This module does not import triton.
+Kernels take the same numbers as `tl.constexpr`. This module does not import triton.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-MEAN_SAMPLES = 256  # tokens whose mean is subtracted from k
-NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+
+LOG2_E: Final = math.log2(math.e)
+LN_2: Final = math.log(2.0)
+
+# int8, with a scale per row or per block.
+INT8_MAX: Final = 127
+#: Values that are all smaller become 0, because the inverse of their scale would overflow.
+TINY: Final = 2.0**-100
+#: Adding 1.5 * 2**23 to |x| < 2**22 rounds it to an integer, half to even, in the low bits.
+ROUNDER: Final = 12582912.0
+ROUNDER_BITS: Final = 0x4B400000
+#: Largest magnitude of a quantised q or k, by the name of the attention.
+QMAX: Final = {"int8": INT8_MAX, "int4": 7}
+#: Rows of int8 are padded to a multiple of this many bytes for hardware copies and wide loads.
+ALIGNED: Final = 16
+
+# v in e4m3, less its mean, with a scale per channel.
+E4M3_MAX: Final = 448.0
+#: Tokens whose mean is subtracted from k and v. Any constant is exact, so a sample is enough.
+MEAN_SAMPLES: Final = 256
+#: Partial sums of the sample of v. The order of the sum is part of the numeric contract.
+MEAN_ROWS: Final = 32
+#: Least magnitude by which a channel of v is scaled. Below it the inverse of the scale overflows,
+#: and the scale is subnormal.
+LEAST_V: Final = 2.0**-117
+#: A channel of v with larger values keeps its mean, because the sum of a sample could overflow.
+LARGEST_CENTRED: Final = 2.0**119
 #: Errors of rounding to e4m3 are counted in units of 1 / 256. An error is at most 16, so the sum
 #: over 2**19 tokens always fits into an int32.
-ERROR_STEPS = 256
-#: Largest magnitude of a quantised q or k, by the name of the attention.
-QMAX = {"int8": 127, "int4": 7}
+ERROR_STEPS: Final = 256
+#: log2 of the largest p. e4m3 uses its whole range; fp16 stays clear of its subnormals.
+P_MAX_LOG2: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
-#: Rows of int8 are padded to a multiple of this many bytes for hardware copies and wide loads.
-ALIGNED = 16
+NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 
 
-class Rows(NamedTuple):
+def scale_block(head_dim: int) -> int:
+    """Return the number of keys that share a scale of k and a step of the online softmax.
+
+    It is part of the numeric contract. A block of this many rows of one head has to fit into
+    registers, beside the masks of a padded head.
+    """
+    if head_dim <= 64 or head_dim == 128:
+        return 128
+    return 64 if head_dim < 128 else 32
+
+
+def hadamard_width(head_dim: int) -> int:
+    """Return the number of channels that one Hadamard matrix mixes before int8.
+
+    It is part of the numeric contract. With heads of 64 channels the network number of the shipped
+    model is 1.024 for matrices over 64 channels, and 1.055 over 32. Wider heads have not been
+    measured.
+    """
+    return 64 if 32 < head_dim <= 64 else 32
+
+
+class Int8Tensor(NamedTuple):
     """An activation [B, N, K] in int8 with a scale per row.
 
     Attributes:
-        int8: int8 [B, N, K padded to a multiple of 16], dense, 0 in the padding.
+        data: int8 [B, N, K padded to a multiple of 16], dense, 0 in the padding.
         scale: fp32 [B, N].
     """
 
-    int8: torch.Tensor
-    scale: torch.Tensor
+    data: Tensor
+    scale: Tensor
 
 
 def padded_channels(channels: int) -> int:
-    """Return K of `Rows` with its padding."""
+    """Return K of `Int8Tensor` with its padding."""
     return -(-channels // ALIGNED) * ALIGNED
 
 
+class Norms(NamedTuple):
+    """The norms of q and k that an attention's kernel computes.
+
+    Attributes:
+        q: Weight of q's norm: [H*D] of an RMSNorm over all heads, or [D] of one per head; None
+            for no norm.
+        k: Weight of k's norm, of either kind.
+        q_bias: [D], which makes q's norm a layer norm of each head.
+        k_bias: [D], which makes k's norm a layer norm of each head.
+        eps: Epsilon of both norms.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+NO_NORMS: Final = Norms()
+
+#: (cos, sin), [N, D] each, D channels of a head.
+Rotary = tuple[Tensor, Tensor]
+
+
+class Skip(NamedTuple):
+    """The skip that an operator combines with its result y: c_skip * residual + c_out * y.
+
+    Attributes:
+        residual: [B, N, C], or None for c_out * y.
+        c_skip: A number, or a tensor that broadcasts to [B, N, C].
+        c_out: A number, or a tensor that broadcasts to [B, N, C].
+    """
+
+    residual: Tensor | None
+    c_skip: float | Tensor = 1.0
+    c_out: float | Tensor = 1.0
+
+
+NO_SKIP: Final = Skip(None)
+
+
 class AttentionInputs(NamedTuple):
-    """All arguments of one attention with its norms and its skip.
+    """An attention with its norms and its skip.
 
     y = c_skip * residual + c_out * softmax(sm_scale * norm(q) norm(k)^T) v
 
-    The fields are the arguments of the registered operation in its order: `operation(*inputs)`
-    calls it, and its body restores them with `AttentionInputs(*arguments)`.
+    A tuple, not a dataclass, because a recorded launch reads its tensors on every call.
 
     Attributes:
         q: [B, Nq, H*D].
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
-        residual: [B, Nq, H*D] or None.
-        c_skip: Broadcasts to [B, Nq, H*D]; None for the number `c_skip_value`.
-        c_out: Broadcasts to [B, Nq, H*D]; None for the number `c_out_value`.
-        norm_q: RMSNorm weight of q: [H*D] across all heads, or [D] per head; None for no norm.
-        norm_k: RMSNorm weight of k, of either kind; None for no norm.
-        norm_q_bias: [D], which makes the norm of q a layer norm of each head.
-        norm_k_bias: [D], which makes the norm of k a layer norm of each head.
-        cos: Cosines of the rotary embedding, [N, D], or None.
-        sin: Sines of the rotary embedding, [N, D], or None.
-        kv_lengths: int [B], the number of keys that are seen; None for all.
-        c_skip_value: The coefficient if `c_skip` is None.
-        c_out_value: The coefficient if `c_out` is None.
-        heads: H.
-        attention: "int8", "int4", "exact", "sage" or "auto".
-        pv: "fp8", "bf16", "fp16" or "auto": the type of probabilities and values.
-        smooth_k: True to subtract the mean of k before quantising it.
-        causal: True if query i sees only keys 0..i.
-        sm_scale: Factor on the logits, over 0.
-        eps: Epsilon of the norms.
-        impl: "triton", "reference" or "auto".
+        spec: The options. For a launcher attention, pv and impl are decided (`dispatch.resolved`).
         out_dtype: dtype of y.
+        norms: The norms of q and k.
+        rotary: Tables of the rotary embedding of q and k, or None.
+        skip: The skip, or None if y is the attention itself.
+        kv_lengths: int [B], the number of keys that are seen; None for all.
         want_lse: True to return the logsumexp of the logits, too.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    residual: torch.Tensor | None
-    c_skip: torch.Tensor | None
-    c_out: torch.Tensor | None
-    norm_q: torch.Tensor | None
-    norm_k: torch.Tensor | None
-    norm_q_bias: torch.Tensor | None
-    norm_k_bias: torch.Tensor | None
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    kv_lengths: torch.Tensor | None
-    c_skip_value: float
-    c_out_value: float
-    heads: int
-    attention: str
-    pv: str
-    smooth_k: bool
-    causal: bool
-    sm_scale: float
-    eps: float
-    impl: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
     out_dtype: torch.dtype
-    want_lse: bool
+    norms: Norms = NO_NORMS
+    rotary: Rotary | None = None
+    skip: Skip | None = None
+    kv_lengths: Tensor | None = None
+    want_lse: bool = False
 
     @property
     def head_dim(self) -> int:
         """Channels per head, D."""
-        return self.q.shape[2] // self.heads
+        return self.q.shape[2] // self.spec.heads
 
     @property
-    def skip_factor(self) -> float | torch.Tensor:
-        """The coefficient of the residual, a tensor or a number."""
-        return self.c_skip_value if self.c_skip is None else self.c_skip
+    def sm_scale(self) -> float:
+        """Factor on the logits, over 0."""
+        return self.spec.scale_of(self.head_dim)
 
-    @property
-    def out_factor(self) -> float | torch.Tensor:
-        """The coefficient of the attention, a tensor or a number."""
-        return self.c_out_value if self.c_out is None else self.c_out
-
-    @property
-    def closes_skip(self) -> bool:
-        """True if y is more than the attention: a residual is added, or c_out is not 1."""
-        return self.residual is not None or self.c_out is not None or self.c_out_value != 1.0
-
-    def alone(self, **changes: object) -> AttentionInputs:
+    def without_skip(self, **changes: Any) -> AttentionInputs:
         """Return the inputs without the skip, with an output in q's dtype."""
-        return self._replace(
-            residual=None, c_skip=None, c_out=None, c_skip_value=1.0, c_out_value=1.0,
-            out_dtype=self.q.dtype, **changes,
-        )  # fmt: skip
+        return self._replace(skip=None, out_dtype=self.q.dtype, **changes)
 
 
 class Queries(NamedTuple):
     """Quantised q: int8 [B, H, n_padded, HEAD_PAD], scale and shift (or None) [B, H, n_padded]."""
 
-    int8: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor | None
+    int8: Tensor
+    scale: Tensor
+    shift: Tensor | None
 
 
 class Keys(NamedTuple):
     """Quantised k: int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded / scale_block(D)]."""
 
-    int8: torch.Tensor
-    scale: torch.Tensor
+    int8: Tensor
+    scale: Tensor
 
 
 class Values(NamedTuple):
@@ -152,11 +199,11 @@ class Values(NamedTuple):
     1 / `ERROR_STEPS`.
     """
 
-    e4m3: torch.Tensor
-    levels: torch.Tensor
+    e4m3: Tensor
+    levels: Tensor
 
 
-class Operands(NamedTuple):
+class QuantizedOperands(NamedTuple):
     """The results of the prologue: q, k and, for fp8, `values`; else v is 16-bit [B, Nk, H*D].
 
     The scales of q include sm_scale * log2(e), divided by the factor of the Hadamard matrices on
@@ -166,10 +213,10 @@ class Operands(NamedTuple):
     queries: Queries
     keys: Keys
     values: Values | None
-    v: torch.Tensor | None
+    v: Tensor | None
     n_q: int
     n_kv: int
-    lengths: torch.Tensor | None
+    lengths: Tensor | None
 
 
 class Prologue(NamedTuple):
@@ -184,7 +231,7 @@ class Prologue(NamedTuple):
     queries: Queries
     keys: Keys
     values: Values | None
-    counters: torch.Tensor | None
+    counters: Tensor | None
     counter_rows: int
 
     @property
@@ -195,15 +242,17 @@ class Prologue(NamedTuple):
     @property
     def q_norm(self) -> int:
         """Kind of the norm of q, see `norm_kind`."""
-        return norm_kind(self.inputs.norm_q, self.inputs.norm_q_bias, self.inputs.q.shape[2])
+        norms = self.inputs.norms
+        return norm_kind(norms.q, norms.q_bias, self.inputs.q.shape[2])
 
     @property
     def k_norm(self) -> int:
         """Kind of the norm of k, see `norm_kind`."""
-        return norm_kind(self.inputs.norm_k, self.inputs.norm_k_bias, self.inputs.k.shape[2])
+        norms = self.inputs.norms
+        return norm_kind(norms.k, norms.k_bias, self.inputs.k.shape[2])
 
 
-def norm_kind(weight: torch.Tensor | None, bias: torch.Tensor | None, channels: int) -> int:
+def norm_kind(weight: Tensor | None, bias: Tensor | None, channels: int) -> int:
     """Return the kind of a norm: `NO_NORM`, `NORM_ACROSS`, `NORM_PER_HEAD` or
     `LAYER_NORM_PER_HEAD`."""
     if weight is None:

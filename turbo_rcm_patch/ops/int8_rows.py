@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import Rows, padded_channels
+from turbo_rcm_patch.ops.formats import Int8Tensor, padded_channels
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, dense_rows, launch, target_of
 from turbo_rcm_patch.ops.replay import replayed
 
@@ -115,21 +115,21 @@ def row_warps(values: int) -> int:
     return min(32, triton.next_power_of_2(cdiv(values, 32 * _VALUES_A_THREAD)))
 
 
-def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
+def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Int8Tensor:
     """Allocate the int8 rows of a [batch, n_rows, channels] tensor."""
     padded = padded_channels(channels)
-    return Rows(
+    return Int8Tensor(
         torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
         torch.empty(batch, n_rows, dtype=torch.float32, device=device),
     )
 
 
-def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
+def row_arguments(rows: Int8Tensor, block_t: int = 1) -> dict[str, object]:
     """Return the arguments of a kernel that fills rows, block_t of them per program."""
-    padded = rows.int8.shape[2]
+    padded = rows.data.shape[2]
     head, tail = row_parts(padded)
     return {
-        "int8_ptr": rows.int8,
+        "int8_ptr": rows.data,
         "scale_ptr": rows.scale,
         "padded": padded,
         "HEAD": head,
@@ -140,13 +140,13 @@ def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
 
 
 @replayed
-def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
+def quantize_rows(x: torch.Tensor, into: Int8Tensor | None = None) -> Int8Tensor:
     """Quantise x [B, N, K] bf16, fp16 or fp32 to int8 rows, into `into` if that is given."""
     target_of(x.device)
     x = dense_rows(x)
     batch, n_rows, channels = x.shape
     rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
-    values = sum(row_parts(rows.int8.shape[2]))
+    values = sum(row_parts(rows.data.shape[2]))
     block_t = max(1, _VALUES // triton.next_power_of_2(values))
     launch(
         quantize_rows_kernel,
@@ -162,13 +162,15 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     return rows
 
 
-def quantize_stacked(weights: Sequence[torch.Tensor]) -> Rows:
+def quantize_stacked(weights: Sequence[torch.Tensor]) -> Int8Tensor:
     """Quantise matrices [N_i, K], stacked, as the rows of one batch entry."""
     total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
     stacked = empty_rows(1, total, channels, weights[0].device)
     first = 0
     for weight in weights:
         part = slice(first, first + weight.shape[0])
-        quantize_rows(weight.unsqueeze(0), Rows(stacked.int8[:, part], stacked.scale[:, part]))
+        quantize_rows(
+            weight.unsqueeze(0), Int8Tensor(stacked.data[:, part], stacked.scale[:, part])
+        )
         first = part.stop
     return stacked

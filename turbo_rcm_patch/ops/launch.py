@@ -43,6 +43,9 @@ LENGTHS = (
     "tiles",
 )
 
+#: Most partial maxima of a channel of v in an attention's prologue.
+AMAX_CHUNKS = 32
+
 #: Kinds of coefficients: a number, or a tensor that varies with the batch, with batch and channel,
 #: or with batch, token and channel.
 VALUE, PER_BATCH, PER_CHANNEL, PER_ELEMENT = 0, 1, 2, 3
@@ -192,17 +195,6 @@ def pad_head(head_dim: int) -> int:
     32 is the depth of an int8 product.
     """
     return max(32, triton.next_power_of_2(head_dim))
-
-
-def scale_block(head_dim: int) -> int:
-    """Return the number of keys that share a scale.
-
-    A block of this many rows of one head has to fit into registers, beside the masks of a padded
-    head.
-    """
-    if head_dim <= 64 or head_dim == 128:
-        return 128
-    return 64 if head_dim < 128 else 32
 
 
 #: Most rows of a tile. `near_rows` copies rows that are further apart than 2**31 / this.

@@ -19,11 +19,10 @@ author's code.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -141,23 +140,3 @@ class Operation:
     def unchecked(self, *args: Any) -> Any:
         """Compute the result for a patched block, whose tensors after the first are as plain."""
         return self._registered(*args) if needs_registered(args[0]) else self._body(*args)
-
-
-def flattened(
-    order: tuple[str, ...], returns: object, *types: object
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a body of an `Operation` that takes `*args` the signature of its schema."""
-    known: dict[str, Any] = {}
-    for kind in types:
-        known |= kind if isinstance(kind, dict) else get_type_hints(kind)
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=known[name])
-        for name in order
-    ]
-    signature = inspect.Signature(parameters, return_annotation=returns)
-
-    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
-        body.__signature__ = signature  # type: ignore[attr-defined]
-        return body
-
-    return decorate

@@ -19,8 +19,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
@@ -48,8 +49,8 @@ _ALLOCATIONS = frozenset(
     }
 )
 
-#: Types whose values are part of a signature.
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+#: Types whose values are part of a signature. The options of an operator are hashable.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, AttentionSpec})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _data_ptr = torch.Tensor.data_ptr
@@ -108,7 +109,7 @@ class Recordings:
         self.found: dict[Any, list[Program] | int | None] = {}
         self._most = most
 
-    def run(
+    def record(
         self,
         signature: Any,
         tensors: list[torch.Tensor],
@@ -116,7 +117,7 @@ class Recordings:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> _R:
-        """Compute the launcher's result, by a recording that fits or by a recorded call.
+        """Compute the launcher's result, and record the call if that is possible.
 
         Args:
             signature: Equal for equal shapes, strides, dtypes, devices and numbers.
@@ -125,13 +126,7 @@ class Recordings:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
-        found = self.found.get(signature, 0)
-        if found.__class__ is list:
-            addresses = list(map(_data_ptr, tensors))
-            for program in found:  # type: ignore[union-attr]
-                if program.fits(addresses):
-                    return program(tensors, addresses)
-        if found is None or not tensors or not _on_gpu(tensors[0]):
+        if self.found.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
         result, program = _recorded(launcher, args, kwargs, tensors)
         found = self.found.get(signature, 0)
@@ -321,6 +316,8 @@ def _starter_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], li
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     public = run, (function, packed, None, None, None), []
+    import triton
+
     if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
         return public
     if run.global_scratch_size or run.profile_scratch_size:
@@ -574,9 +571,16 @@ def _capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def _knobs() -> Any:
+    import triton  # here, because the operators' own modules load without it
+
+    return triton.knobs.runtime
+
+
 def _launch_hooks() -> object:
     """Return the hooks that watch launches, if any; a replay would not call them."""
-    runtime = triton.knobs.runtime
+    runtime = _knobs()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     try:
         return before.calls or after.calls
@@ -641,6 +645,14 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         if not _replays() or not _add_to_key(values, key, tensors):
             return launcher(*args, **kwargs)
         key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
-        return recordings.run(tuple(key), tensors, launcher, args, kwargs)
+        signature = tuple(key)
+        programs = recordings.found.get(signature)
+        if programs.__class__ is list:
+            addresses = list(map(_data_ptr, tensors))
+            for program in programs:  # type: ignore[union-attr]
+                if program.fits(addresses):
+                    made: _R = program(tensors, addresses)
+                    return made
+        return recordings.record(signature, tensors, launcher, args, kwargs)
 
     return launch

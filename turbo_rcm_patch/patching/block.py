@@ -7,6 +7,8 @@ skip pairs for the report (`pairs`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.int8_linears import Int8Forward
-from turbo_rcm_patch.patching.pieces import Attend, Notes
+from turbo_rcm_patch.patching.pieces import Notes
 from turbo_rcm_patch.patching.plain import author_class, compiling, why_not_inference
 from turbo_rcm_patch.skip import SkipPair
 
@@ -49,7 +51,8 @@ class PatchedBlock:
         block: The block.
         path: Its name in the model.
         config: How the model is patched.
-        attend: How its attentions are computed.
+        heads: Heads of its attentions; 1 if nothing is known of them.
+        head_dim: Channels of a head; 0 if nothing is known of them.
 
     Attributes:
         level: How exactly the block runs.
@@ -64,16 +67,22 @@ class PatchedBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "index", "int8",
-        "last", "left", "level", "path", "reason",
+        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "head_dim",
+        "index", "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
     stages: ClassVar[tuple[str, ...]]
 
-    def __init__(self, block: Any, path: str, config: PatchConfig, attend: Attend) -> None:
-        self.block, self.path, self.config = block, path, config
-        self._asked, self._exact = attend, attend.exactly()
+    def __init__(
+        self, block: Any, path: str, config: PatchConfig, heads: int, head_dim: int
+    ) -> None:
+        self.block, self.path, self.config, self.head_dim = block, path, config, head_dim
+        self._asked = ops.AttentionSpec(
+            heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
+            impl=config.impl,
+        )  # fmt: skip
+        self._exact = replace(self._asked, attention="exact")
         self.level, self.reason = Level.AS_ASKED, ""
         self.left = self.backend = ""
         self.guard: Guard | None = None
@@ -82,27 +91,40 @@ class PatchedBlock:
         self.last: str | tuple[int, int] | None = None
 
     @property
-    def attend(self) -> Attend:
+    def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
         return self._exact if self.level else self._asked
 
-    def run(self, *inputs: Any) -> Any:
-        """Run the fast path or the author's forward.
+    def spec_over(self, n_kv: int) -> ops.AttentionSpec:
+        """Return the options of a cross-attention: exact over the few keys of a prompt, where
+        quantising costs more than it saves."""
+        quantised = self._asked.attention in ("auto", "int8")
+        return self._exact if quantised and n_kv < ops.INT8_MIN_KEYS else self.spec
+
+    def instead_of_fast(self, *inputs: Any) -> Callable[..., Any] | None:
+        """Decide how a call runs.
 
         Args:
             *inputs: The inputs of the author's forward, in its order.
+
+        Returns:
+            None for the fast path, or what runs instead: the author's forward, or a comparison
+            with it.
         """
         why = self.why_author(*inputs)
         if compiling():
-            return self.author(*inputs) if why else self.fast(None, *inputs)
+            return self.author if why else None
         self.last = why or self.lengths(*inputs)
         self.backend = "" if why else self.unused_backend()
-        guard = self.guard
         if why:
-            return self.author(*inputs)
-        if guard is None or not guard.wants(self, inputs):
-            return self.fast(None, *inputs)
-        return guard.compare(self, inputs)
+            return self.author
+        guard = self.guard
+        return self.compare if guard is not None and guard.wants(self, inputs) else None
+
+    def compare(self, *inputs: Any) -> Any:
+        """Run the fast path, and compare it with the author's forward."""
+        assert self.guard is not None
+        return self.guard.compare(self, inputs)
 
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
@@ -120,8 +142,8 @@ class PatchedBlock:
         """Describe how the last call outside a compiler ran; "" before the first."""
         if not isinstance(self.last, tuple):
             return f"as their author wrote them: {self.last}" if self.last else ""
-        attend, device = self.attend, next(self.block.parameters()).device
-        one = ops.resolved(attend.spec(), device, *self.last)
+        device = next(self.block.parameters()).device
+        one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
 

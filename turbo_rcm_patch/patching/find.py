@@ -18,7 +18,6 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
 from turbo_rcm_patch.extras import check_diffusers
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.pieces import Attend
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
 
@@ -182,10 +181,10 @@ class Found(NamedTuple):
     path: str
     make: type[PatchedBlock] | None
 
-    def made(self, attend: Attend, config: PatchConfig) -> PatchedBlock | SkipPair:
+    def made(self, config: PatchConfig, heads: int, head_dim: int) -> PatchedBlock | SkipPair:
         """Return the replacement of the block's forward, or a pair saying that there is none."""
         if self.make is not None:
-            return self.make(self.block, self.path, config, attend)
+            return self.make(self.block, self.path, config, heads, head_dim)
         return SkipPair(
             path=self.path, kind="self", heads=0, head_dim=0, streams=(), cast="model",
             projection=False, runs="as-written",

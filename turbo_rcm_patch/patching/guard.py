@@ -159,8 +159,8 @@ class Guard:
         return here.last and block.index not in seen.last
 
     def _begin(self, here: _Forward, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
-        x, attend = block.streams(inputs)[0], block._asked
-        one = ops.resolved(attend.spec(), x.device, *block.lengths(*inputs))
+        x = block.streams(inputs)[0]
+        one = ops.resolved(block._asked, x.device, *block.lengths(*inputs))
         here.way = x.dtype, x.device.type, one.attention, one.pv
         self._seen.setdefault(here.way, _Compared())
         now = None if self._pipe is None else _step_of(self._pipe())

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
-from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
+from turbo_rcm_patch.ops.formats import Int8Tensor
+from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
 
@@ -87,24 +88,25 @@ class Int8Forward:
         """Compute input @ weight^T + bias, and GELU if `activation` is "gelu-tanh".
 
         Args:
-            input: [..., K], the dtype of the weight, or `Rows` of [B, N, K].
+            input: [..., K], the dtype of the weight, or `Int8Tensor` of [B, N, K].
             activation: "" or "gelu-tanh".
 
         Returns:
             [..., Cout], dtype of the weight.
         """
         linear = self.linear
-        is_rows = type(input) is Rows
+        is_rows = type(input) is Int8Tensor
         if not is_rows and not self.serves(input):
             out: Tensor = type(linear).forward(linear, input)
             return F.gelu(out, approximate="tanh") if activation else out
-        rest = *self._weight(), linear._parameters["bias"], activation, self.impl
-        if is_rows:
-            made: Tensor = unchecked.int8_linear_rows(*input, *rest, _dtype(linear))
-            return made
-        one = input if input.dim() == 3 else input.reshape(1, -1, input.shape[-1])
-        made = unchecked.int8_linear(one, *rest, input.dtype)
-        return made if input.dim() == 3 else made.reshape(*input.shape[:-1], -1)
+        flat = not is_rows and input.dim() != 3
+        weight, scale = self._weight()
+        made = int8_linear.linear_int8(
+            input.reshape(1, -1, input.shape[-1]) if flat else input,
+            weight=weight, scale=scale, bias=linear._parameters["bias"], activation=activation,
+            impl=self.impl, out_dtype=_dtype(linear) if is_rows else input.dtype,
+        )  # fmt: skip
+        return made.reshape(*input.shape[:-1], -1) if flat else made
 
     def serves(self, x: Tensor) -> bool:
         """Return True if the Linear runs in int8 on this input, which takes plain inference on its
@@ -220,7 +222,7 @@ def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
         x: [B, N, K].
 
     Returns:
-        `Rows` if all of the modules run in int8 on x, else x.
+        `Int8Tensor` if all of the modules run in int8 on x, else x.
     """
     impl = ""
     for module in modules:
@@ -228,7 +230,7 @@ def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
         if forward is None or x.dim() != 3 or not forward.serves(x):
             return x
         impl = forward.impl
-    return Rows(*unchecked.quantize_rows(x, impl))
+    return int8_linear.quantize_rows(x, impl)
 
 
 def why_not_int8(module: nn.Module) -> str:

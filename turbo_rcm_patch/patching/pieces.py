@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
-from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, Sparsity, unchecked
-from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops.formats import NO_NORMS, Int8Tensor, Norms, Rotary
+from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
 
@@ -31,9 +31,6 @@ WIDE: Final = torch.float32
 LAYER_NORMS: Final[set[type]] = set()
 #: Classes of RMSNorms of q and k over all heads.
 RMS_NORMS: Final[set[type]] = {nn.RMSNorm}
-
-#: (cos, sin), [N, D] fp32 each, D channels of a head.
-Rotary = tuple[Tensor, Tensor]
 
 
 class Operands(NamedTuple):
@@ -96,13 +93,13 @@ def norm(
         rows: Return int8 rows, for Linears in int8.
 
     Returns:
-        [B, N, C], or `Rows`.
+        [B, N, C], or `Int8Tensor`.
     """
     numbers = _numbers(module, x, scale, shift)
     if numbers is None:
         return _called_norm(module, x, scale, shift, dtype)
     if rows:
-        return Rows(*unchecked.norm_modulate_rows(x, *numbers, impl))
+        return Int8Tensor(*unchecked.norm_modulate_rows(x, *numbers, impl))
     return unchecked.norm_modulate(x, *numbers, impl, dtype)
 
 
@@ -140,7 +137,7 @@ def skip_norm(
         return x, _called_norm(module, x, scale, shift, dtype)
     if rows:
         x, *h = unchecked.skip_norm_rows(x, branch, gate, *numbers, "fp32", impl, WIDE)
-        return x, Rows(*h)
+        return x, Int8Tensor(*h)
     made: tuple[Tensor, Tensor] = unchecked.skip_norm(
         x, branch, gate, *numbers, "fp32", impl, WIDE, dtype
     )
@@ -188,28 +185,6 @@ def _called_norm(
 # --- attention -----------------------------------------------------------------------------------
 
 
-class Norms(NamedTuple):
-    """The norms of q and k that an attention's kernel computes.
-
-    Attributes:
-        q: Weight of q's norm: [H*D] of an RMSNorm over all heads, or [D] of one per head; None
-            for no norm.
-        k: Weight of k's norm, of the same kind.
-        q_bias: [D], which makes q's norm a layer norm of each head.
-        k_bias: [D], which makes k's norm a layer norm of each head.
-        eps: Epsilon of both norms.
-    """
-
-    q: Tensor | None = None
-    k: Tensor | None = None
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    eps: float = 1e-6
-
-
-NO_NORMS: Final = Norms()
-
-
 def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Norms]:
     """Read the RMSNorms of q and k for the kernel, or call them.
 
@@ -254,102 +229,16 @@ def _rms_weight(module: Any, x: Tensor) -> Tensor | None:
     return weight if fits else None
 
 
-class Attend(NamedTuple):
-    """The options of a block's attentions: their fields of `PatchConfig`, and their heads."""
-
-    heads: int
-    head_dim: int
-    attention: Attention
-    pv: PVDType
-    smooth_k: bool
-    impl: Impl
-
-    @classmethod
-    def of(cls, config: PatchConfig, heads: int, head_dim: int) -> Attend:
-        """Take the options from a configuration."""
-        return cls(heads, head_dim, config.attention, config.pv, config.smooth_k, config.impl)
-
-    def spec(self, eps: float = 1e-6) -> AttentionSpec:
-        """Return the options of an operation; `eps` is that of the norms of q and k."""
-        return AttentionSpec(
-            heads=self.heads, attention=self.attention, pv=self.pv, smooth_k=self.smooth_k,
-            eps=eps, impl=self.impl,
-        )  # fmt: skip
-
-    def exactly(self) -> Attend:
-        """Return these options with exact attention."""
-        return self._replace(attention="exact")
-
-    def over_few_keys(self, n_kv: int) -> Attend:
-        """Return exact options for a prompt, where quantising costs more than it saves."""
-        quantised = self.attention in ("auto", "int8")
-        return self.exactly() if quantised and n_kv < INT8_MIN_KEYS else self
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norms: Norms,
-        rotary: Rotary | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Compute residual + softmax(q k^T / sqrt(D)) v, with norms and rotary embedding of q and
-        k.
-
-        Args:
-            q: [B, N, H*D].
-            k: [B, Nk, H*D].
-            v: [B, Nk, H*D].
-            norms: The norms of q and k.
-            rotary: Rotary table of q and k, or None.
-            residual: [B, N, H*D], or None for 0.
-
-        Returns:
-            [B, N, H*D], dtype of q.
-        """
-        cos, sin = (None, None) if rotary is None else rotary
-        out: Tensor = unchecked.attention(
-            q, k, v, residual, None, None, norms.q, norms.k, norms.q_bias, norms.k_bias, cos, sin,
-            None, 1.0, 1.0, self.heads, self.attention, self.pv, self.smooth_k, False,
-            self.head_dim**-0.5, norms.eps, self.impl, q.dtype, False,
-        )[0]  # fmt: skip
-        return out
-
-    def sparse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        proj_l: tuple[Tensor, Tensor],
-        sparsity: Sparsity,
-        norms: Norms,
-        rotary: Rotary | None,
-    ) -> Tensor:
-        """Compute SLA: softmax over few blocks of keys plus projected linear attention over all.
-
-        `proj_l` is a weight [D, D] and a bias [D]. Shapes are those of `__call__`.
-        """
-        cos, sin = (None, None) if rotary is None else rotary
-        out: Tensor = unchecked.sparse_linear_attention(
-            q, k, v, *proj_l, norms.q, norms.k, cos, sin, self.heads, self.attention, self.pv,
-            self.smooth_k, self.head_dim**-0.5, norms.eps, sparsity.count(k.shape[1]),
-            sparsity.block_q, sparsity.block_k, self.impl, q.dtype,
-        )  # fmt: skip
-        return out
-
-
 # --- feed-forward --------------------------------------------------------------------------------
 
 
-def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
+def feed_forward(layers: Any, h: Any) -> Tensor:
     """Run a feed-forward, with its first Linear and GELU as one product if both are plain.
 
     Args:
         layers: A module that holds a Linear and its activation (or a Linear, then a GELU), and the
             modules after it.
         h: [B, N, C], or int8 rows of it.
-        impl: "triton", "reference" or "auto".
 
     Returns:
         [B, N, C], dtype of the model.
@@ -362,7 +251,7 @@ def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
         if forward is not None:
             x = forward.run(h, "gelu-tanh")
         elif plain_linear(linear, h) and (bias := linear.bias) is not None:
-            x = unchecked.linear_gelu(h, linear.weight, bias)
+            x = int8_linear.gelu_of_linear(h, linear.weight, bias)
         else:
             x = F.gelu(linear(h), approximate="tanh")
     for module in rest:

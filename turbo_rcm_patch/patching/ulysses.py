@@ -9,6 +9,8 @@ and in other modes the attention is called as a module, and diffusers' processor
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ContextParallelError
-from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops import AttentionSpec
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.formats import Norms, Rotary
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.block import PatchedBlock
-    from turbo_rcm_patch.patching.pieces import Attend, Norms, Rotary
 
 
 def context_parallel(holder: object) -> Any:
@@ -38,20 +41,25 @@ def exchanges_itself(processor: object) -> bool:
     return bool(uneven) or config.ring_degree > 1
 
 
+@cache
+def _with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
+    return replace(spec, heads=heads)
+
+
 class Ulysses:
     """The exchanges of one attention.
 
     Args:
         group: The ranks that share its sequence.
-        attend: The options of the attention.
+        spec: The options of the attention.
     """
 
-    def __init__(self, group: Any, attend: Attend) -> None:
-        self._group, self._attend, self._size = group, attend, group.size()
+    def __init__(self, group: Any, spec: AttentionSpec) -> None:
+        self._group, self._spec, self._size = group, spec, group.size()
 
     def to_heads(
         self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary | None
-    ) -> tuple[Tensor, Tensor, Tensor, Attend]:
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         """Normalise and rotate the local tokens, then exchange them for all tokens of some heads.
 
         Args:
@@ -64,10 +72,10 @@ class Ulysses:
         Returns:
             q, k and v, [B, N, H/P * D] each with P ranks, and the options of their attention.
         """
-        attend = self._attend
-        rest = (*(tables or (None, None)), attend.heads, norms.eps, attend.impl)
-        q = unchecked.norm_rotate(q, norms.q, norms.q_bias, *rest)
-        k = unchecked.norm_rotate(k, norms.k, norms.k_bias, *rest)
+        spec = self._spec
+        rest: Any = {"rotary": tables, "heads": spec.heads, "eps": norms.eps, "impl": spec.impl}
+        q = attention.norm_rotate(q, weight=norms.q, bias=norms.q_bias, **rest)
+        k = attention.norm_rotate(k, weight=norms.k, bias=norms.k_bias, **rest)
         batch, tokens, _ = q.shape
         # [P, 3, B, n, H/P * D]: the heads of each rank.
         parts = torch.stack([x.reshape(batch, tokens, self._size, -1) for x in (q, k, v)])
@@ -75,7 +83,7 @@ class Ulysses:
         # [P, 3, B, n, ...]: the tokens of each rank, in their order.
         whole = came.permute(1, 2, 0, 3, 4).reshape(3, batch, self._size * tokens, -1)
         q, k, v = whole.unbind()
-        return q, k, v, attend._replace(heads=attend.heads // self._size)
+        return q, k, v, _with_heads(spec, spec.heads // self._size)
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange the output of all tokens for that of the local tokens.
@@ -98,12 +106,12 @@ class Ulysses:
         return came
 
 
-def ulysses_of(processor: object, attend: Attend) -> Ulysses | None:
+def ulysses_of(processor: object, spec: AttentionSpec) -> Ulysses | None:
     """Return the exchanges of an attention, or None if its sequence is not split."""
     config = context_parallel(processor)
     if config is None or config.ulysses_degree < 2:
         return None
-    return Ulysses(config._ulysses_mesh.get_group(), attend)
+    return Ulysses(config._ulysses_mesh.get_group(), spec)
 
 
 def check_parallel(model: nn.Module) -> None:

@@ -1,18 +1,29 @@
-"""Attention whose epilogue closes a skip: `c_skip * residual + c_out * softmax(q k^T) v`."""
+"""Attention whose epilogue closes a skip: `c_skip * residual + c_out * softmax(q k^T) v`.
+
+`attend` is what patched blocks call. `attention_skip`, `attention_lse` and
+`attention_project_skip` are public, and check their arguments. The tables `KERNELS` and
+`PROLOGUES` say which implementation runs.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.errors import MaskError, OpError
+from turbo_rcm_patch.config import Form
+from turbo_rcm_patch.errors import ConfigError, MaskError, OpError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
     aligned,
     exact_attention,
     norm_rope,
+    project,
     sdpa_attention,
     split_heads,
 )
@@ -25,150 +36,122 @@ from turbo_rcm_patch.ops.checks import (
     check_out_dtype,
     check_same_device,
     check_spec,
+    check_weight,
     rotary_parts,
     skip_parts,
 )
-from turbo_rcm_patch.ops.dispatch import choose_inputs, resolve_impl
-from turbo_rcm_patch.ops.formats import QMAX, AttentionInputs
-from turbo_rcm_patch.ops.register import Operation, flattened, refuse_gradient
-from turbo_rcm_patch.ops.residual.skip import closed
-from turbo_rcm_patch.skip import Coefficient
+from turbo_rcm_patch.ops.dispatch import (
+    Implementation,
+    always,
+    quantises,
+    resolve_impl,
+    resolved,
+    run_first,
+)
+from turbo_rcm_patch.ops.formats import (
+    NO_NORMS,
+    NO_SKIP,
+    QMAX,
+    AttentionInputs,
+    Keys,
+    Norms,
+    Prologue,
+    QuantizedOperands,
+    Queries,
+    Rotary,
+    Skip,
+    Values,
+    scale_block,
+)
+from turbo_rcm_patch.ops.register import (
+    decode,
+    encode,
+    needs_registered,
+    refuse_gradient,
+    register,
+)
+from turbo_rcm_patch.ops.replay import replayed
+from turbo_rcm_patch.ops.residual.skip import check_cast, closed
+from turbo_rcm_patch.skip import Cast, Coefficient
 
-#: norm_q, norm_k, norm_q_bias and norm_k_bias.
-Norms = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_FIELDS: Final = AttentionInputs._fields
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.launch import Target, Tile
 
-
-@flattened(_FIELDS, tuple[Tensor, Tensor], AttentionInputs)
-def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    a = choose_inputs(AttentionInputs(*args))
-    no_lse = a.q.new_empty(0, dtype=torch.float32)
-    if a.attention in QMAX and a.impl == "triton":
-        from turbo_rcm_patch.ops.attention.triton import attention as launch
-
-        out, lse = launch(a)
-        return out, no_lse if lse is None else lse
-    branch, lse = _branch(a)
-    if not a.closes_skip:
-        out = branch if branch.dtype == a.out_dtype else branch.to(a.out_dtype)
-    else:
-        out = closed(
-            a.residual, branch, a.skip_factor, a.out_factor,
-            cast_policy="fp32", impl=a.impl, out_dtype=a.out_dtype,
-        )  # fmt: skip
-    return out.contiguous(), no_lse if lse is None else lse
-
-
-def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention without its skip in torch: [B, Nq, H*D], and the logsumexp or None."""
-    vh = split_heads(a.v, a.heads)
-    of_q, of_k = (a.norm_q, a.norm_q_bias), (a.norm_k, a.norm_k_bias)
-    one_pass = in_one_pass(a.q, *of_q, a.heads) and in_one_pass(a.k, *of_k, a.heads)
-    if a.impl != "triton" or not one_pass or a.want_lse:
-        qh, kh = prepared(a)
-    elif a.cos is None and (a.norm_q is None or a.norm_k is None):
-        qh = _rotated(a.q, *of_q, None, None, a.heads, a.eps)
-        kh = _rotated(a.k, *of_k, None, None, a.heads, a.eps)
-    else:
-        # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
-        from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate_both
-
-        qh, kh = norm_rotate_both(a.q, a.k, a.heads, of_q, of_k, a.cos, a.sin, a.eps)
-    if a.attention in QMAX:
-        return emulated_attention(
-            qh, kh, vh, sm_scale=a.sm_scale, pv=cast("Any", a.pv), qmax=QMAX[a.attention],
-            smooth_k=a.smooth_k, causal=a.causal, kv_lengths=a.kv_lengths, want_lse=a.want_lse,
-        )  # fmt: skip
-    lse = None
-    qh, kh, vh = aligned(qh), aligned(kh), aligned(vh)
-    masks: Any = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
-    if a.want_lse:
-        branch, lse = exact_attention(qh, kh, vh.float(), **masks)
-    elif a.attention == "sage":
-        branch = sage_attention(
-            qh.to(a.v.dtype), kh.to(a.v.dtype), vh,
-            sm_scale=a.sm_scale, causal=a.causal, smooth_k=a.smooth_k,
-        )  # fmt: skip
-    else:
-        branch = sdpa_attention(qh.to(a.v.dtype), kh.to(a.v.dtype), vh, **masks)
-    return branch.transpose(1, 2).flatten(2), lse
+#: Tokens are padded to a multiple of this.
+PADDED_TO: Final = 128
+#: Heads of the kernels for Hopper.
+_HOPPER_HEADS: Final = (64, 128)
 
 
-def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Return q and k [B, H, N, D] fp32, normalised and rotated."""
-    rest: Any = {"cos": a.cos, "sin": a.sin, "eps": a.eps}
-    return (
-        norm_rope(a.q, a.heads, weight=a.norm_q, bias=a.norm_q_bias, **rest),
-        norm_rope(a.k, a.heads, weight=a.norm_k, bias=a.norm_k_bias, **rest),
-    )
+# --- what blocks call ----------------------------------------------------------------------------
 
 
-def _rotated(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    heads: int,
-    eps: float,
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    by_head: bool = True,
+    spec: AttentionSpec,
+    norms: Norms = NO_NORMS,
+    rotary: Rotary | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, in the dtype of x.
+    """Compute residual + softmax(q k^T / sqrt(D)) v, with norms and rotary embedding of q and k.
 
-    The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
+    Nothing is checked. A patched block has looked at its inputs.
+
+    Args:
+        q: [B, N, H*D].
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        spec: How the attention is computed; its eps is not read.
+        norms: The norms of q and k.
+        rotary: Rotary tables of q and k, [N, D] each, or None.
+        residual: [B, N, H*D], or None for 0.
+
+    Returns:
+        [B, N, H*D], dtype of q.
     """
-    if weight is None and cos is None:
-        return split_heads(x, heads) if by_head else x
-    from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate as launch
-
-    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
-
-
-def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
-    """Return True if the kernel `norm_rotate` supports the norm of x [B, N, H*D].
-
-    It supports norms over whole rows, and norms over heads with a power of two of channels.
-    """
-    dim = x.shape[-1] // heads
-    across = weight is None or (bias is None and weight.numel() == x.shape[-1])
-    return across or dim & (dim - 1) == 0
+    skip = None if residual is None else Skip(residual)
+    if needs_registered(q):
+        traced = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary, skip)
+        out: Tensor = _registered(**_packed(traced))[0]
+        return out
+    spec = resolved(spec, q.device, q.shape[1], k.shape[1])
+    a = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary, skip)
+    if spec.impl == "triton" and spec.attention in QMAX:
+        return launch_attention(a)[0]
+    return _in_torch(a)[0]
 
 
-def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    a = AttentionInputs(*args)
-    # With dynamic=True a compiler turns even the number of heads into a symbol.
-    lse_shape = (a.q.shape[0], a.heads, a.q.shape[1]) if a.want_lse else (0,)
-    return (
-        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
-        a.q.new_empty(lse_shape, dtype=torch.float32),
-    )
-
-
-attention = Operation("attention", _attention, _attention_fake)
-
-
-def _norm_rotate(
+def norm_rotate(
     x: Tensor,
+    *,
     weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    bias: Tensor | None = None,
+    rotary: Rotary | None,
     heads: int,
-    eps: float,
+    eps: float = 1e-6,
     impl: str,
 ) -> Tensor:
-    """Apply norm and rotary embedding to x [B, N, H*D] in fp32, rounded once to its dtype."""
-    if resolve_impl(cast("Any", impl), x.device) == "triton" and in_one_pass(
-        x, weight, bias, heads
-    ):
-        made = _rotated(x, weight, bias, cos, sin, heads, eps, by_head=False)
-        return made.clone() if made is x else made
-    made = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
-    return made.transpose(1, 2).flatten(2).to(x.dtype)
+    """Apply norm and rotary embedding to x [B, N, H*D] in fp32, rounded once to its dtype.
 
-
-norm_rotate = Operation("norm_rotate", _norm_rotate, lambda x, *_: x.new_empty(x.shape))
+    Args:
+        x: [B, N, H*D].
+        weight: As in `Norms`.
+        bias: As in `Norms`.
+        rotary: Rotary tables, [N, D] each, or None.
+        heads: H.
+        eps: Epsilon of the norm.
+        impl: "triton", "reference" or "auto".
+    """
+    if needs_registered(x):
+        made: Tensor = _registered_norm_rotate(
+            x=x, weight=weight, bias=bias, rotary=list(rotary or ()), heads=heads, eps=eps,
+            impl=impl,
+        )  # fmt: skip
+        return made
+    return _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
 
 
 # --- public functions ----------------------------------------------------------------------------
@@ -223,14 +206,14 @@ def attention_skip(
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
             gradient is wanted (`GradientError`).
     """
-    inputs = describe(
-        q, k, v, spec, (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias),
-        rotary, kv_lengths, out_dtype,
+    inputs = _checked(
+        AttentionInputs(
+            q, k, v, spec, _or_own(out_dtype, q),
+            norms=Norms(norm_q, norm_k, norm_q_bias, norm_k_bias), rotary=rotary,
+            skip=Skip(residual, c_skip, c_out), kv_lengths=kv_lengths,
+        )
     )  # fmt: skip
-    if not q.shape[0]:  # the kernels do not take an empty batch
-        return q.new_empty(q.shape, dtype=inputs.out_dtype)
-    out: Tensor = attention(*inputs)[0]
-    return out
+    return _computed(inputs)[0]
 
 
 def attention_lse(
@@ -262,93 +245,623 @@ def attention_lse(
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
         )
-    inputs = describe(
-        q, k, v, spec, (None, 1.0, 1.0), (norm_q, norm_k, norm_q_bias, norm_k_bias), rotary,
-        kv_lengths, out_dtype, want_lse=True,
+    inputs = _checked(
+        AttentionInputs(
+            q, k, v, spec, _or_own(out_dtype, q),
+            norms=Norms(norm_q, norm_k, norm_q_bias, norm_k_bias), rotary=rotary,
+            skip=NO_SKIP, kv_lengths=kv_lengths, want_lse=True,
+        )
     )  # fmt: skip
-    if not q.shape[0]:
-        out, lse = _attention_fake(*inputs)
-        return out, lse
-    made: tuple[Tensor, Tensor] = attention(*inputs)
-    return made
+    return _computed(inputs)
 
 
-def with_positive_scale(
-    q: Tensor, norm_q: Tensor | None, norm_q_bias: Tensor | None, sm_scale: float
-) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Rewrite an attention so that sm_scale > 0, with equal logits.
-
-    The scales of int8 have to be positive, and torch's own attention computes NaN from a masked
-    logit times 0. The sign moves into q, or into weight and bias of its norm.
-
-    Returns:
-        q, norm_q, norm_q_bias and sm_scale.
-    """
-    if sm_scale > 0.0:
-        return q, norm_q, norm_q_bias, sm_scale
-    sign, sm_scale = (-1.0, -sm_scale) if sm_scale < 0.0 else (0.0, 1.0)
-    if norm_q is None:
-        return q * sign, None, None, sm_scale
-    return q, norm_q * sign, None if norm_q_bias is None else norm_q_bias * sign, sm_scale
-
-
-def describe(
+def attention_project_skip(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     spec: AttentionSpec,
-    skip: tuple[Tensor | None, Coefficient, Coefficient],
-    norms: Norms,
-    rotary: tuple[Tensor, Tensor] | None,
-    kv_lengths: Tensor | None,
-    out_dtype: torch.dtype | None,
     *,
-    want_lse: bool = False,
-    features: int | None = None,
-) -> AttentionInputs:
-    """Check the arguments of an attention, and collect them in an `AttentionInputs`.
+    residual: Tensor | None,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    norms: Norms = NO_NORMS,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
+    form: Form = "auto",
+    cast: Cast = "fp32",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
+
+    Both forms round the attention output to q's dtype before the projection. "two-launch" also
+    rounds the product of the projection to it.
 
     Args:
-        q: [B, Nq, H*D]. All arguments are described at `attention_skip`.
+        q: [B, Nq, H*D]. Of the arguments that `attention_skip` also has, details are there.
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
+        weight: [Cout, H*D], dtype of q.
+        bias: [Cout] or None.
         spec: How the attention is computed.
-        skip: residual, c_skip and c_out.
-        norms: norm_q, norm_k, norm_q_bias and norm_k_bias.
-        rotary: (cos, sin), or None.
-        kv_lengths: int32 [B], or None.
+        residual: [B, Nq, Cout] or None.
+        c_skip: Float or tensor [B], [B, 1, Cout] or [B, Nq, Cout].
+        c_out: Float or tensor, as c_skip.
+        norms: Weights, biases and epsilon of the norms of q and k.
+        rotary: (cos, sin).
+        kv_lengths: int32 [B].
+        form: "one-launch" (the attention kernel also projects; int8 and int4 only), or
+            "two-launch" and "auto" (attention, cuBLAS's product, and a pass that closes the skip).
+        cast: Cast policy of the skip, "fp32" or "model"; see `skip`.
         out_dtype: dtype of the result; q's by default.
-        want_lse: Compute the logsumexp, too.
-        features: Channels of the residual if a projection comes between; those of q by default.
+
+    Returns:
+        [B, Nq, Cout], contiguous.
     """
+    if form not in get_args(Form):
+        raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
+    check_cast(cast)
+    check_attention(q, k, v, spec)
+    if form == "one-launch" and not quantises(spec.attention):
+        raise ConfigError(
+            'form="one-launch"',
+            expected='attention="int8" or "int4"',
+            got=repr(spec.attention),
+            remedy='Use form="two-launch"',
+        )
+    check_weight(q, weight, bias)
+    if not isinstance(norms, Norms):
+        raise ConfigError("norms", expected="a Norms", got=type(norms).__name__)
+    skip = Skip(residual, c_skip, c_out)
+    a = AttentionInputs(
+        q, k, v, spec, _or_own(out_dtype, q), norms, rotary, skip, kv_lengths=kv_lengths
+    )
+    a = _checked(a, features=weight.shape[0], eps=norms.eps)
+    refuse_gradient("attention_project_skip", (weight, bias))
+    if not q.shape[0]:
+        return q.new_empty((*q.shape[:2], weight.shape[0]), dtype=a.out_dtype)
+    if needs_registered(a.q, a.k, a.v, weight, bias, *_tensors_of(a).values()):
+        made: Tensor = _registered_project(
+            weight=weight, bias=bias, **_packed(a, form=form, cast=cast)
+        )
+        return made
+    return _projected(a, weight, bias, form, cast)
+
+
+def _or_own(out_dtype: torch.dtype | None, q: Tensor) -> Any:
+    """Return the dtype of the result; that of q by default. Checks come later."""
+    return getattr(q, "dtype", None) if out_dtype is None else out_dtype
+
+
+def _checked(
+    a: AttentionInputs, *, features: int | None = None, eps: float | None = None
+) -> AttentionInputs:
+    """Check the arguments of an attention as a caller gave them, and return them as launchers take
+    them.
+
+    Args:
+        a: The arguments.
+        features: Channels of the residual if a projection comes between; those of q by default.
+        eps: Epsilon of the norms; that of the spec by default.
+    """
+    q, k, v, spec = a[:4]
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
-    shape = (batch, n_q, channels if features is None else features)
-    residual, c_skip, c_out = skip
-    norm_q, norm_k, norm_q_bias, norm_k_bias = norms
-    check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
-    check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
-    cos, sin = rotary_parts(rotary, n_q, k.shape[1], channels // spec.heads)
-    check_lengths(kv_lengths, batch)
-    if spec.attention == "sage" and kv_lengths is not None:
+    head_dim = channels // spec.heads
+    norms = a.norms
+    check_norm("norm_q", norms.q, norms.q_bias, channels, spec.heads)
+    check_norm("norm_k", norms.k, norms.k_bias, channels, spec.heads)
+    cos, sin = rotary_parts(a.rotary, n_q, k.shape[1], head_dim)
+    check_lengths(a.kv_lengths, batch)
+    if spec.attention == "sage" and a.kv_lengths is not None:
         raise MaskError(
             'kv_lengths with attention="sage"',
             expected="no key padding (the package ignores masks)",
             remedy='Use attention="int8"',
         )
-    check_out_dtype(out_dtype)
-    factors = skip_parts(residual, c_skip, c_out, shape)
-    check_same_device(
-        q.device, residual=residual, c_skip=factors[0], c_out=factors[1], norm_q=norm_q,
-        norm_k=norm_k, norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias, cos=cos, sin=sin,
-        kv_lengths=kv_lengths,
+    check_out_dtype(a.out_dtype)
+    assert a.skip is not None
+    skip = _checked_skip(a.skip, (batch, n_q, channels if features is None else features))
+    a = a._replace(rotary=None if cos is None or sin is None else (cos, sin), skip=skip)
+    tensors = _tensors_of(a)
+    check_same_device(q.device, **tensors)
+    refuse_gradient("attention", (q, k, v, *tensors.values()))
+    norms = norms._replace(eps=spec.eps if eps is None else eps)
+    return _with_positive_scale(a._replace(norms=norms))
+
+
+def _checked_skip(skip: Skip, shape: tuple[int, int, int]) -> Skip | None:
+    """Check a skip over [B, N, C]; return None if it changes nothing."""
+    c_skip, c_out, skip_value, out_value = skip_parts(*skip, shape)
+    if skip.residual is None and c_out is None and out_value == 1.0:
+        return None
+    return Skip(
+        skip.residual, skip_value if c_skip is None else c_skip,
+        out_value if c_out is None else c_out,
     )  # fmt: skip
-    refuse_gradient("attention", (q, k, v, residual, *factors[:2], *norms, cos, sin))
-    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
-        q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
+
+
+def _tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
+    """Return the tensors beside q, k and v by the names of the arguments."""
+    cos, sin = a.rotary or (None, None)
+    residual, *factors = a.skip or NO_SKIP
+    c_skip, c_out = (c if isinstance(c, Tensor) else None for c in factors)
+    return {
+        "norm_q": a.norms.q, "norm_k": a.norms.k, "norm_q_bias": a.norms.q_bias,
+        "norm_k_bias": a.norms.k_bias, "cos": cos, "sin": sin, "kv_lengths": a.kv_lengths,
+        "residual": residual, "c_skip": c_skip, "c_out": c_out,
+    }  # fmt: skip
+
+
+def _with_positive_scale(a: AttentionInputs) -> AttentionInputs:
+    """Rewrite an attention so that sm_scale > 0, with equal logits.
+
+    The scales of int8 have to be positive, and torch's own attention computes NaN from a masked
+    logit times 0. The sign moves into q, or into weight and bias of its norm.
+    """
+    given, norms = a.spec.sm_scale, a.norms
+    if given is None or given > 0.0:
+        return a
+    sign, sm_scale = (-1.0, -given) if given < 0.0 else (0.0, 1.0)
+    a = a._replace(spec=replace(a.spec, sm_scale=sm_scale))
+    if norms.q is None:
+        return a._replace(q=a.q * sign)
+    bias = None if norms.q_bias is None else norms.q_bias * sign
+    return a._replace(norms=norms._replace(q=norms.q * sign, q_bias=bias))
+
+
+# --- which implementation runs -------------------------------------------------------------------
+
+
+def _kernel_for_hopper() -> ModuleType:
+    from turbo_rcm_patch.ops.attention import hopper
+
+    return hopper
+
+
+def _kernel_for_all() -> ModuleType:
+    from turbo_rcm_patch.ops.attention import triton
+
+    return triton
+
+
+def _prologue_for_hopper() -> ModuleType:
+    from turbo_rcm_patch.ops.attention import prologue_hopper
+
+    return prologue_hopper
+
+
+def _prologue_for_all() -> ModuleType:
+    from turbo_rcm_patch.ops.attention import prologue_triton
+
+    return prologue_triton
+
+
+def _plain_on_hopper(target: Target, a: AttentionInputs) -> bool:
+    plain = a.spec.pv == "fp8" and not a.spec.causal and a.skip is None
+    return plain and target == ("cuda", 90) and a.head_dim in _HOPPER_HEADS
+
+
+def _copied_on_hopper(target: Target, a: AttentionInputs) -> bool:
+    return (
+        target == ("cuda", 90)
+        and a.head_dim in _HOPPER_HEADS
+        and all(
+            x.element_size() == 2
+            and x.dtype == a.k.dtype
+            and x.stride(1) % 16 == 0
+            and x.stride(1) < 2**22
+            and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
+            and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
+            for x in a[:3]
+        )
     )
-    return AttentionInputs(
-        q, k, v, residual, *factors[:2], norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
-        kv_lengths, *factors[2:], spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal,
-        sm_scale, spec.eps, spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
+
+
+#: The attention itself, over quantised operands: a module has `launch_kernel`.
+KERNELS: Final = (
+    Implementation(
+        "hopper", _plain_on_hopper,
+        "sm_90, pv fp8, heads of 64 or 128, no skip in the kernel, not causal",
+        _kernel_for_hopper, "attention",
+    ),
+    Implementation("triton", always, "everything else", _kernel_for_all, "attention"),
+)  # fmt: skip
+#: The quantisation before it: a module has `run_prologue`.
+PROLOGUES: Final = (
+    Implementation(
+        "prologue_hopper", _copied_on_hopper,
+        "sm_90, heads of 64 or 128, 16 bits in rows of whole copies of 16 bytes",
+        _prologue_for_hopper, "prologue",
+    ),
+    Implementation(
+        "prologue_triton", always, "everything else", _prologue_for_all, "prologue"
+    ),
+)  # fmt: skip
+
+
+def import_kernels(device: torch.device) -> None:
+    """Import the implementations for a GPU, so that no forward waits for them."""
+    from turbo_rcm_patch.ops.gluon import hopper_module
+    from turbo_rcm_patch.ops.launch import target_of
+
+    for *special, portable in (KERNELS, PROLOGUES):
+        portable.load()
+        for one in special if target_of(device) == ("cuda", 90) else ():
+            hopper_module(one.load, one.what)
+
+
+@replayed
+def launch_attention(
+    inputs: AttentionInputs, *, tile: Tile | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the prologue and the attention.
+
+    Args:
+        inputs: The attention, with "int8" or "int4" and a pv other than "auto".
+        tile: Tile of the portable kernel instead of the table's, for tuning.
+
+    Returns:
+        y [B, Nq, H*D], and the logsumexp fp32 [B, H, Nq] or None.
+    """
+    a = inputs
+    batch, n_q, _ = a.q.shape
+    operands = quantize(a)
+    y = torch.empty(a.q.shape, dtype=a.out_dtype, device=a.q.device)
+    lse = None
+    if a.want_lse:
+        lse = torch.empty(batch, a.spec.heads, n_q, dtype=torch.float32, device=a.q.device)
+    if tile is not None:
+        _kernel_for_all().launch_kernel(a, operands, y, lse, tile=tile)
+    else:
+        run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, y, lse))
+    return y, lse
+
+
+@replayed
+def launch_projected(
+    inputs: AttentionInputs,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    cast: str,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Launch the prologue, and attention, projection and skip in one kernel: [B, Nq, Cout].
+
+    The projection has a weight [Cout, H*D] and a bias [Cout]. `tile` replaces the table's, for
+    tuning.
+    """
+    from turbo_rcm_patch.ops.attention import one_launch_triton as one_launch
+
+    tile = tile or one_launch.tile_of(inputs)
+    counters = one_launch.empty_counters(inputs, tile)
+    operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
+    return one_launch.launch_kernel(inputs, operands, counters, weight, bias, cast=cast, tile=tile)
+
+
+@replayed
+def quantize(
+    inputs: AttentionInputs,
+    *,
+    counters: Tensor | None = None,
+    counter_rows: int = 1,
+    portable: bool = False,
+    tile: Tile | None = None,
+) -> QuantizedOperands:
+    """Launch the prologue of an attention.
+
+    Args:
+        inputs: The attention, with "int8" or "int4" and a pv other than "auto". Its skip is not
+            read.
+        counters: [B, n] int32, to be zeroed.
+        counter_rows: Rows of q that share a counter.
+        portable: Run the portable kernels even where there are others.
+        tile: Tile of the portable kernels instead of the table's.
+    """
+    from turbo_rcm_patch.ops.launch import dense_rows, pad_head
+
+    def dense(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.contiguous()
+
+    a = inputs._replace(
+        q=dense_rows(inputs.q), k=dense_rows(inputs.k), v=dense_rows(inputs.v),
+        norms=Norms._make([*map(dense, inputs.norms[:4]), inputs.norms.eps]),
+        rotary=None if inputs.rotary is None else cast("Any", tuple(map(dense, inputs.rotary))),
+        kv_lengths=dense(inputs.kv_lengths),
     )  # fmt: skip
+    (batch, n_q, _), n_kv, device = a.q.shape, a.k.shape[1], a.q.device
+    fp8, head_pad, heads = a.spec.pv == "fp8", pad_head(a.head_dim), a.spec.heads
+    n_q_padded, n_kv_padded = (-(-n // PADDED_TO) * PADDED_TO for n in (n_q, n_kv))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(batch, heads, *shape, dtype=dtype, device=device)
+
+    queries = Queries(
+        empty(n_q_padded, head_pad, dtype=torch.int8),
+        empty(n_q_padded),
+        empty(n_q_padded) if a.want_lse and a.spec.smooth_k else None,
+    )
+    keys = Keys(
+        empty(n_kv_padded, head_pad, dtype=torch.int8),
+        empty(n_kv_padded // scale_block(a.head_dim)),
+    )
+    values = None
+    if fp8:
+        values = Values(
+            empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(3, head_pad)
+        )
+    job = Prologue(a, queries, keys, values, counters, counter_rows)
+    if portable or tile is not None:
+        _prologue_for_all().run_prologue(job, tile=tile)
+    else:
+        run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
+    wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
+    return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
+
+
+# --- one call ------------------------------------------------------------------------------------
+
+
+def _computed(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute a checked attention and its logsumexp, which is empty without `want_lse`."""
+    if not a.q.shape[0]:  # the kernels do not take an empty batch
+        return _fake(**_packed(a))
+    if needs_registered(a.q, a.k, a.v, *_tensors_of(a).values()):
+        made: tuple[Tensor, Tensor] = _registered(**_packed(a))
+        return made
+    return _run(a)
+
+
+def _run(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute an attention: y, and its logsumexp, which is empty without `want_lse`."""
+    spec = resolved(a.spec, a.q.device, a.q.shape[1], a.k.shape[1], a.want_lse)
+    a = a._replace(spec=spec)
+    quantised = spec.impl == "triton" and spec.attention in QMAX
+    out, lse = launch_attention(a) if quantised else _in_torch(a)
+    return out, a.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _in_torch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """Compute an attention in torch: y, and its logsumexp or None."""
+    branch, lse = _branch(a)
+    if a.skip is None:
+        out = branch if branch.dtype == a.out_dtype else branch.to(a.out_dtype)
+    else:
+        out = closed(
+            a.skip.residual, branch, a.skip.c_skip, a.skip.c_out,
+            cast_policy="fp32", impl=a.spec.impl, out_dtype=a.out_dtype,
+        )  # fmt: skip
+    return out.contiguous(), lse
+
+
+def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention without its skip in torch: [B, Nq, H*D], and the logsumexp or None."""
+    spec, heads, norms = a.spec, a.spec.heads, a.norms
+    vh = split_heads(a.v, heads)
+    of_q, of_k = (norms.q, norms.q_bias), (norms.k, norms.k_bias)
+    one_pass = _in_one_pass(a.q, *of_q, heads) and _in_one_pass(a.k, *of_k, heads)
+    if spec.impl != "triton" or not one_pass or a.want_lse:
+        qh, kh = prepared(a)
+    elif a.rotary is None and (norms.q is None or norms.k is None):
+        qh = _rotated(a.q, *of_q, (), heads, norms.eps)
+        kh = _rotated(a.k, *of_k, (), heads, norms.eps)
+    else:
+        # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
+        from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate_both
+
+        cos, sin = a.rotary or (None, None)
+        qh, kh = norm_rotate_both(a.q, a.k, heads, of_q, of_k, cos, sin, norms.eps)
+    masks: Any = {"sm_scale": a.sm_scale, "causal": spec.causal, "kv_lengths": a.kv_lengths}
+    if spec.attention in QMAX:
+        return emulated_attention(
+            qh, kh, vh, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
+            smooth_k=spec.smooth_k, want_lse=a.want_lse, **masks,
+        )  # fmt: skip
+    lse = None
+    qh, kh, vh = aligned(qh), aligned(kh), aligned(vh)
+    if a.want_lse:
+        branch, lse = exact_attention(qh, kh, vh.float(), **masks)
+    elif spec.attention == "sage":
+        branch = sage_attention(
+            qh.to(a.v.dtype), kh.to(a.v.dtype), vh,
+            sm_scale=a.sm_scale, causal=spec.causal, smooth_k=spec.smooth_k,
+        )  # fmt: skip
+    else:
+        branch = sdpa_attention(qh.to(a.v.dtype), kh.to(a.v.dtype), vh, **masks)
+    return branch.transpose(1, 2).flatten(2), lse
+
+
+def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return q and k [B, H, N, D] fp32, normalised and rotated."""
+    norms, (cos, sin) = a.norms, a.rotary or (None, None)
+    rest: Any = {"cos": cos, "sin": sin, "eps": norms.eps}
+    return (
+        norm_rope(a.q, a.spec.heads, weight=norms.q, bias=norms.q_bias, **rest),
+        norm_rope(a.k, a.spec.heads, weight=norms.k, bias=norms.k_bias, **rest),
+    )
+
+
+def _rotated(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rotary: Sequence[Tensor],
+    heads: int,
+    eps: float,
+    *,
+    by_head: bool = True,
+) -> Tensor:
+    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, in the dtype of x.
+
+    The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
+    """
+    if weight is None and not rotary:
+        return split_heads(x, heads) if by_head else x
+    from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate as launch
+
+    cos, sin = rotary or (None, None)
+    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
+
+
+def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
+    """Return True if the kernel `norm_rotate` supports the norm of x [B, N, H*D].
+
+    It supports norms over whole rows, and norms over heads with a power of two of channels.
+    """
+    dim = x.shape[-1] // heads
+    across = weight is None or (bias is None and weight.numel() == x.shape[-1])
+    return across or dim & (dim - 1) == 0
+
+
+def _norm_rotated(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rotary: Sequence[Tensor],
+    heads: int,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    if resolve_impl(cast("Any", impl), x.device) == "triton" and _in_one_pass(
+        x, weight, bias, heads
+    ):
+        made = _rotated(x, weight, bias, rotary, heads, eps, by_head=False)
+        return made.clone() if made is x else made
+    cos, sin = rotary or (None, None)
+    made = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+    return made.transpose(1, 2).flatten(2).to(x.dtype)
+
+
+def _projected(
+    a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: str, cast: str
+) -> Tensor:
+    """Compute an attention, its projection and its skip, in one launch or in three."""
+    spec = a.spec
+    if form == "one-launch" and spec.attention == "auto":
+        spec = replace(spec, attention="int8")
+    spec = resolved(spec, a.q.device, a.q.shape[1], a.k.shape[1])
+    a = a._replace(spec=spec)
+    if form == "one-launch" and spec.impl == "triton" and spec.attention in QMAX:
+        return launch_projected(a, weight, bias, cast=cast)
+    branch = _run(a.without_skip())[0]
+    if spec.impl == "triton":
+        branch = F.linear(branch, weight, bias)
+    else:
+        branch = project(branch, weight, bias)
+    skip = a.skip or NO_SKIP
+    return closed(
+        skip.residual, branch, skip.c_skip, skip.c_out,
+        cast_policy=cast, impl=spec.impl, out_dtype=a.out_dtype,
+    )  # fmt: skip
+
+
+# --- as torch sees it ----------------------------------------------------------------------------
+
+
+def _packed(a: AttentionInputs, **options: str) -> dict[str, Any]:
+    """Return the arguments of a registered attention by name; `_unpacked` is the way back."""
+    spec, tensors = a.spec, _tensors_of(a)
+    _, *factors = a.skip or NO_SKIP
+    return {
+        "q": a.q,
+        "k": a.k,
+        "v": a.v,
+        "norms": list(a.norms[:4]),
+        "rotary": list(a.rotary or ()),
+        "skip": [tensors[name] for name in ("residual", "c_skip", "c_out")],
+        "kv_lengths": a.kv_lengths,
+        "heads": spec.heads,
+        "eps": a.norms.eps,
+        # The numbers of the skip's coefficients, and the factor on logits; -1 for D**-0.5.
+        "numbers": [
+            *[1.0 if isinstance(c, Tensor) else c for c in factors],
+            -1.0 if spec.sm_scale is None else spec.sm_scale,
+        ],
+        "options": encode(
+            attention=spec.attention, pv=spec.pv, impl=spec.impl, smooth_k=spec.smooth_k,
+            causal=spec.causal, want_lse=a.want_lse, **options,
+        ),
+        "out_dtype": a.out_dtype,
+    }  # fmt: skip
+
+
+def _unpacked(
+    options: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: list[Tensor | None],
+    rotary: list[Tensor],
+    skip: list[Tensor | None],
+    kv_lengths: Tensor | None,
+    heads: int,
+    eps: float,
+    numbers: list[float],
+    out_dtype: torch.dtype,
+) -> AttentionInputs:
+    told = decode(options)
+    *values, sm_scale = numbers
+    residual, *factors = skip
+    c_skip, c_out = (
+        number if factor is None else factor
+        for factor, number in zip(factors, values, strict=True)
+    )
+    plain = residual is None and isinstance(c_out, float) and c_out == 1.0
+    fields = {name: told[name] for name in ("attention", "pv", "impl", "smooth_k", "causal")}
+    spec = AttentionSpec(heads=heads, sm_scale=None if sm_scale < 0 else sm_scale, **fields)
+    return AttentionInputs(
+        q, k, v, spec, out_dtype, norms=Norms._make([*norms, eps]),
+        rotary=cast("Any", tuple(rotary) or None), kv_lengths=kv_lengths,
+        skip=None if plain else Skip(residual, c_skip, c_out), want_lse=told["want_lse"],
+    )  # fmt: skip
+
+
+_ATTENTION: Final = (
+    "str options, Tensor q, Tensor k, Tensor v, Tensor?[] norms, Tensor[] rotary, Tensor?[] skip, "
+    "Tensor? kv_lengths, SymInt heads, float eps, float[] numbers, ScalarType out_dtype"
+)
+
+
+def _body(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return _run(_unpacked(*args, **named))
+
+
+def _fake(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    a = _unpacked(*args, **named)
+    # With dynamic=True a compiler turns even the number of heads into a symbol.
+    lse_shape = (a.q.shape[0], a.spec.heads, a.q.shape[1]) if a.want_lse else (0,)
+    return (
+        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
+        a.q.new_empty(lse_shape, dtype=torch.float32),
+    )
+
+
+_registered = register(f"attention({_ATTENTION}) -> (Tensor, Tensor)", _body, _fake)
+
+
+def _project_body(
+    weight: Tensor, bias: Tensor | None, options: str, *args: Any, **named: Any
+) -> Tensor:
+    told = decode(options)
+    a = _unpacked(options, *args, **named)
+    return _projected(a, weight, bias, told["form"], told["cast"])
+
+
+def _project_fake(weight: Tensor, bias: Tensor | None, *args: Any, **named: Any) -> Tensor:
+    a = _unpacked(*args, **named)
+    return a.q.new_empty((*a.q.shape[:2], weight.shape[0]), dtype=a.out_dtype)
+
+
+_registered_project = register(
+    f"attention_project_skip(Tensor weight, Tensor? bias, {_ATTENTION}) -> Tensor",
+    _project_body,
+    _project_fake,
+)
+_registered_norm_rotate = register(
+    "norm_rotate(Tensor x, Tensor? weight, Tensor? bias, Tensor[] rotary, SymInt heads, float eps,"
+    " str impl) -> Tensor",
+    _norm_rotated,
+    lambda x, *args, **named: x.new_empty(x.shape),
+)

@@ -7,9 +7,9 @@ Numeric contract, which the kernels follow too:
    spaced tokens is subtracted.
 2. Channels of q and k are mixed by a Hadamard matrix (`hadamard`), which does not change q k^T and
    spreads the outliers of single channels. q is quantised with one scale per row and k with one
-   scale per `key_block` tokens, symmetric, round half to even.
+   scale per `scale_block` tokens, symmetric, round half to even.
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
-   `key_block` keys.
+   `scale_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
    448), fp16 or bf16, and the row sum adds the rounded P. v is 16-bit, or e4m3: less its mean over
    at most `MEAN_SAMPLES` evenly spaced tokens, with one scale per channel.
@@ -19,34 +19,28 @@ Numeric contract, which the kernels follow too:
 
 from __future__ import annotations
 
-import math
 from typing import Final, Literal
 
 import torch
 
 from turbo_rcm_patch.ops.attention.reference import key_mask, unseen_keys
-from turbo_rcm_patch.ops.attention.spec import hadamard_width, key_block
+from turbo_rcm_patch.ops.formats import (
+    E4M3_MAX,
+    ERROR_STEPS,
+    LARGEST_CENTRED,
+    LEAST_V,
+    LN_2,
+    LOG2_E,
+    MEAN_ROWS,
+    MEAN_SAMPLES,
+    P_MAX_LOG2,
+    TINY,
+    hadamard_width,
+    scale_block,
+)
 
-LOG2_E: Final = math.log2(math.e)
-LN_2: Final = math.log(2.0)
-E4M3_MAX: Final = 448.0
-#: Tokens whose mean is subtracted from k. Any constant is exact, so a sample is enough.
-MEAN_SAMPLES: Final = 256
-#: Values that are all smaller become 0, because the inverse of their scale would overflow.
-TINY: Final = 2.0**-100
-#: Least magnitude by which a channel of v is scaled. Below it the inverse of the scale overflows,
-#: and the scale is subnormal.
-LEAST_V: Final = 2.0**-117
-#: A channel of v with larger values keeps its mean, because the sum of a sample could overflow.
-LARGEST_CENTRED: Final = 2.0**119
-#: Rounding errors of v are counted in this fraction of the scaled unit 1.
-ERROR_STEPS: Final = 256
-#: Number of partial sums in which the tokens of the sample of v are added.
-_MEAN_ROWS: Final = 32
 #: Least scale of logits. With it a masked -inf times the scale does not become NaN.
 LEAST_SCALE: Final = 2.0**-126
-#: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
-P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
 _ROWS: Final = 256  # query rows at a time: their logits stay in cache at short lengths
 
@@ -99,10 +93,10 @@ def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
 
     The order is that of every kernel: 32 partial sums over every 32nd token, then these pairwise.
     """
-    rows_of_zeros = -sample.shape[2] % _MEAN_ROWS or _MEAN_ROWS * (not sample.shape[2])
+    rows_of_zeros = -sample.shape[2] % MEAN_ROWS or MEAN_ROWS * (not sample.shape[2])
     padded = torch.nn.functional.pad(sample, (0, 0, 0, rows_of_zeros))
-    total = torch.zeros_like(padded[:, :, :_MEAN_ROWS])
-    for rows in padded.reshape(*padded.shape[:2], -1, _MEAN_ROWS, padded.shape[3]).unbind(2):
+    total = torch.zeros_like(padded[:, :, :MEAN_ROWS])
+    for rows in padded.reshape(*padded.shape[:2], -1, MEAN_ROWS, padded.shape[3]).unbind(2):
         total = total + rows
     while total.shape[2] > 1:
         one, other = total.chunk(2, 2)
@@ -214,7 +208,7 @@ def emulated_attention(
     """
     batch, heads, n_q, dim = q.shape
     n_kv = k.shape[2]
-    block = key_block(dim)
+    block = scale_block(dim)
     blocks = -(-n_kv // block)
     mean = sample_mean(k, kv_lengths) if smooth_k else None
     if mean is not None:
@@ -283,7 +277,7 @@ def softmax_pv(
     Returns:
         Output [R, D] and natural-log logsumexp [R].
     """
-    shift = P_SHIFT[pv]
+    shift = P_MAX_LOG2[pv]
     scale = scale.clamp_min(LEAST_SCALE)
     running = (logits.amax(-1) * scale).cummax(1).values
     finite = running.masked_fill(running == float("-inf"), 0.0)

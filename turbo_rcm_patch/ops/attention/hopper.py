@@ -2,7 +2,7 @@
 
     y = softmax(q k^T) v
 
-The arithmetic is that of `portable.attention.attention_kernel`, bit for bit, for the most
+The arithmetic is that of `triton.attention_kernel`, bit for bit, for the most
 important case: e4m3 probabilities and no skip in the epilogue. Each group takes 64 rows, and all
 three share every block of k and v. So the L2 is read a third as often, and no group waits for a
 load. The sum and the product of a group's probabilities are in flight together. On an H200 this
@@ -61,15 +61,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_rcm_patch.ops.formats import ERROR_STEPS, AttentionInputs, Operands
+from turbo_rcm_patch.ops import formats
+from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, grid_dependency_wait, tma_load
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 
-#: Head dimensions of the kernel.
-HEAD_DIMS = (64, 128)
-
-_LN_2 = gl.constexpr(0.6931471805599453)
-_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
+_LN_2 = gl.constexpr(formats.LN_2)
+_ERROR_STEPS = gl.constexpr(float(formats.ERROR_STEPS))
 _GROUPS = gl.constexpr(3)  # groups of four warps that compute
 _BLOCK_M = gl.constexpr(64)  # rows of a group
 _BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
@@ -262,7 +260,7 @@ def _consumer(
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
     levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
-    # As in `portable.attention.lost_in_rounding` and `times_v_scale`.
+    # As in `online_softmax.v_correction` and `times_v_scale`.
     scale = gl.load(levels)
     errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
     step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
@@ -288,7 +286,7 @@ def hopper_kernel(
 ):  # fmt: skip
     """Compute y = softmax(q k^T) v.
 
-    Grid: (blocks of ROWS rows, heads, batch). Arguments as in `attention.attention_kernel`;
+    Grid: (blocks of ROWS rows, heads, batch). Arguments as in `triton.attention_kernel`;
     descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v.
     """
     h = gl.program_id(1)
@@ -349,13 +347,8 @@ def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDes
     return TensorDescriptor.from_tensor(x, list(block), _layout(block, kind))
 
 
-def serves(a: AttentionInputs) -> bool:
-    """Return True if this kernel supports an attention: e4m3, without skip, not causal."""
-    return a.pv == "fp8" and a.head_dim in HEAD_DIMS and not (a.causal or a.closes_skip)
-
-
-def hopper_attention(
-    y: torch.Tensor, lse: torch.Tensor | None, operands: Operands, p_max_log2: float
+def launch_kernel(
+    a: AttentionInputs, operands: QuantizedOperands, y: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """Write softmax(q k^T) v into y [B, Nq, H*D], and the logsumexp into lse [B, H, Nq] fp32."""
     (q, q_scale, shift), (k, k_scale), values = operands[:3]
@@ -385,7 +378,7 @@ def hopper_attention(
         n_q_padded=n_q_padded,
         n_kv_padded=n_kv_padded,
         heads=heads,
-        P_MAX_LOG2=p_max_log2,
+        P_MAX_LOG2=P_MAX_LOG2[a.spec.pv],
         HEAD_DIM=head_dim,
         STAGES=STAGES,
         HAS_LENGTHS=lengths is not None,

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
-from turbo_rcm_patch.ops.attention.triton import attend, attention_arguments, variant_of
-from turbo_rcm_patch.ops.formats import AttentionInputs
+from turbo_rcm_patch.ops.attention.online_softmax import attend, attention_arguments, variant_of
+from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
+    cdiv,
     launch,
     near_rows,
     round_to,
@@ -31,7 +31,6 @@ from turbo_rcm_patch.ops.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.residual.skip_triton import close_skip
 
 
@@ -139,37 +138,42 @@ def one_launch_kernel(
             )
 
 
-@replayed
-def attention_project_skip(
-    inputs: AttentionInputs,
+def tile_of(a: AttentionInputs) -> Tile:
+    """Return the tile of the table."""
+    return tile_for("one_launch", variant_of(a), target_of(a.q.device))
+
+
+def empty_counters(a: AttentionInputs, tile: Tile) -> torch.Tensor:
+    """Allocate a counter for each block of rows, which the prologue zeroes."""
+    batch, n_q, _ = a.q.shape
+    return torch.empty(batch, cdiv(n_q, tile.block_m), dtype=torch.int32, device=a.q.device)
+
+
+def launch_kernel(
+    a: AttentionInputs,
+    operands: QuantizedOperands,
+    counters: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
     cast: str,
-    tile: Tile | None = None,
+    tile: Tile,
 ) -> torch.Tensor:
     """Compute an attention, its projection and its skip: [B, Nq, Cout].
 
-    The projection has a weight [Cout, H*D] and a bias [Cout]. `tile` replaces the table's, for
-    tuning.
+    The projection has a weight [Cout, H*D] and a bias [Cout].
     """
-    a = inputs
     batch, n_q, channels = a.q.shape
     features = weight.shape[0]
-    target = target_of(a.q.device)
-    if tile is None:
-        tile = tile_for("one_launch", variant_of(a), target)
-    blocks = triton.cdiv(n_q, tile.block_m)
-    counters = torch.empty(batch, blocks, dtype=torch.int32, device=a.q.device)
-    operands = quantize(a, counters=counters, counter_rows=tile.block_m)
     arguments = attention_arguments(a, operands, tile)
     weight = near_rows(weight)
     block_k = 32 if a.q.dtype == torch.float32 else 64
     attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
     y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)
+    skip = a.skip or NO_SKIP
     launch(
         one_launch_kernel,
-        (a.heads, blocks, batch),
+        (a.spec.heads, counters.shape[1], batch),
         a.q.device,
         y_ptr=y,
         attended_ptr=attended,
@@ -183,8 +187,8 @@ def attention_project_skip(
         HAS_BIAS=bias is not None,
         EVEN_K=channels % block_k == 0,
         PRECISION="ieee",
-        ROUND_TO=round_to(cast, a.out_dtype if a.residual is None else a.residual.dtype),
-        **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
+        ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
+        **skip_arguments(*skip, y.shape),
         **arguments,
     )
     return y

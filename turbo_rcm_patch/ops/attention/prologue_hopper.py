@@ -1,6 +1,6 @@
 """The prologue of the attention for Hopper, in Gluon: q and k as int8, v as e4m3, in two launches.
 
-The arithmetic is that of `portable.prologue`, for 16-bit rows that begin at multiples of 16 bytes
+The arithmetic is that of `prologue_triton`, for 16-bit rows that begin at multiples of 16 bytes
 and heads of 64 or 128 channels. Memory is fastest if neighbouring threads access neighbouring
 addresses. Norm, rotary pairs and the Hadamard matrix need 32 neighbouring channels in one thread.
 So a tile is copied to shared memory in the first layout and read from there in the second, and the
@@ -38,17 +38,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import PropagateNan
 
-from turbo_rcm_patch.ops.attention.prologue_triton import AMAX_CHUNKS, LOG2_E, hadamard_width
-from turbo_rcm_patch.ops.formats import ERROR_STEPS, NORM_ACROSS, QMAX, Prologue
+from turbo_rcm_patch.ops import formats
+from turbo_rcm_patch.ops.formats import LOG2_E, NORM_ACROSS, QMAX, Prologue, hadamard_width
 from turbo_rcm_patch.ops.hopper_common import (
     copy_async,
     grid_dependency_wait,
     launch_dependents,
 )
-from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch, strides
+from turbo_rcm_patch.ops.launch import AMAX_CHUNKS, LENGTHS, cdiv, launch, strides
 
-_TINY = gl.constexpr(2.0**-100)  # as `portable.prologue.TINY`
-_MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+_TINY = gl.constexpr(formats.TINY)
+_ROUNDER = gl.constexpr(formats.ROUNDER)
+_ROUNDER_BITS = gl.constexpr(formats.ROUNDER_BITS)
+_E4M3_MAX = gl.constexpr(formats.E4M3_MAX)
+_LEAST_V = gl.constexpr(formats.LEAST_V)
+_LARGEST_CENTRED = gl.constexpr(formats.LARGEST_CENTRED)
+_MEAN_ROWS = gl.constexpr(formats.MEAN_ROWS)
+_ERROR_STEPS = gl.constexpr(float(formats.ERROR_STEPS))
 _ALL = gl.constexpr(PropagateNan.ALL)
 
 
@@ -90,7 +96,7 @@ def row_rms(
 
 
 @gluon.constexpr_function
-def own_layout(D):
+def row_per_thread_layout(D):
     """Return a layout with 32 neighbouring channels per thread.
 
     The threads of a row are 8 (or 16) lanes apart. So neighbouring lanes have different rows, and
@@ -100,7 +106,7 @@ def own_layout(D):
 
 
 @gluon.constexpr_function
-def wide_layout(D, bytes_each):
+def coalesced_layout(D, bytes_each):
     """Return a layout with 16 bytes per thread, neighbouring threads at neighbouring addresses."""
     each = 16 // bytes_each
     return gl.BlockedLayout([1, each], [32 * each // D, D // each], [8, 1], [1, 0])
@@ -115,7 +121,7 @@ def _swizzled(bytes_each):
 @gluon.jit
 def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
     """Start to copy rows [T] of D 16-bit channels into shared memory, 0 from row `count` on."""
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, wide_layout(D, 2)))
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, coalesced_layout(D, 2)))
     at = rows[:, None] * stride + offs_d[None, :]
     copy_async(tile, ptr + at, mask=(rows < count)[:, None])
     async_copy.commit_group()
@@ -124,7 +130,7 @@ def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
 @gluon.jit
 def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
     """Store cos of even and sin of odd channels of T tokens in shared memory, for all heads."""
-    layout: gl.constexpr = wide_layout(D, 4)
+    layout: gl.constexpr = coalesced_layout(D, 4)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
     cos, _ = read_rows(cos_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
     tables[0].slice(0, T).store(cos.to(gl.float32))
@@ -168,7 +174,7 @@ def rotated(
 
 @gluon.jit
 def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
-    """Compute `portable.prologue.hadamard` in the same stages."""
+    """Compute `prologue_triton.hadamard` in the same stages."""
     own: gl.constexpr = x.type.layout
     x = x.reshape([T, D // 32, 2, 2, 2, 2, 2])
     for _ in gl.static_range(5):
@@ -221,9 +227,9 @@ def token_block(
 ):  # fmt: skip
     """Store T tokens of `group` heads as int8, as `key_block` (KEYS) or `query_block` does."""
     heads: gl.constexpr = CHANNELS // D
-    wide: gl.constexpr = wide_layout(D, 2)
-    own: gl.constexpr = own_layout(D)
-    narrow: gl.constexpr = wide_layout(D, 1)
+    wide: gl.constexpr = coalesced_layout(D, 2)
+    own: gl.constexpr = row_per_thread_layout(D)
+    narrow: gl.constexpr = coalesced_layout(D, 1)
     tile = shared[0].slice(0, T)
     out = shared[1].slice(0, T)
     tables = (shared[2], shared[3])
@@ -272,22 +278,12 @@ def token_block(
             amax = gl.where(amax <= _TINY, 1.0, amax)
             gl.store(scale_ptr + bh * n_padded + start + own_rows, amax / QMAX * factor)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
-        out.store((x + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+        out.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
         gl.store(int8_ptr + (bh * n_padded + start) * D + out_rows, out.load(narrow))
     async_copy.wait_group(0)
 
 
-#: Head dimensions of the kernels.
-HEAD_DIMS = (64, 128)
-
 _SLOTS = 132  # programs of q, and as many of k, that an H100 or H200 runs at a time
-_E4M3_MAX = gl.constexpr(448.0)
-# As in `portable.prologue`.
-_LEAST_V = gl.constexpr(2.0**-117)
-_LARGEST_CENTRED = gl.constexpr(2.0**119)
-_MEAN_ROWS = gl.constexpr(32)
-_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
-_MAGIC_BITS = gl.constexpr(0x4B400000)
 _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 
@@ -306,7 +302,7 @@ def _values(
     T: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [8, 1], [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
-    partial_layout: gl.constexpr = wide_layout(D, 4)
+    partial_layout: gl.constexpr = coalesced_layout(D, 4)
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e): see `value_block`.
     p = gl.arange(0, T, gl.SliceLayout(1, layout))
@@ -343,7 +339,7 @@ def _values(
         x = gl.where((token < left)[:, None], x, 0.0)
         y = x.to(gl.float8e4nv)
         error = (x - y.to(gl.float32)) * _ERROR_STEPS
-        error = (error + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
+        error = (error + _ROUNDER).to(gl.int32, bitcast=True) - _ROUNDER_BITS
         errors += gl.sum(error.reshape([T // each, each, D]), axis=1)
         # Load the next tile while this one is written, because earlier there is no room for it.
         token += T
@@ -432,9 +428,9 @@ def _sample_sum(
 ):  # fmt: skip
     """Store the sum of a normalised, rotated head of x over some tokens 0, step, ... < limit."""
     T: gl.constexpr = 8192 // D
-    own: gl.constexpr = own_layout(D)
+    own: gl.constexpr = row_per_thread_layout(D)
     tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)
-    rows = gl.arange(0, T, gl.SliceLayout(1, wide_layout(D, 2)))
+    rows = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
     start = part * T * step
     left = (limit - start + step - 1) // step
     base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
@@ -445,7 +441,7 @@ def _sample_sum(
         keep_tables(cos_ptr + at, sin_ptr + at, left, step * D, (cos, sin), T, D)
     rms = 0.0
     if NORM == 1:
-        rms = row_rms(base, rows, left, stride, eps, CHANNELS, T, D, wide_layout(D, 2))
+        rms = row_rms(base, rows, left, stride, eps, CHANNELS, T, D, coalesced_layout(D, 2))
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     async_copy.wait_group(0)
     x = tile.load(own)
@@ -463,7 +459,7 @@ def _channel_amax(
 ):  # fmt: skip
     """Compute `channel_amax`."""
     T: gl.constexpr = 128
-    layout: gl.constexpr = wide_layout(D, 2)
+    layout: gl.constexpr = coalesced_layout(D, 2)
     start = chunk * chunk_tokens
     base = v_ptr + b.to(gl.int64) * strides[0] + h * D + start.to(gl.int64) * strides[1]
     left = gl.minimum(limit - start, chunk_tokens)
@@ -487,7 +483,7 @@ def _value_mean(
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Compute `value_mean`, adding in the same order."""
-    layout: gl.constexpr = wide_layout(D, 2)
+    layout: gl.constexpr = coalesced_layout(D, 2)
     base = v_ptr + b.to(gl.int64) * strides[0] + h * D
     left = (limit + step - 1) // step
     stride = gl.to_tensor(step).to(gl.int64) * strides[1]
@@ -552,20 +548,6 @@ def hopper_statistics_kernel(
             )  # fmt: skip
 
 
-def serves(job: Prologue) -> bool:
-    """Return True if these kernels support a job: 16-bit rows in copies of 16 bytes."""
-    dense = all(
-        x.element_size() == 2
-        and x.dtype == job.inputs.k.dtype
-        and x.stride(1) % 16 == 0
-        and x.stride(1) < 2**22
-        and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
-        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-        for x in job.inputs[:3]
-    )
-    return dense and job.inputs.head_dim in HEAD_DIMS
-
-
 @cache
 def _heads_a_program(heads: int, blocks: int, start: float) -> int:
     """Return the number of heads per program of a block of tokens with which all end soonest.
@@ -580,12 +562,13 @@ def _heads_a_program(heads: int, blocks: int, start: float) -> int:
     return min((math.ceil(heads / groups) for groups in range(1, heads + 1)), key=time)
 
 
-def run_hopper_prologue(job: Prologue) -> None:
+def run_prologue(job: Prologue) -> None:
     """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
-    q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
+    q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
+    cos, sin = a.rotary or (None, None)
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
-    fp8, smooth = values is not None, a.smooth_k
+    fp8, smooth = values is not None, a.spec.smooth_k
     q_rows = 8192 // head_dim
 
     def empty(count: int) -> torch.Tensor:
@@ -602,8 +585,8 @@ def run_hopper_prologue(job: Prologue) -> None:
     common = {
         "k_ptr": k,
         "mean_ptr": mean,
-        "cos_ptr": a.cos,
-        "sin_ptr": a.sin,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
         "v_ptr": v,
         "v_stats_ptr": stats,
         "v_error_ptr": None if values is None else values.levels.view(torch.int32),
@@ -612,11 +595,11 @@ def run_hopper_prologue(job: Prologue) -> None:
         "n_kv": n_kv,
         "step": job.step,
         "chunks": chunks,
-        "eps": a.eps,
+        "eps": norms.eps,
         "CHANNELS": channels,
         "HEAD_DIM": head_dim,
         "MEANS": means,
-        "ROPE": a.cos is not None,
+        "ROPE": cos is not None,
         "HAS_LENGTHS": a.kv_lengths is not None,
         "FP8": fp8,
         "num_warps": 8,
@@ -627,8 +610,8 @@ def run_hopper_prologue(job: Prologue) -> None:
             hopper_statistics_kernel,
             (heads * (means * smooth + (chunks + 1) * fp8), batch),
             device,
-            weight_ptr=a.norm_k,
-            bias_ptr=a.norm_k_bias,
+            weight_ptr=norms.k,
+            bias_ptr=norms.k_bias,
             chunk_tokens=chunk_tokens,
             NORM=job.k_norm,
             SMOOTH=smooth,
@@ -651,14 +634,14 @@ def run_hopper_prologue(job: Prologue) -> None:
         q_ptr=q,
         q_int8_ptr=queries.int8,
         q_scale_ptr=queries.scale,
-        q_weight_ptr=a.norm_q,
-        q_bias_ptr=a.norm_q_bias,
+        q_weight_ptr=norms.q,
+        q_bias_ptr=norms.q_bias,
         shift_ptr=queries.shift,
         counter_ptr=counters,
         k_int8_ptr=keys.int8,
         k_scale_ptr=keys.scale,
-        k_weight_ptr=a.norm_k,
-        k_bias_ptr=a.norm_k_bias,
+        k_weight_ptr=norms.k,
+        k_bias_ptr=norms.k_bias,
         v_out_ptr=None if values is None else values.e4m3,
         v_levels_ptr=None if values is None else values.levels,
         **strides(one_sample=batch == 1, q=q),
@@ -675,7 +658,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         tiles=tiles,
         factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
         shift_factor=a.sm_scale,
-        QMAX=QMAX[a.attention],
+        QMAX=QMAX[a.spec.attention],
         COUNTER_ROWS=counter_rows,
         CHUNKS=AMAX_CHUNKS,
         Q_NORM=job.q_norm,

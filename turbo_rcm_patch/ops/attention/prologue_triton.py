@@ -10,44 +10,34 @@ cache. The rounding errors of v are summed over all tokens, and the attention ad
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import (
-    ERROR_STEPS,
-    QMAX,
-    AttentionInputs,
-    Keys,
-    Operands,
-    Prologue,
-    Queries,
-    Values,
-)
-from turbo_rcm_patch.ops.gluon import ran_on_hopper
+from turbo_rcm_patch.ops import formats
+from turbo_rcm_patch.ops.formats import LOG2_E, QMAX, Prologue, hadamard_width, scale_block
 from turbo_rcm_patch.ops.launch import (
+    AMAX_CHUNKS,
     LENGTHS,
-    Target,
     Tile,
     cdiv,
-    dense_rows,
     launch,
     pad_head,
-    scale_block,
     strides,
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.replay import replayed
 
-#: Values that are all smaller become 0, because the inverse of their scale would overflow.
-TINY = tl.constexpr(2.0**-100)
-
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
-_MAGIC_BITS = tl.constexpr(0x4B400000)
+TINY = tl.constexpr(formats.TINY)
+_ROUNDER = tl.constexpr(formats.ROUNDER)
+_ROUNDER_BITS = tl.constexpr(formats.ROUNDER_BITS)
+_E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+LEAST_V = tl.constexpr(formats.LEAST_V)
+LARGEST_CENTRED = tl.constexpr(formats.LARGEST_CENTRED)
+MEAN_ROWS = tl.constexpr(formats.MEAN_ROWS)
+_ERROR_STEPS = tl.constexpr(float(formats.ERROR_STEPS))
 
 
 # `_load_8`, `_load_16` and `_load_32` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and
@@ -209,11 +199,6 @@ def head_tile(
     return x
 
 
-def hadamard_width(head_pad: int) -> int:
-    """Return the channels that `hadamard` mixes: a head of up to 64, else the 32 of a thread."""
-    return head_pad if head_pad <= 64 else 32
-
-
 @triton.jit
 def hadamard(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
     """Multiply every `hadamard_width` channels of x [BLOCK_T, HEAD_PAD] fp32 by a Hadamard matrix.
@@ -242,7 +227,7 @@ def store_int8(words_ptr, x, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr
 
     words_ptr: [T, G] pointers to the first of each group's four int64.
     """
-    x = (x + _MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    x = (x + _ROUNDER).to(tl.int32, bitcast=True) & 0xFF
     low, high = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
     low, high = tl.split(tl.reshape(low | (high << 8), [BLOCK_T, HEAD_PAD // 4, 2]))
     low, high = tl.split(tl.reshape(low | (high << 16), [BLOCK_T, HEAD_PAD // 8, 2]))
@@ -275,16 +260,6 @@ def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: 
     low = words.to(tl.int32).to(tl.float32, bitcast=True)
     high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.reshape(tl.join(low, high), [BLOCK_T, HEAD_PAD])
-
-
-_E4M3_MAX = tl.constexpr(448.0)
-#: Least magnitude by which a channel is scaled. Below it the inverse of the scale overflows.
-LEAST_V = tl.constexpr(2.0**-117)
-#: A channel with larger values keeps its mean, because the sum of a sample could overflow.
-LARGEST_CENTRED = tl.constexpr(2.0**119)
-#: Number of partial sums of the sample of v. The order of the sum is part of the numeric contract.
-MEAN_ROWS = tl.constexpr(32)
-_ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 
 
 @triton.jit
@@ -386,7 +361,7 @@ def value_block(
         mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip
-    inverse = tl.div_rn(tl.full([HEAD_PAD], 448.0, tl.float32), amax)
+    inverse = tl.div_rn(tl.full([HEAD_PAD], _E4M3_MAX, tl.float32), amax)
     x = tl.where(mask, (x - mean[None, :]) * inverse[None, :], 0.0)
     y = x.to(tl.float8e4nv)
     tl.store(
@@ -394,7 +369,7 @@ def value_block(
         tl.trans(y),
     )
     error = (x - y.to(tl.float32)) * _ERROR_STEPS
-    error = (error + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+    error = (error + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
     # The errors are integers, so their sum does not depend on the order.
     tl.atomic_add(error_ptr + levels + 2 * HEAD_PAD, tl.sum(error, axis=0), sem="relaxed")
 
@@ -578,10 +553,6 @@ def query_block(
         store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
 
 
-AMAX_CHUNKS = 32  # most partial maxima of a channel of v
-LOG2_E = 1.4426950408889634
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def statistics_kernel(
     k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
@@ -713,32 +684,33 @@ def _heads_a_program(heads: int, programs: int) -> int:
     return max(1, min(heads, heads * programs // 512))
 
 
-def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> None:
+def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
     """Compute the operands of a job into its memory; `tile` replaces the table's."""
     a, queries, keys, values, counters, counter_rows = job
-    q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
+    q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
+    cos, sin = a.rotary or (None, None)
     (batch, _, channels), n_kv, device = q.shape, k.shape[1], q.device
-    fp8, smooth = values is not None, a.smooth_k
+    fp8, smooth = values is not None, a.spec.smooth_k
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     if tile is None:
-        tile = tile_for("prologue", str(head_pad), target)
+        tile = tile_for("prologue", str(head_pad), target_of(device))
     # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
-    q_rows = _rows(q, a.norm_q, a.norm_q_bias, head_dim)
-    k_rows = _rows(k, a.norm_k, a.norm_k_bias, head_dim)
+    q_rows = _rows(q, norms.q, norms.q_bias, head_dim)
+    k_rows = _rows(k, norms.k, norms.k_bias, head_dim)
     common = {
-        "cos_ptr": a.cos,
-        "sin_ptr": a.sin,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
         "lengths_ptr": a.kv_lengths,
         **strides(k=k, v=v),
         "n_kv": n_kv,
         "heads": heads,
-        "eps": a.eps,
+        "eps": norms.eps,
         "CHANNELS": channels,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
         "BLOCK_C": min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        "ROPE": a.cos is not None,
+        "ROPE": cos is not None,
         "HAS_LENGTHS": a.kv_lengths is not None,
         "FP8": fp8,
         "num_stages": tile.stages,
@@ -762,9 +734,9 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             k_ptr=k,
             k_words_ptr=k_rows.words,
             mean_ptr=mean,
-            weight_ptr=a.norm_k,
+            weight_ptr=norms.k,
             weight_words_ptr=k_rows.weight_words,
-            bias_ptr=a.norm_k_bias,
+            bias_ptr=norms.k_bias,
             bias_words_ptr=k_rows.bias_words,
             v_ptr=v,
             v_stats_ptr=stats,
@@ -791,9 +763,9 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         q_words_ptr=q_rows.words,
         q_int8_ptr=queries.int8.view(torch.int64),
         q_scale_ptr=queries.scale,
-        q_weight_ptr=a.norm_q,
+        q_weight_ptr=norms.q,
         q_weight_words_ptr=q_rows.weight_words,
-        q_bias_ptr=a.norm_q_bias,
+        q_bias_ptr=norms.q_bias,
         q_bias_words_ptr=q_rows.bias_words,
         shift_ptr=queries.shift,
         counter_ptr=counters,
@@ -801,9 +773,9 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         k_words_ptr=k_rows.words,
         k_int8_ptr=keys.int8.view(torch.int64),
         k_scale_ptr=keys.scale,
-        k_weight_ptr=a.norm_k,
+        k_weight_ptr=norms.k,
         k_weight_words_ptr=k_rows.weight_words,
-        k_bias_ptr=a.norm_k_bias,
+        k_bias_ptr=norms.k_bias,
         k_bias_words_ptr=k_rows.bias_words,
         mean_ptr=None if mean is None else mean.view(torch.int64),
         v_ptr=v,
@@ -819,11 +791,11 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         chunks=chunks,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        factor=a.sm_scale * LOG2_E / hadamard_width(head_pad),
+        factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
         shift_factor=a.sm_scale,
         ROWS=rows,
         GROUP=group,
-        QMAX=QMAX[a.attention],
+        QMAX=QMAX[a.spec.attention],
         COUNTER_ROWS=counter_rows,
         CHUNKS=AMAX_CHUNKS,
         Q_NORM=job.q_norm,
@@ -836,74 +808,3 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         num_warps=warps,
         **common,
     )
-
-
-PADDED_TO = 128  # tokens are padded to a multiple of this
-
-
-@replayed
-def quantize(
-    inputs: AttentionInputs,
-    *,
-    counters: torch.Tensor | None = None,
-    counter_rows: int = 1,
-    portable: bool = False,
-    tile: Tile | None = None,
-) -> Operands:
-    """Run the prologue of an attention.
-
-    Args:
-        inputs: The attention, with "int8" or "int4" and a pv other than "auto". The fields of the
-            skip are not read.
-        counters: [B, n] int32, to be zeroed.
-        counter_rows: Rows of q that share a counter.
-        portable: Run the portable kernels even where there are others.
-        tile: Tile of the portable kernels instead of the table's.
-    """
-
-    def dense(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.contiguous()
-
-    a = inputs._replace(
-        **{name: dense_rows(getattr(inputs, name)) for name in ("q", "k", "v")},
-        **{name: dense(getattr(inputs, name)) for name in _SMALL},
-    )
-    (batch, n_q, _), n_kv, device = a.q.shape, a.k.shape[1], a.q.device
-    fp8, head_pad = a.pv == "fp8", pad_head(a.head_dim)
-    n_q_padded, n_kv_padded = (-(-n // PADDED_TO) * PADDED_TO for n in (n_q, n_kv))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(batch, a.heads, *shape, dtype=dtype, device=device)
-
-    queries = Queries(
-        empty(n_q_padded, head_pad, dtype=torch.int8),
-        empty(n_q_padded),
-        empty(n_q_padded) if a.want_lse and a.smooth_k else None,
-    )
-    keys = Keys(
-        empty(n_kv_padded, head_pad, dtype=torch.int8),
-        empty(n_kv_padded // scale_block(a.head_dim)),
-    )
-    values = None
-    if fp8:
-        values = Values(
-            empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(3, head_pad)
-        )
-    job = Prologue(a, queries, keys, values, counters, counter_rows)
-    target = target_of(device)
-
-    def on_hopper(own: ModuleType) -> bool:
-        if not own.serves(job):
-            return False
-        own.run_hopper_prologue(job)
-        return True
-
-    hopper = target == ("cuda", 90) and not portable and tile is None
-    if not (hopper and ran_on_hopper("attention.prologue_hopper", "prologue", on_hopper)):
-        run_prologue(job, target, tile)
-    wide = None if fp8 else a.v.to(torch.bfloat16 if a.pv == "bf16" else torch.float16)
-    return Operands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
-
-
-#: Inputs that a prologue reads as dense memory.
-_SMALL = ("norm_q", "norm_k", "norm_q_bias", "norm_k_bias", "cos", "sin", "kv_lengths")

@@ -83,23 +83,3 @@ class AttentionSpec:
     def scale_of(self, head_dim: int) -> float:
         """Return the factor on the logits for heads of `head_dim` channels."""
         return head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
-
-
-def key_block(head_dim: int) -> int:
-    """Return the number of keys that share a scale of k and a step of the online softmax.
-
-    It is part of the numeric contract.
-    """
-    if head_dim <= 64 or head_dim == 128:
-        return 128
-    return 64 if head_dim < 128 else 32
-
-
-def hadamard_width(head_dim: int) -> int:
-    """Return the number of channels that one Hadamard matrix mixes before int8.
-
-    It is part of the numeric contract. With heads of 64 channels the network number of the shipped
-    model is 1.024 for matrices over 64 channels, and 1.055 over 32. Wider heads have not been
-    measured.
-    """
-    return 64 if 32 < head_dim <= 64 else 32

@@ -1,261 +1,33 @@
-"""int8 attention with the skip in its epilogue.
+"""int8 attention with the skip in its epilogue, for every card.
 
-Logits are int8 products in int32. The softmax is online, over blocks of keys. The second product
-is e4m3 or 16-bit with fp32 sums; the product of each block starts from a new accumulator and is
-added to the running sum. Four choices make it fast on Hopper: small row tiles (three programs
-share a multiprocessor and hide each other's softmax), hardware copies for q, k and v, row maxima
-of raw integers, and keys permuted within v so that P never moves between registers.
+Three choices make it fast on Hopper: small row tiles (three programs share a multiprocessor and
+hide each other's softmax), hardware copies for q, k and v, and row maxima of raw integers.
 """
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
-from turbo_rcm_patch.ops.formats import ERROR_STEPS, AttentionInputs, Operands
-from turbo_rcm_patch.ops.gluon import ran_on_hopper
+from turbo_rcm_patch.ops.attention.online_softmax import (
+    LN_2,
+    attend,
+    attention_arguments,
+    register_limit,
+    variant_of,
+)
+from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
     cdiv,
-    descriptor,
     launch,
-    pad_head,
-    scale_block,
     skip_arguments,
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.replay import keep_for_replay, replayed
 from turbo_rcm_patch.ops.residual.skip_triton import close_skip
-
-#: log2 of the largest P. It lets e4m3 use its whole range and keeps fp16 above its subnormals.
-P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
-
-#: Registers a thread may have if three programs of four warps share 65,536.
-_THREE_PROGRAMS = 168
-
-_LN_2 = tl.constexpr(0.6931471805599453)
-_ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
-
-
-@triton.jit
-def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Reorder the keys of p within groups of 32 to the order of v in `prologue.value_block`."""
-    p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
-    p = tl.permute(p, [0, 1, 2, 4, 3, 5])
-    return tl.reshape(p, [BLOCK_M, BLOCK_N])
-
-
-@triton.jit
-def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Return [BLOCK_N, 16] e4m3 ones, the right operand of a product that sums rows.
-
-    Where products read shared memory, one load puts the ones there. Elsewhere they are a constant
-    in registers, because a load would be repeated in every block.
-    """
-    if DESCRIPTORS:
-        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
-    else:
-        ones = tl.full([BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
-    return ones
-
-
-@triton.jit
-def over_block(
-    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_strides, offs_m, limit, start_n,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Compute one step of the online softmax over BLOCK_N keys from start_n on.
-
-    With FP8 l_i is [BLOCK_M, 16] with equal columns.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_PAD)
-    start_n = tl.multiple_of(start_n, BLOCK_N)
-    if DESCRIPTORS:
-        k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
-    else:
-        k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
-        k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
-    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
-    if MASKED:
-        seen = (start_n + offs_n < limit)[None, :]
-        if CAUSAL:
-            seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
-        logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(logits, axis=1))
-        # A row without keys so far has the maximum -inf; 0 instead gives p = 0, not NaN.
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
-    else:
-        # The maximum of raw integers is cheaper, and correct because scales are positive.
-        m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
-        m_use = m_new
-        p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
-    alpha = tl.exp2(m_i - m_use)
-    m_i = m_new
-    if FP8:
-        # Permute in fp32 and cast last, because permuting bytes costs shuffles.
-        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
-        if DESCRIPTORS:
-            v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
-        else:
-            v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
-            v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
-        # Sum the rounded P, because it is what multiplies v.
-        l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
-        acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
-    else:
-        v_rows = v_src + start_n.to(tl.int64) * v_strides[1]
-        offs_v = offs_n[:, None].to(tl.int64) * v_strides[1] + offs_d[None, :]
-        if MASKED:
-            mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
-            v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
-        elif HEAD_DIM == HEAD_PAD:
-            v = tl.load(v_rows + offs_v)
-        else:
-            v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-        p16 = p.to(v.dtype)
-        l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
-        acc = tl.dot(p16, v, acc * alpha[:, None])
-    return acc, l_i, m_i
-
-
-@triton.jit
-def over_keys(
-    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_strides, offs_m, limit, lo, hi,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Compute the online softmax over keys lo to hi."""
-    # The masked loop runs once or twice. Unpipelined, it leaves registers for a third program.
-    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
-        acc, l_i, m_i = over_block(
-            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-            v_strides, offs_m, limit, start_n,
-            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-            FP8, DESCRIPTORS, MASKED, CAUSAL,
-        )  # fmt: skip
-    return acc, l_i, m_i
-
-
-@triton.jit
-def row_sums(l_i, FP8: tl.constexpr):
-    """Return the row sums of a finished online softmax; NaN stays NaN.
-
-    Rows without keys get 1, so that their output is 0.
-    """
-    total = tl.max(l_i, axis=1) if FP8 else l_i
-    return tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
-    """Return the term that e4m3 v lacks, [HEAD_PAD], to be added to every output row.
-
-    It is the mean that was subtracted plus the mean of the rounding errors over `limit` > 0 keys.
-    It is added without a factor because the weights of a row sum to 1.
-    """
-    levels = v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD)
-    errors = tl.load(levels + 2 * HEAD_PAD).to(tl.int32, bitcast=True).to(tl.float32)
-    step = tl.load(levels) / (limit.to(tl.float32) * _ERROR_STEPS)
-    return tl.fma(errors, step, tl.load(levels + HEAD_PAD))
-
-
-@triton.jit
-def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
-    """Return acc / total * (scale of v) + lost.
-
-    The multiply-add is explicit, so that all variants and Hopper's kernel round alike. The
-    assembler would contract the quotient and the sum in some variants only.
-    """
-    scale = tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))
-    return tl.fma(acc * (1.0 / total)[:, None], scale[None, :], lost)
-
-
-@triton.jit
-def attend(
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-):  # fmt: skip
-    """Compute rows start_m.. of one head: [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
-
-    q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
-    [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
-    the same memory (DESCRIPTORS; v only with FP8). q_scale [B, H, n_q_padded]; k_scale
-    [B, H, n_kv_padded / SCALE_BLOCK]; v_levels as in `operands.Values`; ones [BLOCK_N, 16] e4m3;
-    lengths [B].
-    """
-    bh = b.to(tl.int64) * heads + h
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_PAD)
-    limit = n_kv
-    if HAS_LENGTHS:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
-    if DESCRIPTORS:
-        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
-    else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
-        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
-
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
-    ones = None
-    if FP8:
-        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
-        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
-        v_head = v_src
-    else:
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
-
-    # First the blocks that every row sees whole, then those that need a mask.
-    hi = limit
-    full = limit // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        hi = tl.minimum(limit, start_m + BLOCK_M)
-        full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
-    acc, l_i, m_i = over_keys(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, limit, 0, full,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, False, CAUSAL,
-    )  # fmt: skip
-    acc, l_i, m_i = over_keys(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, limit, full, hi,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, True, CAUSAL,
-    )  # fmt: skip
-
-    total = row_sums(l_i, FP8)
-    out = acc
-    if FP8:
-        # Without keys acc is 0. The branch also separates this code from the loads of the skip;
-        # scheduled together, both would not fit into registers.
-        if limit > 0:
-            lost = lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
-            out = times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD)
-    else:
-        out = acc / total[:, None]
-    lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
-    return out, lse
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -291,7 +63,7 @@ def attention_kernel(
     mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
     bh = b.to(tl.int64) * heads + h
     if WANT_LSE:
-        lse = lse * _LN_2
+        lse = lse * LN_2
         if HAS_SHIFT:
             lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
         tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
@@ -308,134 +80,37 @@ def attention_kernel(
     )
 
 
-#: Device -> result of `ones_for`. It is never freed, because any stream may read it.
-_ones: dict[torch.device, torch.Tensor] = {}
-
-
-def ones_for(device: torch.device) -> torch.Tensor:
-    """Return [256, 16] e4m3 ones, the right operand of a product that sums rows.
-
-    The ones are kept per device, after they are written, because another stream may read them
-    next. A CUDA graph that is being captured gets its own, because memory and writes during a
-    capture belong to the graph.
-    """
-    kept = _ones.get(device)
-    if kept is None:
-        kept = torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return kept
-            torch.cuda.current_stream(device).synchronize()
-        _ones[device] = keep_for_replay(kept)
-    return kept
-
-
-def variant_of(a: AttentionInputs) -> str:
-    """Return the variant of an attention in the tables of tiles."""
-    return f"{'fp8' if a.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
-
-
-def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:
-    """Return the option that lets three programs share a multiprocessor of Hopper.
-
-    Without it the compiler takes a few registers more, so that only two fit.
-    """
-    hopper = target_of(a.q.device) == ("cuda", 90)
-    few = hopper and tile.warps == 4 and a.q.element_size() == 2
-    return {"maxnreg": _THREE_PROGRAMS} if few else {}
-
-
-def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> dict[str, object]:
-    """Return the arguments of `attend` by name."""
-    queries, keys, values, v = operands[:4]
-    keys_a_scale = scale_block(a.head_dim)
-    block_n = min(tile.block_n, keys_a_scale)
-    # Only in the e4m3 path does the prologue lay out every operand.
-    q_src, k_src = queries.int8, keys.int8
-    _, heads, n_q_padded, head_pad = q_src.shape
-    n_kv_padded = k_src.shape[2]
-    descriptors = values is not None and target_of(q_src.device).descriptors
-    v_src = values.e4m3 if values is not None else v
-    assert v_src is not None
-    if descriptors:
-        q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
-        k_src = descriptor(k_src.view(-1, head_pad), [block_n, head_pad])
-        v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, block_n])
-    return {
-        "q_src": q_src,
-        "q_scale_ptr": queries.scale,
-        "k_src": k_src,
-        "k_scale_ptr": keys.scale,
-        "v_src": v_src,
-        "v_levels_ptr": None if values is None else values.levels,
-        "ones_src": None if values is None else ones_for(queries.scale.device),
-        "lengths_ptr": operands.lengths,
-        "v_strides": (0, 0) if v is None else v.stride()[:2],
-        "n_q": operands.n_q,
-        "n_kv": operands.n_kv,
-        "n_q_padded": n_q_padded,
-        "n_kv_padded": n_kv_padded,
-        "heads": heads,
-        "P_MAX_LOG2": P_SHIFT[a.pv],
-        "HEAD_DIM": a.head_dim,
-        "HEAD_PAD": head_pad,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": block_n,
-        "SCALE_BLOCK": keys_a_scale,
-        "FP8": values is not None,
-        "DESCRIPTORS": descriptors,
-        "CAUSAL": a.causal,
-        "HAS_LENGTHS": operands.lengths is not None,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
-@replayed
-def attention(
-    inputs: AttentionInputs, *, tile: Tile | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute an attention with its skip.
+def launch_kernel(
+    a: AttentionInputs,
+    operands: QuantizedOperands,
+    y: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    tile: Tile | None = None,
+) -> None:
+    """Write an attention with its skip.
 
     Args:
-        inputs: The attention, with "int8" or "int4" and a pv other than "auto".
-        tile: Tile instead of the table's, for tuning. The portable kernel runs then.
-
-    Returns:
-        y [B, Nq, H*D], and the logsumexp fp32 [B, H, Nq] or None.
+        a: The attention.
+        operands: The results of its prologue.
+        y: The result, [B, Nq, H*D].
+        lse: The logsumexp, fp32 [B, H, Nq], or None.
+        tile: Tile instead of the table's, for tuning.
     """
-    a = inputs
-    batch, n_q, channels = a.q.shape
-    target = target_of(a.q.device)
-    operands = quantize(a)
-    y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
-    lse = None
-    if a.want_lse:
-        lse = torch.empty(batch, a.heads, n_q, dtype=torch.float32, device=a.q.device)
-
-    def on_hopper(own: ModuleType) -> bool:
-        if not own.serves(a):
-            return False
-        own.hopper_attention(y, lse, operands, P_SHIFT[a.pv])
-        return True
-
-    hopper = target == ("cuda", 90) and tile is None
-    if hopper and ran_on_hopper("attention.hopper", "attention", on_hopper):
-        return y, lse
+    batch, n_q, _ = a.q.shape
     if tile is None:
-        tile = tile_for("attention", variant_of(a), target)
+        tile = tile_for("attention", variant_of(a), target_of(a.q.device))
     shift = operands.queries.shift
     launch(
         attention_kernel,
-        (cdiv(n_q, tile.block_m), a.heads, batch),
+        (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
         y_ptr=y,
         lse_ptr=lse,
         shift_ptr=shift,
-        WANT_LSE=a.want_lse,
+        WANT_LSE=lse is not None,
         HAS_SHIFT=shift is not None,
-        **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
+        **skip_arguments(*(a.skip or NO_SKIP), y.shape),
         **attention_arguments(a, operands, tile),
-        **(register_limit(a, tile) if a.pv == "fp8" else {}),
+        **(register_limit(a, tile) if a.spec.pv == "fp8" else {}),
     )
-    return y, lse

@@ -19,7 +19,8 @@ A scale per output channel is finer than TurboDiffusion's scales per block of 12
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Literal, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +36,23 @@ from turbo_rcm_patch.ops.checks import (
     check_tensor,
     check_weight,
 )
-from turbo_rcm_patch.ops.dispatch import resolve_impl
-from turbo_rcm_patch.ops.formats import Rows, padded_channels
-from turbo_rcm_patch.ops.register import Operation, refuse_gradient
+from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
+from turbo_rcm_patch.ops.formats import ALIGNED, INT8_MAX, TINY, Int8Tensor, padded_channels
+from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
+from turbo_rcm_patch.ops.replay import replayed
 
-#: Largest magnitude of a quantised value.
-INT8_MAX: Final = 127
-#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
-TINY: Final = 2.0**-100
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.launch import Target
+
 #: Number of products that an int32 can add without overflow.
 MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
 #: Input channels that share a scale if a row of the weight has several. With scales per block, the
 #: same number of output channels shares it.
 GROUP: Final = 128
+#: Least number of outputs for which tiles of 128x256 fill the card: 192 of them on the H200's 132
+#: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
+#: 1,536 outputs of 1,536 channels, 76 against 148 of 8,960).
+LARGE: Final = 3 * 2**21
 #: Rows of a weight that are held in fp32 at once; a multiple of `GROUP`.
 _ROWS_AT_ONCE: Final = 1024
 
@@ -78,14 +83,21 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide)).float()
 
 
+def quantize_rows(x: Tensor, impl: str) -> Int8Tensor:
+    """Quantise x [B, N, K], with its rows padded as in `Int8Tensor`."""
+    if needs_registered(x):
+        return Int8Tensor(*_registered_rows(x, impl))
+    return Int8Tensor(*_quantize_rows(x, impl))
+
+
 def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
 
-        int8, scale = launch(x)
-        return int8, scale
-    int8, scale = quantized_rows(x)
-    return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
+        data, scale = launch(x)
+        return data, scale
+    data, scale = quantized_rows(x)
+    return F.pad(data, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
 
 def _quantize_rows_fake(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
@@ -93,15 +105,17 @@ def _quantize_rows_fake(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=torch.int8), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
-quantize_rows = Operation("quantize_rows", _quantize_rows, _quantize_rows_fake)
+_registered_rows = register(
+    "quantize_rows(Tensor x, str impl) -> (Tensor, Tensor)", _quantize_rows, _quantize_rows_fake
+)
 
 
 def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, weight.device) == "triton":
         from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
 
-        int8, scale = launch(weight.unsqueeze(0))
-        return int8[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
+        data, scale = launch(weight.unsqueeze(0))
+        return data[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
     return quantized_rows(weight)
 
 
@@ -112,7 +126,11 @@ def _quantize_weight_fake(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     )
 
 
-quantize_weight_operation = Operation("quantize_weight", _quantize_weight, _quantize_weight_fake)
+_registered_weight = register(
+    "quantize_weight(Tensor weight, str impl) -> (Tensor, Tensor)",
+    _quantize_weight,
+    _quantize_weight_fake,
+)
 
 
 def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
@@ -134,8 +152,11 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
     if weight.dim() != 2:
         raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
     check_channels(weight.shape[1])
-    made: tuple[Tensor, Tensor] = quantize_weight_operation(weight.detach(), impl)
-    return made
+    weight = weight.detach()
+    if needs_registered(weight):
+        made: tuple[Tensor, Tensor] = _registered_weight(weight, impl)
+        return made
+    return _quantize_weight(weight, impl)
 
 
 def check_channels(channels: int) -> None:
@@ -152,62 +173,168 @@ def check_channels(channels: int) -> None:
 # --- products ------------------------------------------------------------------------------------
 
 
-def _linear(
-    x: Tensor,
+class Linear(NamedTuple):
+    """The product of an int8 linear with everything after it.
+
+    Attributes:
+        weight: int8 [Cout, K].
+        scale: fp32, in one of the three shapes that `int8_linear` takes.
+        bias: [Cout] or None.
+        activation: "" or "gelu-tanh".
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+
+def linear_int8(
+    x: Tensor | Int8Tensor,
+    *,
     weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if resolve_impl(impl, x.device) == "triton":
-        from turbo_rcm_patch.ops.int8_linear.triton import int8_linear as launch
-
-        gelu = activation == "gelu-tanh"
-        return launch(x, weight, weight_scale, bias, gelu=gelu, out_dtype=out_dtype)
-    rows, scale = _quantize_rows(x, impl)
-    return _rows_linear(rows, scale, weight, weight_scale, bias, activation, impl, out_dtype)
-
-
-def _rows_linear(
-    int8: Tensor,
     scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None,
-    activation: str,
+    activation: str = "",
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if resolve_impl(impl, int8.device) == "triton":
-        from turbo_rcm_patch.ops.int8_linear.triton import int8_linear as launch
+    """Compute `int8_linear` without its checks, for patched blocks."""
+    of, x_scale = x if isinstance(x, Int8Tensor) else (x, None)
+    linear = Linear(weight, scale, bias, activation)
+    if needs_registered(of):
+        made: Tensor = _registered_linear(of, x_scale, *linear, impl, out_dtype)
+        return made
+    return _linear(x, linear, impl, out_dtype)
 
-        return launch(
-            Rows(int8.contiguous(), scale.contiguous()), weight, weight_scale, bias,
-            gelu=activation == "gelu-tanh", out_dtype=out_dtype,
-        )  # fmt: skip
-    int8 = int8[..., : weight.shape[1]]
+
+def _linear(x: Tensor | Int8Tensor, linear: Linear, impl: str, out_dtype: torch.dtype) -> Tensor:
+    if resolve_impl(impl, linear.weight.device) == "triton":
+        return launch_linear(x, linear, out_dtype=out_dtype)
+    weight, weight_scale, bias, activation = linear
+    data, scale = x if isinstance(x, Int8Tensor) else quantized_rows(x)
+    data = data[..., : weight.shape[1]]
     if weight_scale.dim() == 2:
-        branch = _grouped_product(int8, weight, weight_scale) * scale.unsqueeze(-1)
+        branch = _grouped_product(data, weight, weight_scale) * scale.unsqueeze(-1)
     else:
-        branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+        branch = integer_product(data, weight) * scale.unsqueeze(-1) * weight_scale
     branch = branch if bias is None else branch + bias.float()
     if activation == "gelu-tanh":
         branch = F.gelu(branch, approximate="tanh")
     return branch.to(out_dtype).contiguous()
 
 
-def _linear_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+def _linear_body(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    rows = x if x_scale is None else Int8Tensor(x.contiguous(), x_scale.contiguous())
+    return _linear(rows, Linear(weight, scale, bias, activation), impl, out_dtype)
+
+
+def _linear_fake(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=args[-1])
 
 
-def _rows_linear_fake(int8: Tensor, scale: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    return _linear_fake(int8, weight, *args)
+_registered_linear = register(
+    "int8_linear(Tensor x, Tensor? x_scale, Tensor weight, Tensor scale, Tensor? bias, "
+    "str activation, str impl, ScalarType out_dtype) -> Tensor",
+    _linear_body,
+    _linear_fake,
+)
 
 
-int8_linear_operation = Operation("int8_linear", _linear, _linear_fake)
-int8_linear_rows = Operation("int8_linear_rows", _rows_linear, _rows_linear_fake)
+# --- which implementation runs -------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """A product y [B, N, Cout] = x W^T with its weight as the kernels read it."""
+
+    y: Tensor
+    weight: Tensor
+    scale: Tensor
+
+
+def _kernel_for_hopper() -> ModuleType:
+    from turbo_rcm_patch.ops.int8_linear import hopper
+
+    return hopper
+
+
+def _kernel_for_all() -> ModuleType:
+    from turbo_rcm_patch.ops.int8_linear import triton
+
+    return triton
+
+
+def _large_on_hopper(target: Target, call: Product) -> bool:
+    return (
+        target == ("cuda", 90)
+        and call.y.numel() >= LARGE
+        # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
+        and call.weight.data_ptr() % ALIGNED == 0
+    )
+
+
+def _by_row(target: Target, call: Product) -> bool:
+    return _large_on_hopper(target, call) and call.scale.dim() == 1
+
+
+def _by_block(target: Target, call: Product) -> bool:
+    blocks = call.scale.dim() == 2 and call.scale.shape[0] != call.weight.shape[0]
+    return _large_on_hopper(target, call) and blocks
+
+
+#: The product: a module has `launch_kernel`.
+KERNELS: Final = (
+    Implementation(
+        "hopper", _by_row, f"sm_90, {LARGE:,} outputs or more, a scale per row of the weight",
+        _kernel_for_hopper, "int8 linear",
+    ),
+    Implementation(
+        "hopper", _by_block, f"sm_90, {LARGE:,} outputs or more, a scale per block of the weight",
+        _kernel_for_hopper, "int8 linear with a scale per block",
+    ),
+    Implementation("triton", always, "everything else", _kernel_for_all, "int8 linear"),
+)  # fmt: skip
+
+
+@replayed
+def launch_linear(x: Tensor | Int8Tensor, linear: Linear, *, out_dtype: torch.dtype) -> Tensor:
+    """Launch an int8 linear: [B, N, Cout].
+
+    Args:
+        x: [B, N, K] in int8, or in a float dtype, which a first kernel quantises.
+        linear: What it is multiplied with.
+        out_dtype: dtype of the result.
+    """
+    if not isinstance(x, Int8Tensor):
+        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+
+        x = launch(x)
+    rows = x
+    batch, n_tokens, channels = rows.data.shape  # channels are padded
+    weight = linear.weight
+    if weight.shape[1] != channels:  # padding by 0 would copy
+        weight = F.pad(weight, (0, channels - weight.shape[1]))
+    bias = None if linear.bias is None else linear.bias.contiguous()
+    linear = linear._replace(weight=weight.contiguous(), bias=bias)
+    y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
+    if y.numel():  # Triton refuses a descriptor without rows.
+        run_first(
+            KERNELS, y.device, Product(y, linear.weight, linear.scale),
+            lambda own: own.launch_kernel(y, rows, linear),
+        )  # fmt: skip
+    return y
+
+
+# --- the public function -------------------------------------------------------------------------
 
 
 def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
@@ -262,7 +389,7 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def int8_linear(
-    x: Tensor | Rows,
+    x: Tensor | Int8Tensor,
     weight_int8: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
@@ -276,7 +403,7 @@ def int8_linear(
     Unless x comes as int8 rows, a separate pass quantises it with a scale per row.
 
     Args:
-        x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
+        x: [B, N, K], bf16, fp16 or fp32, or `Int8Tensor` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
         weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
             for every 128 channels (fastest if the first dimension is contiguous); or
@@ -297,22 +424,23 @@ def int8_linear(
         GradientError: A gradient is wanted.
         ConfigError: An unknown activation, or rows without an out_dtype.
     """
-    rows = x if isinstance(x, Rows) else None
-    source = x.int8 if isinstance(x, Rows) else x
+    rows = x if isinstance(x, Int8Tensor) else None
+    source = x.data if isinstance(x, Int8Tensor) else x
     check_impl(impl)
     check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, rows)
     check_same_device(source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias)
     refuse_gradient("int8_linear", (source, weight_scale, bias))
-    rest = (weight_int8, weight_scale, bias, activation or "", impl)
-    if rows is None:
-        dtype = source.dtype if out_dtype is None else out_dtype
-        out: Tensor = int8_linear_operation(source, *rest, dtype)
-        return out
     if out_dtype is None:
-        raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
-    made: Tensor = int8_linear_rows(*rows, *rest, out_dtype)
-    return made
+        if rows is not None:
+            raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
+        out_dtype = source.dtype
+    scale = None if rows is None else rows.scale
+    linear = Linear(weight_int8, weight_scale, bias, activation or "")
+    if needs_registered(source, scale, weight_int8, weight_scale, bias):
+        made: Tensor = _registered_linear(source, scale, *linear, impl, out_dtype)
+        return made
+    return _linear_body(source, scale, *linear, impl, out_dtype)
 
 
 def _check_linear(
@@ -321,7 +449,7 @@ def _check_linear(
     scale: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    rows: Rows | None,
+    rows: Int8Tensor | None,
 ) -> None:
     choices = (None, *get_args(Activation))
     if activation not in choices:
@@ -392,7 +520,17 @@ def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
 
 
-linear_gelu_operation = Operation("linear_gelu", _linear_gelu, _linear_gelu_fake)
+_registered_gelu = register(
+    "linear_gelu(Tensor x, Tensor weight, Tensor bias) -> Tensor", _linear_gelu, _linear_gelu_fake
+)
+
+
+def gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute `linear_gelu` without its checks, for patched blocks."""
+    if needs_registered(x):
+        made: Tensor = _registered_gelu(x, weight, bias)
+        return made
+    return _linear_gelu(x, weight, bias)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -416,5 +554,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
     check_weight(x, weight, bias)
     refuse_gradient("linear_gelu", (x, weight, bias))
-    out: Tensor = linear_gelu_operation(x, weight, bias.to(x.dtype))
-    return out
+    bias = bias.to(x.dtype)
+    if needs_registered(x, weight, bias):
+        made: Tensor = _registered_gelu(x, weight, bias)
+        return made
+    return _linear_gelu(x, weight, bias)

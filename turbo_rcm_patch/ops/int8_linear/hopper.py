@@ -2,7 +2,7 @@
 
     y = gelu((x W^T) * x_scale * w_scale + bias)
 
-The arithmetic is that of `portable.int8_linear.int8_linear_kernel`, bit for bit. A weight has a
+The arithmetic is that of `triton.int8_linear_kernel`, bit for bit. A weight has a
 scale per row (`hopper_linear_kernel`) or per block of 128 x 128 (`hopper_linear_blocks_kernel`,
 where a step over K is one block, whose integer product is scaled and added in fp32).
 
@@ -66,8 +66,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
+from turbo_rcm_patch.ops.int8_linear.api import Linear
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.residual.skip_triton import gelu_tanh
 
@@ -337,7 +338,7 @@ def hopper_linear_kernel(
     """Compute y = gelu((x W^T) * x_scale * w_scale + bias).
 
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
-    Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
+    Arguments as in `triton.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
     x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
     the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see `Schedule`.
     """
@@ -484,24 +485,23 @@ def hopper_linear_blocks_kernel(
     )  # fmt: skip
 
 
-def hopper_linear(
+def launch_kernel(
     y: torch.Tensor,
-    x: Rows,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Int8Tensor,
+    linear: Linear,
     *,
-    gelu: bool,
     schedule: Schedule | None = None,
     permuted: bool | None = None,
 ) -> None:
-    """Write the linear of x into y [B, N, Cout], which is dense.
+    """Write gelu(x @ weight^T + bias) into y [B, N, Cout], which is dense.
 
-    x [B, N, K] as int8 rows; weight int8 [Cout, K] dense, aligned to 16 bytes, with K padded as in
-    x; weight_scale [Cout], or dense [ceil(Cout / 128), ceil(K / 128)]. `schedule` and `permuted`
-    (the order of columns) replace the choice, for tuning.
+    x [B, N, K] int8; weight int8 [Cout, K] dense, aligned to 16 bytes, with K padded as in x; its
+    scale [Cout], or [ceil(Cout / 128), ceil(K / 128)]. `schedule` and `permuted` (the order of
+    columns) replace the choice, for tuning.
     """
-    batch, n_tokens, channels = x.int8.shape
+    weight, weight_scale, bias, activation = linear
+    weight_scale, gelu = weight_scale.contiguous(), activation == "gelu-tanh"
+    batch, n_tokens, channels = x.data.shape
     features = weight.shape[0]
     blocks = weight_scale.dim() == 2
     if blocks:
@@ -525,7 +525,7 @@ def hopper_linear(
         (min(tiles, programs(y.device)),),
         y.device,
         y_ptr=y,
-        x_desc=describe_rows(x.int8.view(-1, channels), schedule.block_m),
+        x_desc=describe_rows(x.data.view(-1, channels), schedule.block_m),
         x_scale_ptr=x.scale,
         w_desc=describe(weight, schedule.block_n),
         w_scale_ptr=weight_scale,

@@ -7,15 +7,12 @@ for both.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import ALIGNED, Rows
-from turbo_rcm_patch.ops.gluon import ran_on_hopper
-from turbo_rcm_patch.ops.int8_rows import quantize_rows
+from turbo_rcm_patch.ops.formats import ALIGNED, Int8Tensor
+from turbo_rcm_patch.ops.int8_linear.api import LARGE, Linear
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
@@ -25,13 +22,8 @@ from turbo_rcm_patch.ops.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.residual.skip_triton import gelu_tanh
 
-#: Least number of outputs for which tiles of 128x256 fill the card: 192 of them on the H200's 132
-#: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
-#: 1,536 outputs of 1,536 channels, 76 against 148 of 8,960).
-WIDE = 3 * 2**21
 #: Least number of outputs for which tiles of 128x128 are faster than those of 64x64 (1,950 x 1,536
 #: outputs of 8,960 channels: 52 us against 74).
 MEDIUM = 5 * 2**19
@@ -171,49 +163,22 @@ def _crowded(tile: Tile) -> bool:
     return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
 
 
-@replayed
-def int8_linear(
-    x: Rows | torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    gelu: bool,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Compute gelu(x @ weight^T + bias) in int8.
+def launch_kernel(y: torch.Tensor, x: Int8Tensor, linear: Linear) -> None:
+    """Write gelu(x @ weight^T + bias) into y [B, N, Cout], which is dense.
 
-    x [B, N, K] as rows, or in a float dtype, which a first kernel quantises; weight int8
-    [Cout, K]; its scale fp32 [Cout], [Cout, groups of 128 channels] or [groups of 128 rows, groups
-    of 128 channels]; the result is [B, N, Cout].
+    x [B, N, K] int8; weight int8 [Cout, K], dense; its scale fp32 [Cout], [Cout, groups of 128
+    channels] or [groups of 128 rows, groups of 128 channels]; bias [Cout] or None, dense.
     """
-    if not isinstance(x, Rows):
-        x = quantize_rows(x)
-    batch, n_tokens, channels = x.int8.shape  # channels are padded
+    weight, weight_scale, bias, activation = linear
+    batch, n_tokens, channels = x.data.shape
     features = weight.shape[0]
-    target = target_of(x.int8.device)
+    target = target_of(y.device)
     grouped = weight_scale.dim() == 2
     blocks = grouped and weight_scale.shape[0] != features
-    outputs = batch * n_tokens * features
-    wide = outputs >= WIDE
-    if weight.shape[1] != channels:  # padding by 0 would copy
-        weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
-    weight = weight.contiguous()
-    y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
-    if not y.numel():
-        return y  # Triton refuses a descriptor without rows.
+    outputs = y.numel()
     # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
-
-    def on_hopper(own: ModuleType) -> None:
-        given = None if bias is None else bias.contiguous()
-        own.hopper_linear(y, x, weight, weight_scale.contiguous(), given, gelu=gelu)
-
-    hopper = wide and grouped == blocks and descriptors and target == ("cuda", 90)
-    what = "int8 linear with a scale per block" if blocks else "int8 linear"
-    if hopper and ran_on_hopper("int8_linear.hopper", what, on_hopper):
-        return y
-    size = "wide" if wide else "medium" if outputs >= MEDIUM else "small"
+    size = "wide" if outputs >= LARGE else "medium" if outputs >= MEDIUM else "small"
     tile = tile_for("int8_linear", size, target)
     if grouped and _crowded(tile):  # Two sums per value: of integers, and of scaled products.
         tile = tile._replace(warps=2 * tile.warps)
@@ -221,7 +186,7 @@ def int8_linear(
         weight_scale = weight_scale.contiguous()
     elif not blocks:  # Make the scales of a group contiguous, as the kernel reads them.
         weight_scale = weight_scale.t().contiguous().t()
-    x_src, w_src = x.int8, weight
+    x_src, w_src = x.data, weight
     if descriptors:
         x_src = descriptor(x_src.view(-1, channels), [tile.block_m, BLOCK_K])
         w_src = descriptor(w_src, [tile.block_n, BLOCK_K])
@@ -236,7 +201,7 @@ def int8_linear(
         w_src=w_src,
         w_scale_ptr=weight_scale,
         w_scale_strides=(weight_scale.stride(0), weight_scale.stride(1) if grouped else 0),
-        bias_ptr=None if bias is None else bias.contiguous(),
+        bias_ptr=bias,
         n_tokens=n_tokens,
         channels=channels,
         c_out=features,
@@ -247,10 +212,9 @@ def int8_linear(
         DESCRIPTORS=descriptors,
         EVEN_K=channels % BLOCK_K == 0,
         HAS_BIAS=bias is not None,
-        GELU=gelu,
+        GELU=activation == "gelu-tanh",
         GROUPED=grouped,
         BLOCKS=blocks,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return y

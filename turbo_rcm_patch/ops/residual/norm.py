@@ -22,7 +22,7 @@ from turbo_rcm_patch.ops.checks import (
     one_for_form,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
-from turbo_rcm_patch.ops.formats import Rows, padded_channels
+from turbo_rcm_patch.ops.formats import Int8Tensor, padded_channels
 from turbo_rcm_patch.ops.int8_linear.api import quantized_rows
 from turbo_rcm_patch.ops.register import Operation, refuse_gradient
 from turbo_rcm_patch.ops.residual.skip import closed, either
@@ -85,7 +85,7 @@ def _rows(
         from turbo_rcm_patch.ops.residual.norm_triton import norm_modulate_rows as launch
 
         rows = launch(x, factor, offset, one=one, eps=eps)
-        return rows.int8, rows.scale
+        return rows.data, rows.scale
     int8, scale = quantized_rows(norm_in_plain_torch(x, factor, offset, one, eps, torch.float32))
     return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
@@ -238,7 +238,7 @@ def norm_modulate_rows(
     form: Literal["modulation", "affine"] = "modulation",
     eps: float = 1e-6,
     impl: Impl = "auto",
-) -> Rows:
+) -> Int8Tensor:
     """Compute `norm_modulate` as int8 with a scale per row, the input of `int8_linear`.
 
     This takes one pass over memory instead of three. The only rounding is the one to int8.
@@ -261,7 +261,7 @@ def norm_modulate_rows(
     parts = _modulation(x, scale, shift, eps, impl)
     if not x.shape[2]:
         raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
-    return Rows(*rows_operation(x, *parts, one_for_form(form), eps, impl))
+    return Int8Tensor(*rows_operation(x, *parts, one_for_form(form), eps, impl))
 
 
 def _modulation(

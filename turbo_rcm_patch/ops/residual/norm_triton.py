@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import Rows, norm_kind
+from turbo_rcm_patch.ops.formats import Int8Tensor, norm_kind
 from turbo_rcm_patch.ops.int8_rows import (
     amax_poison,
     empty_rows,
@@ -346,7 +346,7 @@ def norm_modulate_rows(
     *,
     one: float,
     eps: float,
-) -> Rows:
+) -> Int8Tensor:
     """Compute layer_norm(x) * (one + factor) + offset as int8 rows.
 
     Factor and offset broadcast to x [B, N, C].

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import Rows
+from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_rows import empty_rows, row_arguments
 from turbo_rcm_patch.ops.launch import LENGTHS, dense_rows, launch, round_to, target_of
 from turbo_rcm_patch.ops.replay import replayed
@@ -145,7 +145,7 @@ def skip_norm(
     one: float,
     eps: float,
     normed_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | Rows]:
+) -> tuple[torch.Tensor, torch.Tensor | Int8Tensor]:
     """Compute y = residual + c_out * branch, and layer_norm(y) * (one + factor) + offset.
 
     residual, branch [B, N, C]; c_out is a tensor or the number 1; tensors broadcast to [B, N, C].

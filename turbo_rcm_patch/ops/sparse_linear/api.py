@@ -9,15 +9,16 @@ inference of SLA (arXiv 2509.24006) and of SageSLA in thu-ml/TurboDiffusion (arX
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError, ShapeError
-from turbo_rcm_patch.ops.attention.api import prepared
+from turbo_rcm_patch.ops.attention.api import prepared, quantize
 from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.checks import (
@@ -28,9 +29,22 @@ from turbo_rcm_patch.ops.checks import (
     check_same_device,
     rotary_parts,
 )
-from turbo_rcm_patch.ops.dispatch import choose_inputs
-from turbo_rcm_patch.ops.formats import QMAX, AttentionInputs
-from turbo_rcm_patch.ops.register import Operation, flattened, refuse_gradient
+from turbo_rcm_patch.ops.dispatch import Implementation, always, resolved, run_first
+from turbo_rcm_patch.ops.formats import NO_NORMS, QMAX, AttentionInputs, Norms, Rotary
+from turbo_rcm_patch.ops.register import (
+    decode,
+    encode,
+    needs_registered,
+    refuse_gradient,
+    register,
+)
+from turbo_rcm_patch.ops.replay import replayed
+from turbo_rcm_patch.ops.sparse_linear import reference
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.launch import Target
+    from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums
+    from turbo_rcm_patch.ops.sparse_linear.triton import LinearBranch
 
 #: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
 MAX_SPARSE_HEAD_DIM: Final = 128
@@ -83,62 +97,249 @@ class Sparsity:
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
-#: The arguments of the schema: fields of an attention, the projection, and the choice of keys.
-_ORDER: Final = (
-    "q", "k", "v", "weight", "bias", "norm_q", "norm_k", "cos", "sin", "heads", "attention", "pv",
-    "smooth_k", "sm_scale", "eps", "count", "block_q", "block_k", "impl", "out_dtype",
-)  # fmt: skip
-_GEOMETRY: Final = {"count": int, "block_q": int, "block_k": int}
-#: The other fields of an attention: no skip, no mask.
-_PLAIN: Final = dict.fromkeys(AttentionInputs._fields) | {
-    "c_skip_value": 1.0, "c_out_value": 1.0, "causal": False, "want_lse": False,
-}  # fmt: skip
+class ProjL(NamedTuple):
+    """The projection of the linear branch: weight [D, D] and bias [D] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
-@flattened(_ORDER, Tensor, AttentionInputs, {"weight": Tensor, "bias": Tensor | None}, _GEOMETRY)
-def _forward(*args: Any) -> Tensor:
-    given = dict(zip(_ORDER, args, strict=True))
-    weight, bias = given.pop("weight"), given.pop("bias")
-    geometry = {name: given.pop(name) for name in _GEOMETRY}
-    if given["attention"] == "auto":  # there is no exact sparse kernel
-        given["attention"] = "int8"
-    fields: Any = _PLAIN | given
-    a = choose_inputs(AttentionInputs(**fields))
-    if a.attention in QMAX and a.impl == "triton":
-        from turbo_rcm_patch.ops.sparse_linear.triton import (
-            sparse_linear_attention as launch,
-        )
+class Blocks(NamedTuple):
+    """A `Sparsity` for a number of keys: blocks that are seen, queries and keys in a block."""
 
-        return launch(a, weight, bias, **geometry)
-    from turbo_rcm_patch.ops.sparse_linear import reference
+    seen: int
+    block_q: int
+    block_k: int
 
-    dtype = a.q.dtype
+
+# --- what blocks call ----------------------------------------------------------------------------
+
+
+def attend_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    proj_l: tuple[Tensor, Tensor | None],
+    sparsity: Sparsity,
+    norms: Norms = NO_NORMS,
+    rotary: Rotary | None = None,
+) -> Tensor:
+    """Compute `sparse_linear_attention` without its checks.
+
+    Args:
+        q: [B, Nq, H*D].
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        spec: How the sparse part is computed; its eps is not read.
+        proj_l: Weight [D, D] and bias [D].
+        sparsity: The choice of key blocks.
+        norms: RMSNorms of q and k.
+        rotary: Rotary tables of q and k, or None.
+
+    Returns:
+        [B, Nq, H*D], dtype of q.
+    """
+    a = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary)
+    return _called(a, ProjL(*proj_l), _blocks(sparsity, k), needs_registered(q))
+
+
+def _blocks(sparsity: Sparsity, k: Tensor) -> Blocks:
+    return Blocks(sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k)
+
+
+def _called(a: AttentionInputs, proj_l: ProjL, blocks: Blocks, registered: bool) -> Tensor:
+    """Compute directly or as the registered operation."""
+    if not registered:
+        return _run(a, proj_l, blocks)
+    spec = a.spec
+    made: Tensor = _registered(
+        options=encode(
+            attention=spec.attention, pv=spec.pv, impl=spec.impl, smooth_k=spec.smooth_k
+        ),
+        q=a.q, k=a.k, v=a.v, weight=proj_l.weight, bias=proj_l.bias, norms=list(a.norms[:2]),
+        rotary=list(a.rotary or ()), heads=spec.heads, 
+        sm_scale=-1.0 if spec.sm_scale is None else spec.sm_scale,
+        eps=a.norms.eps, blocks=list(blocks), out_dtype=a.out_dtype,
+    )  # fmt: skip
+    return made
+
+
+def _run(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
+    spec = a.spec
+    if spec.attention == "auto":  # there is no exact sparse kernel
+        spec = replace(spec, attention="int8")
+    spec = resolved(spec, a.q.device, a.q.shape[1], a.k.shape[1])
+    a = a._replace(spec=spec)
+    if spec.attention in QMAX and spec.impl == "triton":
+        return launch_sparse(a, proj_l, blocks)
+    return _in_torch(a, proj_l, blocks)
+
+
+def _in_torch(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
+    spec, dtype = a.spec, a.q.dtype
+    count, block_q, block_k = blocks
     qh, kh = (x.to(dtype) for x in prepared(a))
-    vh = split_heads(a.v, a.heads)
+    vh = split_heads(a.v, spec.heads)
     out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
-    count = geometry.pop("count")
-    for head in range(a.heads):  # One at a time, because all of a video's in fp32 take gigabytes.
+    of_keys: Any = {"sm_scale": a.sm_scale, "block_q": block_q, "block_k": block_k}
+    for head in range(spec.heads):  # One at a time: all of a video's in fp32 take gigabytes.
         one = slice(head, head + 1)
         qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
-        blocks = reference.block_map(qf, kf, count=count, dtype=dtype, **geometry)
-        if a.attention == "exact":
-            sparse = reference.exact_sparse_attention(
-                qf, kf, vf, blocks, sm_scale=a.sm_scale, **geometry
-            )
+        chosen = reference.block_map(
+            qf, kf, count=count, block_q=block_q, block_k=block_k, dtype=dtype
+        )
+        if spec.attention == "exact":
+            sparse = reference.exact_sparse_attention(qf, kf, vf, chosen, **of_keys)
         else:
             sparse = reference.emulated_sparse_attention(
-                qf, kf, vf, blocks, sm_scale=a.sm_scale, pv=cast("Any", a.pv),
-                qmax=QMAX[a.attention], smooth_k=a.smooth_k, **geometry,
+                qf, kf, vf, chosen, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
+                smooth_k=spec.smooth_k, **of_keys,
             )  # fmt: skip
-        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, weight, bias, dtype=dtype)
+        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, *proj_l, dtype=dtype)
     return out.transpose(1, 2).flatten(2)
 
 
-def _fake(q: Tensor, *args: Any) -> Tensor:
-    return q.new_empty(q.shape, dtype=args[-1])
+# --- which implementation runs -------------------------------------------------------------------
 
 
-sparse_linear_operation = Operation("sparse_linear_attention", _forward, _fake)
+class KeyPass(NamedTuple):
+    """The linear branch's pass over k and v [B, N, H*D], with contiguous channels."""
+
+    k: Tensor
+    v: Tensor
+    heads: int
+    block_k: int
+
+
+def _key_sums_for_hopper() -> ModuleType:
+    from turbo_rcm_patch.ops.sparse_linear import hopper
+
+    return hopper
+
+
+def _key_sums_for_all() -> ModuleType:
+    from turbo_rcm_patch.ops.sparse_linear import triton
+
+    return triton
+
+
+def _copied_on_hopper(target: Target, call: KeyPass) -> bool:
+    k, v, heads, block_k = call
+    dense = all(
+        x.element_size() == 2
+        and x.stride(1) % 8 == 0
+        # Within a chunk offsets have 32 bits.
+        and x.stride(1) * x.shape[1] < 2**31
+        and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
+        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
+        for x in (k, v)
+    )
+    own = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
+    return own and dense and k.dtype == v.dtype
+
+
+#: The pass over the keys: a module has `launch_key_sums`.
+KEY_SUMS: Final = (
+    Implementation(
+        "hopper", _copied_on_hopper,
+        "sm_90, heads of 64 or 128, 16 bits in rows of whole copies of 16 bytes, blocks of 64 "
+        "keys or more", _key_sums_for_hopper, "linear branch",
+    ),
+    Implementation("triton", always, "everything else", _key_sums_for_all, "linear branch"),
+)  # fmt: skip
+
+
+@replayed
+def launch_key_sums(k: Tensor, v: Tensor, k_mean: Tensor, *, heads: int, block_k: int) -> KeySums:
+    """Run one pass over k and v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k."""
+    made: list[KeySums] = []
+    run_first(
+        KEY_SUMS, k.device, KeyPass(k, v, heads, block_k),
+        lambda own: made.append(own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k)),
+    )  # fmt: skip
+    return made[-1]
+
+
+def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
+    """Launch all kernels of a sparse-linear attention.
+
+    Args:
+        a: The attention, with "int8" or "int4", a pv other than "auto", RMSNorms or no norms, and
+            no skip.
+        proj_l: The projection of the linear branch.
+        blocks: The choice of key blocks.
+    """
+    from turbo_rcm_patch.ops.launch import dense_rows
+    from turbo_rcm_patch.ops.sparse_linear import triton as kernels
+
+    count, block_q, block_k = blocks
+    tokens = kernels.prepare_tokens(a, block_q=block_q)
+    # q and k are normalised and rotated once for all kernels that read them.
+    a = a._replace(
+        q=tokens.q, k=tokens.k, v=dense_rows(a.v), norms=NO_NORMS._replace(eps=0.0), rotary=None
+    )
+    sums = launch_key_sums(a.k, a.v, tokens.k_mean, heads=a.spec.heads, block_k=block_k)
+    branch = kernels.linear_branch(sums, *proj_l, n_kv=a.k.shape[1], dtype=a.v.dtype)
+    # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
+    # the rounding decides among blocks whose scores are nearly equal.
+    scores = torch.matmul(tokens.q_pooled, sums.k_pooled.transpose(-1, -2))
+    lut = kernels.largest_scores(scores, count)
+    return _launch_attended(a, lut, branch, block_q=block_q, block_k=block_k)
+
+
+@replayed
+def _launch_attended(
+    a: AttentionInputs, lut: Tensor, branch: LinearBranch, *, block_q: int, block_k: int
+) -> Tensor:
+    from turbo_rcm_patch.ops.sparse_linear import triton as kernels
+
+    return kernels.launch_kernel(a, quantize(a), lut, branch, block_q=block_q, block_k=block_k)
+
+
+# --- as torch sees it ----------------------------------------------------------------------------
+
+
+def _body(
+    options: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norms: list[Tensor | None],
+    rotary: list[Tensor],
+    heads: int,
+    sm_scale: float,
+    eps: float,
+    blocks: list[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    spec = AttentionSpec(
+        heads=heads, sm_scale=None if sm_scale < 0 else sm_scale, **decode(options)
+    )
+    tables = cast("Any", tuple(rotary) or None)
+    a = AttentionInputs(q, k, v, spec, out_dtype, Norms(norms[0], norms[1], eps=eps), tables)
+    return _run(a, ProjL(weight, bias), Blocks(*blocks))
+
+
+def _fake(
+    options: str, q: Tensor, *args: Any, out_dtype: torch.dtype | None = None, **named: Any
+) -> Tensor:
+    return q.new_empty(q.shape, dtype=args[-1] if out_dtype is None else out_dtype)
+
+
+_registered = register(
+    "sparse_linear_attention(str options, Tensor q, Tensor k, Tensor v, Tensor weight, "
+    "Tensor? bias, Tensor?[] norms, Tensor[] rotary, SymInt heads, float sm_scale, float eps, "
+    "SymInt[] blocks, ScalarType out_dtype) -> Tensor",
+    _body,
+    _fake,
+)
+
+
+# --- public function -----------------------------------------------------------------------------
 
 
 def sparse_linear_attention(
@@ -206,12 +407,12 @@ def sparse_linear_attention(
     refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k, cos, sin))
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
-    out: Tensor = sparse_linear_operation(
-        q, k, v, weight, bias, norm_q, norm_k, cos, sin, spec.heads, spec.attention, spec.pv,
-        spec.smooth_k, spec.scale_of(dim), spec.eps, sparsity.count(k.shape[1]), sparsity.block_q,
-        sparsity.block_k, spec.impl, q.dtype if out_dtype is None else out_dtype,
+    a = AttentionInputs(
+        q, k, v, spec, q.dtype if out_dtype is None else out_dtype,
+        Norms(norm_q, norm_k, eps=spec.eps), None if cos is None or sin is None else (cos, sin),
     )  # fmt: skip
-    return out
+    registered = needs_registered(q, k, v, weight, bias, norm_q, norm_k, cos, sin)
+    return _called(a, ProjL(weight, bias), _blocks(sparsity, k), registered)
 
 
 def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:

@@ -2,7 +2,7 @@
 
     matrix = phi(k)^T v,  total = sum of phi(k),  means of blocks of k without its mean
 
-The arithmetic is that of `portable.sparse_attention.key_value_kernel`. A thread has 32 channels of
+The arithmetic is that of `triton.key_value_kernel`. A thread has 32 channels of
 a key, so that phi, a softmax over a head's channels, needs two exchanges between threads instead
 of eight. The sums over keys (of phi, and of k without its mean) are products with ones, beside the
 product with v, so that warps exchange no data in the loop.
@@ -41,15 +41,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.hopper_common import copy_async, cta_barrier
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch, strides
-from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.sparse_linear.triton import KeySums, chunks_of, empty_sums
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, chunks_of, empty_sums
 
-HEAD_DIMS = (64, 128)
 _PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _STAGES = 4
-_LOG2_E = gl.constexpr(1.4426950408889634)
+_LOG2_E = gl.constexpr(formats.LOG2_E)
 _ONES = gl.constexpr(8)  # columns of a product that sums: the fewest possible
 
 
@@ -81,7 +80,7 @@ def hopper_key_value_kernel(
 ):  # fmt: skip
     """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
 
-    Grid: (chunks, heads, batch). Arguments as in `sparse_attention.key_value_kernel`.
+    Grid: (chunks, heads, batch). Arguments as in `triton.key_value_kernel`.
     """
     chunk = gl.program_id(0)
     h = gl.program_id(1)
@@ -89,7 +88,7 @@ def hopper_key_value_kernel(
     warps: gl.constexpr = D // 16
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
-    # As `prologue.own_layout`, for fewer warps.
+    # As `prologue_hopper.row_per_thread_layout`, for fewer warps.
     own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
@@ -172,22 +171,7 @@ def hopper_key_value_kernel(
     gl.store(matrix_ptr + place * (D * D) + at_k[:, None] * D + at_v[None, :], matrix)
 
 
-def serves(k: torch.Tensor, v: torch.Tensor, *, heads: int, block_k: int) -> bool:
-    """Return True if this kernel supports k and v: 16-bit rows in copies of 16 bytes."""
-    dense = all(
-        x.element_size() == 2
-        and x.stride(1) % 8 == 0
-        # Within a chunk offsets have 32 bits.
-        and x.stride(1) * x.shape[1] < 2**31
-        and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
-        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-        for x in (k, v)
-    )
-    return dense and k.dtype == v.dtype and k.shape[2] // heads in HEAD_DIMS and block_k >= 64
-
-
-@replayed
-def hopper_key_sums(
+def launch_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""

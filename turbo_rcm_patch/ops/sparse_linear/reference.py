@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.ops.attention.emulation import (
-    LOG2_E,
     hadamard,
     quantized,
     rounded_v,
     sample_mean,
     softmax_pv,
 )
-from turbo_rcm_patch.ops.attention.spec import hadamard_width, key_block
+from turbo_rcm_patch.ops.formats import LOG2_E, hadamard_width, scale_block
 
 #: Elements of the chosen keys that are gathered at a time: 128 MiB in fp32.
 _GATHERED: Final = 2**25
@@ -199,7 +198,7 @@ def emulated_sparse_attention(
         [B, H, Nq, D] fp32.
     """
     n_kv, dim = k.shape[2:]
-    group = key_block(dim)  # keys that share a scale
+    group = scale_block(dim)  # keys that share a scale
     step = min(block_k, group)
     if smooth_k:
         k = k - sample_mean(k, None)

@@ -8,27 +8,25 @@ projected matrix, and is added to the accumulator of the softmax part.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.attention.prologue_triton import quantize
-from turbo_rcm_patch.ops.attention.triton import (
+from turbo_rcm_patch.ops import formats
+from turbo_rcm_patch.ops.attention.online_softmax import (
     attention_arguments,
-    lost_in_rounding,
     over_block,
     over_keys,
     register_limit,
     row_sum_operand,
     row_sums,
     times_v_scale,
+    v_correction,
     variant_of,
 )
-from turbo_rcm_patch.ops.formats import AttentionInputs, norm_kind
-from turbo_rcm_patch.ops.gluon import ran_on_hopper
+from turbo_rcm_patch.ops.formats import AttentionInputs, QuantizedOperands, norm_kind
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     cdiv,
@@ -40,6 +38,7 @@ from turbo_rcm_patch.ops.launch import (
     tile_for,
 )
 from turbo_rcm_patch.ops.replay import replayed
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, chunks_of, empty_sums
 
 #: Number of tokens of k that a program sums.
 _K_TOKENS = 32
@@ -162,15 +161,15 @@ def _prepared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k, q_pooled of `Tokens`, and sums of parts of k, fp32 [B, parts, H, HEAD_PAD]."""
     target_of(a.q.device)
-    q, k, norm_q, norm_k, heads, head_dim = (
-        dense_rows(a.q), dense_rows(a.k), a.norm_q, a.norm_k, a.heads, a.head_dim
-    )  # fmt: skip
+    q, k, heads, head_dim = dense_rows(a.q), dense_rows(a.k), a.spec.heads, a.head_dim
+    norm_q, norm_k = a.norms[:2]
+    cos, sin = a.rotary or (None, None)
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     token_bytes = heads_pad * head_pad * q.element_size()
     q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
     q_norm, k_norm = (norm_kind(weight, None, channels) for weight in (norm_q, norm_k))
-    rope = a.cos is not None
+    rope = cos is not None
     q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
     k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rope else q
@@ -187,14 +186,14 @@ def _prepared(
         k_ptr=k,
         q_weight_ptr=None if norm_q is None else norm_q.contiguous(),
         k_weight_ptr=None if norm_k is None else norm_k.contiguous(),
-        cos_ptr=None if a.cos is None else a.cos.contiguous(),
-        sin_ptr=None if a.sin is None else a.sin.contiguous(),
+        cos_ptr=None if cos is None else cos.contiguous(),
+        sin_ptr=None if sin is None else sin.contiguous(),
         **strides(q=q, k=k),
         n_q=n_q,
         n_kv=n_kv,
         q_blocks=q_blocks,
         k_parts=k_parts,
-        eps=a.eps,
+        eps=a.norms.eps,
         CHANNELS=channels,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
@@ -218,36 +217,20 @@ _STEP = 64
 #: Added to the denominator by the author's code (thu-ml/TurboDiffusion, SLA/core.py).
 _EPS = 1e-5
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-class KeySums(NamedTuple):
-    """The results of one pass over the keys.
-
-    Attributes:
-        matrix: phi(k)^T v by chunks of keys, fp32 [B, H, chunks, HEAD_PAD, HEAD_PAD].
-        total: Sum of phi(k) by chunks of keys, fp32 [B, H, chunks, HEAD_PAD].
-        k_pooled: Means of blocks of k less the mean of k, [B, H, k_blocks, HEAD_PAD] in the dtype
-            of k, 0 in padded channels.
-    """
-
-    matrix: torch.Tensor
-    total: torch.Tensor
-    k_pooled: torch.Tensor
+_LOG2_E = tl.constexpr(formats.LOG2_E)
 
 
 class LinearBranch(NamedTuple):
     """The terms of the projected linear branch, phi(q) @ matrix / (phi(q) · total + eps) + bias.
 
     matrix [B, H, HEAD_PAD, HEAD_PAD] in the dtype of k; total [B, H, HEAD_PAD] fp32;
-    bias [HEAD_PAD] fp32 or None; eps; k_pooled as in `KeySums`, for the block map.
+    bias [HEAD_PAD] fp32 or None; eps.
     """
 
     matrix: torch.Tensor
     total: torch.Tensor
     bias: torch.Tensor | None
     eps: float
-    k_pooled: torch.Tensor
 
 
 @triton.jit
@@ -315,28 +298,11 @@ def key_value_kernel(
     )
 
 
-def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]:
-    """Return blocks of keys per chunk, and the number of chunks, for about `programs` programs."""
-    blocks = cdiv(k_blocks, max(1, programs // batch_heads))
-    return blocks, cdiv(k_blocks, blocks)
-
-
-def _key_sums(
+def launch_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D] with contiguous channels."""
-    target = target_of(k.device)
-    hopper = target == ("cuda", 90)
-    made: list[KeySums] = []
-
-    def on_hopper(own: ModuleType) -> bool:
-        if not own.serves(k, v, heads=heads, block_k=block_k):
-            return False
-        made.append(own.hopper_key_sums(k, v, k_mean, heads=heads, block_k=block_k))
-        return True
-
-    if hopper and ran_on_hopper("sparse_linear.hopper", "linear branch", on_hopper):
-        return made[0]
+    hopper = target_of(k.device) == ("cuda", 90)
     batch, n_kv, channels = k.shape
     head_dim = channels // heads
     head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)
@@ -374,41 +340,33 @@ def _key_sums(
     return sums
 
 
-def empty_sums(k: torch.Tensor, heads: int, head_pad: int, chunks: int, k_blocks: int) -> KeySums:
-    """Allocate the sums over k [B, N, H*D]."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(k.shape[0], heads, *shape, head_pad, dtype=dtype, device=k.device)
-
-    return KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
-
-
 def linear_branch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_mean: torch.Tensor,
+    sums: KeySums,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    heads: int,
-    block_k: int,
+    n_kv: int,
+    dtype: torch.dtype,
 ) -> LinearBranch:
     """Compute the terms of the linear branch that depend on the keys.
 
-    k and v [B, N, H*D] with contiguous channels; k_mean [B, H, HEAD_PAD] in the dtype of k;
-    weight [D, D]; bias [D].
+    Args:
+        sums: The results of the pass over the keys.
+        weight: [D, D] of the projection.
+        bias: [D] or None.
+        n_kv: Number of keys.
+        dtype: dtype of v.
     """
-    n_kv, head_dim = k.shape[1], k.shape[2] // heads
-    head_pad = pad_head(head_dim)
-    matrix, total, k_pooled = _key_sums(k, v, k_mean, heads=heads, block_k=block_k)
+    matrix, total, _ = sums
+    head_dim, head_pad = weight.shape[0], matrix.shape[-1]
     # D / N keeps the sums over tokens near 1, where fp16 is precise. The projection is linear, so
     # it is multiplied into the matrix: the branch is one product in the attention's epilogue.
     factor = head_dim / n_kv
     own = _padded(weight.float(), head_pad) * factor
-    projected = torch.matmul(matrix.sum(2), own.T).to(v.dtype)
+    projected = torch.matmul(matrix.sum(2), own.T).to(dtype)
     if bias is not None:
         bias = _padded(bias.float(), head_pad).contiguous()
-    return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor, k_pooled)
+    return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor)
 
 
 def _padded(x: torch.Tensor, head_pad: int) -> torch.Tensor:
@@ -658,66 +616,34 @@ def sparse_attention_kernel(
         total_ptr + bh * HEAD_PAD, mask_m, linear_eps, HEAD_DIM, HEAD_PAD, BLOCK_M,
     )  # fmt: skip
     if FP8:
-        acc += lost_in_rounding(v_levels_ptr, bh, n_kv, HEAD_PAD)[None, :]
+        acc += v_correction(v_levels_ptr, bh, n_kv, HEAD_PAD)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_d)[None, :]
     out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * HEAD_DIM) + offs_c
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def sparse_linear_attention(
-    inputs: AttentionInputs,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+def launch_kernel(
+    a: AttentionInputs,
+    operands: QuantizedOperands,
+    lut: torch.Tensor,
+    branch: LinearBranch,
     *,
-    count: int,
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """Compute the sum of both branches [B, Nq, H*D]; see `ops.sparse_linear_attention`.
+    """Compute both branches [B, Nq, H*D].
 
     Args:
-        inputs: The attention, with "int8" or "int4", a pv other than "auto", RMSNorms or no norms,
-            and no skip.
-        weight: [D, D] of the linear branch's projection.
-        bias: [D] or None.
-        count: Blocks of keys that a block of queries sees.
+        a: The attention, with q and k normalised and rotated already.
+        operands: The results of its prologue.
+        lut: Chosen blocks of keys, int32 [B, H, q_blocks, count].
+        branch: The linear branch.
         block_q: Queries in a block.
         block_k: Keys in a block.
     """
-    tokens = prepare_tokens(inputs, block_q=block_q)
-    # q and k are normalised and rotated once for all kernels that read them.
-    a = inputs._replace(
-        q=tokens.q, k=tokens.k, v=dense_rows(inputs.v), norm_q=None, norm_k=None,
-        cos=None, sin=None, eps=0.0,
-    )  # fmt: skip
-    branch = linear_branch(a.k, a.v, tokens.k_mean, weight, bias, heads=a.heads, block_k=block_k)
-    # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
-    # the rounding decides among blocks whose scores are nearly equal.
-    scores = torch.matmul(tokens.q_pooled, branch.k_pooled.transpose(-1, -2))
-    lut = largest_scores(scores, count)
-    return _attended(a, lut, *branch[:4], block_q, block_k)
-
-
-@replayed
-def _attended(
-    a: AttentionInputs,
-    lut: torch.Tensor,
-    matrix: torch.Tensor,
-    total: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    block_q: int,
-    block_k: int,
-) -> torch.Tensor:
-    """Compute both branches from chosen blocks lut [B, H, q_blocks, count] and a `LinearBranch`.
-
-    q and k are normalised and rotated already.
-    """
     batch, n_q, channels = a.q.shape
-    target = target_of(a.q.device)
-    operands = quantize(a)
-    tile = tile_for("attention", variant_of(a), target)
+    tile = tile_for("attention", variant_of(a), target_of(a.q.device))
     # The rows of a program share their blocks of keys, and a step stays within one block.
     tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
     arguments = attention_arguments(a, operands, tile)
@@ -726,21 +652,21 @@ def _attended(
     y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
     launch(
         sparse_attention_kernel,
-        (cdiv(n_q, tile.block_m), a.heads, batch),
+        (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
         y_ptr=y,
         lut_ptr=lut,
         features_ptr=a.q,
-        matrix_ptr=matrix,
-        total_ptr=total,
-        bias_ptr=bias,
+        matrix_ptr=branch.matrix,
+        total_ptr=branch.total,
+        bias_ptr=branch.bias,
         **strides(features=a.q),
         q_blocks=lut.shape[2],
         count=lut.shape[3],
-        linear_eps=eps,
+        linear_eps=branch.eps,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=branch.bias is not None,
         **register_limit(a, tile),
         **arguments,
     )

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import (
@@ -35,14 +37,10 @@ from turbo_rcm_patch.patching.families.common import (
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
-    NO_NORMS,
     WIDE,
-    Attend,
     KeptTables,
-    Norms,
     Notes,
     Operands,
-    Rotary,
     called,
     feed_forward,
 )
@@ -85,10 +83,13 @@ class CogVideoXBlockForward(PatchedBlock):
         Returns:
             Video [B, N, C] and text [B, T, C], dtype of hidden_states.
         """
-        inputs = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
         # ConsisID's block takes no arguments for the attention.
         more = () if attention_kwargs is None else (attention_kwargs,)
-        made: _Two = self.run(*inputs, *more)
+        inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        made: _Two = other(*inputs)
         return made
 
     def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
@@ -103,7 +104,7 @@ class CogVideoXBlockForward(PatchedBlock):
         if notes is not None:
             notes.streams.append(streams)
 
-        y = feed_forward(block.ff.net, h, impl)
+        y = feed_forward(block.ff.net, h)
         text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, dtype)
         return video, text
 
@@ -158,16 +159,16 @@ class CogVideoXBlockForward(PatchedBlock):
         self, notes: Notes | None, attn: Any, h: Tensor, text: Tensor, rotary: Rotary | None
     ) -> Tensor:
         """Run the attention over both streams and its output projection: [B, T + N, C]."""
-        attend = self.attend
+        spec = self.spec
         linears = _qkv(attn)
         x = shared_rows(linears, h)
         made = [linear(x) for linear in linears]
         q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
         q, k, norms = _norms_of_heads(attn, q, k)
         tables = None if rotary is None else self.rotary(rotary, text)
-        out = attend(q, k, v, norms, tables)
+        out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
         if notes is not None:
-            notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+            notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
         return parts.project_out(attn, out)
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
@@ -196,14 +197,13 @@ class CogVideoXBlockForward(PatchedBlock):
         if kwargs:
             return "attention_kwargs are given"
         batch, tokens, channels = video.shape
-        attend = self.attend
         fits = (
             text.dtype == video.dtype == temb.dtype
             and text.device == video.device == temb.device
             and text.shape[::2] == (batch, channels)
             and temb.shape[0] == batch
-            and channels == attend.heads * attend.head_dim
-            and (rotary is None or rotary[0].numel() == tokens * attend.head_dim)
+            and channels == self.spec.heads * self.head_dim
+            and (rotary is None or rotary[0].numel() == tokens * self.head_dim)
             and 0 < batch < 65536
             and text.shape[1] > 0
         )
@@ -314,7 +314,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
     found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
-    made = [one.made(_attend(one, config), config) for one in found]
+    made = [one.made(config, *_heads_of(one)) for one in found]
     return share(made, tables=KeptTables()) + [
         SkipPair(
             path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
@@ -326,12 +326,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     ]  # fmt: skip
 
 
-def _attend(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attention, and return its options."""
+def _heads_of(found: Found) -> tuple[int, int]:
+    """Check a block's attention, and return its heads and the channels of a head."""
     attn: Any = getattr(found.block, "attn1", None)
     if type(attn) is not Attention:
-        return Attend.of(config, 1, 0)
+        return 1, 0
     head_dim = attn.inner_dim // attn.heads
     linears = {"to_q": attn.to_q, "to_k": attn.to_k, "to_v": attn.to_v}
     check_attention(f"{found.path}.attn1", head_dim, linears)
-    return Attend.of(config, attn.heads, head_dim)
+    return attn.heads, head_dim

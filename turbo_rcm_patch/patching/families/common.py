@@ -96,7 +96,6 @@ def branch_pair(
         cast: Cast policy of the author's skip.
         heads: True if the branch is an attention.
     """
-    attend = block.attend
     reasons = [why or LEVEL_WORDS.get(block.level, ""), block.reason]
     runs: Residual = "two-launch"
     if why or block.level == Level.AUTHOR:
@@ -106,8 +105,8 @@ def branch_pair(
     return SkipPair(
         path=f"{block.path}.{name}".strip(".") or type(block.block).__name__,
         kind=kind,
-        heads=attend.heads if heads else 0,
-        head_dim=attend.head_dim if heads else 0,
+        heads=block.spec.heads if heads else 0,
+        head_dim=block.head_dim if heads else 0,
         streams=streams or (Stream("video", "1", "1"),),
         cast=cast,
         projection=True,

@@ -11,9 +11,11 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.formats import NO_NORMS
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
-from turbo_rcm_patch.patching.pieces import NO_NORMS, Attend, Notes, Operands
+from turbo_rcm_patch.patching.pieces import Notes, Operands
 from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -35,25 +37,28 @@ class RCMBlock(PatchedBlock):
         Returns:
             [B, N, C], dtype of x.
         """
-        out: Tensor = self.run(x, t)
+        inputs = x, t
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        out: Tensor = other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:
-        module, config, attend = self.block, self.config, self.attend
+        module, config, spec = self.block, self.config, self.spec
         c_skip, c_out = module.coefficients(x, t)
         q, k, v = module.qkv(x).chunk(3, dim=-1)
-        spec = attend.spec()
         if module.proj is None:
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
-        one_launch = config.form == "one-launch" and ops.quantises(attend.attention)
+        one_launch = config.form == "one-launch" and ops.quantises(spec.attention)
         if one_launch and plain_linear(module.proj, module.proj.weight):
             return ops.attention_project_skip(
                 q, k, v, module.proj.weight, module.proj.bias, spec, residual=x, c_skip=c_skip,
                 c_out=c_out, form="one-launch",
             )  # fmt: skip
-        branch = attend(q, k, v, NO_NORMS)
+        branch = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.attention = Operands(q, k, v, NO_NORMS, None, attend.heads, branch)
+            notes.attention = Operands(q, k, v, NO_NORMS, None, spec.heads, branch)
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def why_inputs(self, x: Tensor, t: Any) -> str:
@@ -80,4 +85,4 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     assert isinstance(model, RCMAttention)
     head_dim = model.dim // model.num_heads
     check_attention(path or "module", 2 * (head_dim // 2) or 2, {"qkv": model.qkv})
-    return [RCMBlock(model, path, config, Attend.of(config, model.num_heads, head_dim))]
+    return [RCMBlock(model, path, config, model.num_heads, head_dim)]

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.reference import norm_rope
+from turbo_rcm_patch.ops.formats import Rotary
+from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import (
     branch_pair,
@@ -29,11 +32,9 @@ from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     RMS_NORMS,
-    Attend,
     KeptTables,
     Notes,
     Operands,
-    Rotary,
     feed_forward,
     norm,
     rms_norms,
@@ -95,7 +96,11 @@ class TurboBlock(PatchedBlock):
         Returns:
             [B, N, C], dtype of x.
         """
-        out: Tensor = self.run(x, e, seq_lens, freqs, context, context_lens)
+        inputs = x, e, seq_lens, freqs, context, context_lens
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        out: Tensor = other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
@@ -105,7 +110,7 @@ class TurboBlock(PatchedBlock):
         shift1, scale1, gate1, shift2, scale2, gate2 = (block.modulation + e).chunk(6, dim=1)
 
         # Ranks exchange heads in the author's code, which also computes SLA without quantising.
-        exact_sla = is_sparse(attn) and not ops.quantises(self.attend.attention)
+        exact_sla = is_sparse(attn) and not ops.quantises(self.spec.attention)
         called = _exchanges(attn.attn_op) or exact_sla
         rows = not called and takes_rows((attn.q, attn.k, attn.v))
         h = norm(block.norm1, x, scale1, shift1, dtype, impl, rows=rows)
@@ -121,21 +126,24 @@ class TurboBlock(PatchedBlock):
         if notes is not None:
             notes.streams.append((x,))
 
-        return skip(x, feed_forward(ffn, h, impl), gate2, dtype, impl)
+        return skip(x, feed_forward(ffn, h), gate2, dtype, impl)
 
     def self_attention(self, notes: Notes | None, attn: Any, h: Any, freqs: Tensor) -> Tensor:
         """Run self-attention, dense or sparse-linear, and its projection: [B, N, C]."""
-        attend = self.attend
+        spec = self.spec
         q, k, v = attn.q(h), attn.k(h), attn.v(h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         tables = self.tables.of((freqs,), None, lambda: _tables(freqs))
         if not is_sparse(attn):
-            out = attend(q, k, v, norms, tables)
+            out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
-            out = attend.sparse(q, k, v, (proj_l.weight, proj_l.bias), sparsity, norms, tables)
+            out = sparse_linear.attend_sparse(
+                q, k, v, spec=spec, proj_l=(proj_l.weight, proj_l.bias), sparsity=sparsity,
+                norms=norms, rotary=tables,
+            )  # fmt: skip
         made: Tensor = attn.o(out)
         return made
 
@@ -146,13 +154,13 @@ class TurboBlock(PatchedBlock):
             tokens = context.shape[1] - TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
         own_q, k, v = attn.q(h), attn.k(context), attn.v(context)
-        attend = self.attend.over_few_keys(k.shape[1])
+        spec = self.spec_over(k.shape[1])
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, own_q, k)
-        out = attend(q, k, v, norms)
+        out = attention.attend(q, k, v, spec=spec, norms=norms)
         if image is not None:
             k, v = attn.k_img(image), attn.v_img(image)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k_img, own_q, k)
-            out = attend(q, k, v, norms, residual=out)
+            out = attention.attend(q, k, v, spec=spec, norms=norms, residual=out)
         made: Tensor = attn.o(out)
         return made
 
@@ -170,15 +178,14 @@ class TurboBlock(PatchedBlock):
         self, x: Tensor, e: Tensor, seq_lens: Any, freqs: Tensor, context: Tensor, *rest: Any
     ) -> str:
         batch, tokens, channels = x.shape
-        attend = self.attend
         fits = (
             context.dim() == 3
             and context.dtype == x.dtype
             and context.device == x.device
             and context.shape[0] == batch
             and e.shape[0] == batch
-            and channels == attend.heads * attend.head_dim
-            and freqs.numel() == tokens * attend.head_dim // 2
+            and channels == self.spec.heads * self.head_dim
+            and freqs.numel() == tokens * self.head_dim // 2
             and (not has_image(self.block.cross_attn) or context.shape[1] > TEXT_TOKENS)
             and 0 < batch < 65536
         )
@@ -333,20 +340,20 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     LAYER_NORMS.update(known[n] for n in _LAYER_NORMS if n in known)
     RMS_NORMS.update(known[n] for n in _RMS_NORMS if n in known)
     found = find_blocks(model.blocks, f"{path}.blocks", known[_BLOCK], TurboBlock)
-    made = [one.made(_attend(one, config), config) for one in found]
+    made = [one.made(config, *_heads_of(one)) for one in found]
     return share(made, tables=KeptTables())
 
 
-def _attend(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attentions, and return their options."""
+def _heads_of(found: Found) -> tuple[int, int]:
+    """Check a block's attentions, and return their heads and the channels of a head."""
     attn: Any = getattr(found.block, "self_attn", None)
     if author_class(attn).__name__ != "WanSelfAttention":
-        return Attend.of(config, 1, 0)
+        return 1, 0
     for name in ("self_attn", "cross_attn"):
         one = getattr(found.block, name)
         linears = {of: getattr(one, of, None) for of in "qkv"}
         check_attention(f"{found.path}.{name}", attn.dim // attn.num_heads, linears)
-    return Attend.of(config, attn.num_heads, attn.dim // attn.num_heads)
+    return attn.num_heads, attn.dim // attn.num_heads
 
 
 # --- without flash-attn --------------------------------------------------------------------------

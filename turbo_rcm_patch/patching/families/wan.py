@@ -23,6 +23,9 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
+from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import (
@@ -35,11 +38,8 @@ from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
-    NO_NORMS,
-    Attend,
     Notes,
     Operands,
-    Rotary,
     feed_forward,
     gelu_linear,
     norm,
@@ -89,7 +89,11 @@ class WanBlock(PatchedBlock):
         Returns:
             [B, N, C], dtype of hidden_states.
         """
-        out: Tensor = self.run(hidden_states, encoder_hidden_states, temb, rotary_emb, *mask)
+        inputs: Any = hidden_states, encoder_hidden_states, temb, rotary_emb, *mask
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        out: Tensor = other(*inputs)
         return out
 
     def fast(
@@ -126,7 +130,7 @@ class WanBlock(PatchedBlock):
         if notes is not None:
             notes.streams.append((x,))
 
-        return skip(x, feed_forward(ffn.net, h, impl), gate2, dtype, impl)
+        return skip(x, feed_forward(ffn.net, h), gate2, dtype, impl)
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
         """Return shift, scale and gate of self-attention and feed-forward, fp32 [B, 1 or N, C]."""
@@ -146,23 +150,26 @@ class WanBlock(PatchedBlock):
         """Run self-attention and its output projection: [B, N, C]."""
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             return self.call_attention(attn, h, None, mask, rotary)
-        attend = self.attend
+        spec = self.spec
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         tables: Rotary | None = self.tables(rotary)
-        ulysses = ulysses_of(attn.processor, attend)
+        ulysses = ulysses_of(attn.processor, spec)
         if ulysses is not None:
-            q, k, v, attend = ulysses.to_heads(q, k, v, norms, tables)
+            q, k, v, spec = ulysses.to_heads(q, k, v, norms, tables)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
         if proj_l is not None:
             weight, bias = (x.to(q.device) for x in proj_l)
             sparsity = ops.Sparsity.sage(self.config.sla_topk, q.device)
-            out = attend.sparse(q, k, v, (weight, bias), sparsity, norms, tables)
+            out = sparse_linear.attend_sparse(
+                q, k, v, spec=spec, proj_l=(weight, bias), sparsity=sparsity, norms=norms,
+                rotary=tables,
+            )  # fmt: skip
         else:
-            out = attend(q, k, v, norms, tables)
+            out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
         if ulysses is not None:
             out = ulysses.to_tokens(out)
         return parts.project_out(attn, out)
@@ -177,13 +184,13 @@ class WanBlock(PatchedBlock):
             return self.call_attention(attn, h, context, None, None)
         own_q = attn.to_q(h)
         k, v = parts.kv(attn, context)
-        attend = self.attend.over_few_keys(k.shape[1])
+        spec = self.spec_over(k.shape[1])
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, own_q, k)
-        out = attend(q, k, v, norms)
+        out = attention.attend(q, k, v, spec=spec, norms=norms)
         if image is not None:
             k, v = parts.added_kv(attn, image)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_added_k, own_q, k)
-            out = attend(q, k, v, norms, residual=out)
+            out = attention.attend(q, k, v, spec=spec, norms=norms, residual=out)
         return parts.project_out(attn, out)
 
     def call_attention(
@@ -199,7 +206,7 @@ class WanBlock(PatchedBlock):
 
     def tables(self, rotary: Any) -> Rotary:
         """Return the rotary embedding as (cos, sin), each [N, D]."""
-        dim = self.attend.head_dim
+        dim = self.head_dim
         return rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
 
     def calls_backend(self, attn: Any) -> bool:
@@ -222,13 +229,12 @@ class WanBlock(PatchedBlock):
         self, attn: Any, h: Any, rotary: Rotary, residual: Tensor, gate: Tensor
     ) -> Tensor:
         """Run self-attention, its projection and its skip in one kernel: fp32 [B, N, C]."""
-        attend, linear = self.attend, attn.to_out[0]
+        linear = attn.to_out[0]
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         return ops.attention_project_skip(
-            q, k, v, linear.weight, linear.bias, attend.spec(norms.eps), residual=residual,
-            c_out=gate, norm_q=norms.q, norm_k=norms.k, rotary=self.tables(rotary),
-            form="one-launch", out_dtype=torch.float32,
+            q, k, v, linear.weight, linear.bias, self.spec, residual=residual, c_out=gate,
+            norms=norms, rotary=self.tables(rotary), form="one-launch", out_dtype=torch.float32,
         )  # fmt: skip
 
     # --- when the author's forward runs ----------------------------------------------------------
@@ -249,9 +255,9 @@ class WanBlock(PatchedBlock):
             context.dtype == x.dtype
             and context.device == x.device
             and context.shape[0] == batch
-            and channels == self.attend.heads * self.attend.head_dim
+            and channels == self.spec.heads * self.head_dim
             and temb.shape[0] == batch
-            and rotary[0].numel() == rotary[1].numel() == tokens * self.attend.head_dim
+            and rotary[0].numel() == rotary[1].numel() == tokens * self.head_dim
             and (not self.has_image() or context.shape[1] > TEXT_TOKENS)
             and 0 < batch < 65536
         )
@@ -318,20 +324,20 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     """
     file: Any = sys.modules[author_class(model).__module__]
     prefix = "SkyReelsV2" if hasattr(file, "SkyReelsV2TransformerBlock") else "Wan"
-    block, attention, processor = (
+    block, attn, processor = (
         getattr(file, prefix + name) for name in ("TransformerBlock", "Attention", "AttnProcessor")
     )
-    parts.ATTENTIONS[attention] = (processor,)
+    parts.ATTENTIONS[attn] = (processor,)
     mask = ("attention_mask",) if prefix == "SkyReelsV2" else ()
     expected = {
         block.forward: (*_BLOCK, *mask),
-        attention.forward: ("self", *_ATTENTION, "kwargs"),
+        attn.forward: ("self", *_ATTENTION, "kwargs"),
         processor.__call__: ("self", "attn", *_ATTENTION),
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
     check_parameters(expected, "diffusers")
     found = find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
-    return [one.made(attend_of(one, config), config) for one in found] + _face_pairs(model, path)
+    return [one.made(config, *heads_of(one)) for one in found] + _face_pairs(model, path)
 
 
 def _face_pairs(model: Any, path: str) -> list[SkipPair]:
@@ -347,8 +353,8 @@ def _face_pairs(model: Any, path: str) -> list[SkipPair]:
     ]  # fmt: skip
 
 
-def attend_of(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attentions, and return their options."""
+def heads_of(found: Found) -> tuple[int, int]:
+    """Check a block's attentions, and return their heads and the channels of a head."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
         attn: Any = getattr(found.block, name, None)
@@ -356,4 +362,4 @@ def attend_of(found: Found, config: PatchConfig) -> Attend:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
             check_attention(f"{found.path}.{name}", head_dim, linears)
-    return Attend.of(config, heads, head_dim)
+    return heads, head_dim

@@ -20,19 +20,18 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import check_parameters, share
-from turbo_rcm_patch.patching.families.wan import WanBlock, attend_of
+from turbo_rcm_patch.patching.families.wan import WanBlock, heads_of
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import (
-    NO_NORMS,
     RMS_NORMS,
     KeptTables,
     Notes,
     Operands,
-    Rotary,
     called,
 )
 from turbo_rcm_patch.patching.plain import author_class
@@ -85,9 +84,14 @@ class AnyFlowBlock(WanBlock):
         Returns:
             [B, N, C], dtype of hidden_states.
         """
-        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         cached = () if kv_cache is None else (kv_cache, kv_cache_flag)
-        out: Tensor = self.run(*inputs, *cached)
+        inputs: Any = (
+            hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, *cached
+        )  # fmt: skip
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        out: Tensor = other(*inputs)
         return out
 
     def call_attention(
@@ -162,16 +166,17 @@ class AnyFlowFARBlock(AnyFlowBlock):
         if self.config.attention == "exact":
             made: Tensor = attn(h, rotary_emb=rotary, kv_cache=mask.held, kv_cache_flag=mask.flags)
             return made
-        attend = self.attend
+        spec = self.spec
         q, k, v = parts.qkv(attn, h)
         k, v = mask.joined(0, called(attn.norm_k, k)), mask.joined(1, v)
-        rest = (attend.heads, 1e-6, attend.impl)
-        q = unchecked.norm_rotate(called(attn.norm_q, q), None, None, *self.tables(rotary), *rest)
-        k = unchecked.norm_rotate(k, None, None, *self.tables(rotary, "key"), *rest)
+        rest: Any = {"weight": None, "heads": spec.heads, "impl": spec.impl}
+        q = called(attn.norm_q, q)
+        q = attention.norm_rotate(q, rotary=self.tables(rotary), **rest)
+        k = attention.norm_rotate(k, rotary=self.tables(rotary, "key"), **rest)
         k, v = (F.pad(x, (0, 0, 0, -q.shape[1] % _PADDED_TO)) for x in (k, v))
-        out = attend(q, k, v, NO_NORMS)
+        out = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.attention = Operands(q, k, v, NO_NORMS, None, attend.heads, out)
+            notes.attention = Operands(q, k, v, NO_NORMS, None, spec.heads, out)
         return parts.project_out(attn, out)
 
     def lengths(self, *inputs: Any) -> tuple[int, int]:
@@ -210,12 +215,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     """
     file: Any = sys.modules[author_class(model).__module__]
     causal = getattr(file, "AnyFlowCausalAttnProcessor", None)
-    block, attention = file.AnyFlowTransformerBlock, file.AnyFlowAttention
+    block, attn = file.AnyFlowTransformerBlock, file.AnyFlowAttention
     own, cross = causal or file.AnyFlowAttnProcessor, file.AnyFlowCrossAttnProcessor
-    parts.ATTENTIONS[attention] = (own, cross)
+    parts.ATTENTIONS[attn] = (own, cross)
     expected = {
         block.forward: _BLOCK,
-        attention.forward: ("self", "hidden_states", "kwargs"),
+        attn.forward: ("self", "hidden_states", "kwargs"),
         own.__call__: (*_ATTENTION, "rotary_emb", *(_CACHED if causal else ())),
         cross.__call__: _ATTENTION,
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
@@ -223,5 +228,5 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     check_parameters(expected, "diffusers")
     make = AnyFlowFARBlock if causal else AnyFlowBlock
     found = find_blocks(model.blocks, f"{path}.blocks", block, make)
-    made = [one.made(attend_of(one, config), config) for one in found]
+    made = [one.made(config, *heads_of(one)) for one in found]
     return share(made, kept={"query": KeptTables(), "key": KeptTables()})

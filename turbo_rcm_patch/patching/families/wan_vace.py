@@ -10,12 +10,13 @@ from typing import Any, Final
 from torch import Tensor
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.formats import Rotary
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import wan
 from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.pieces import Notes, Rotary
+from turbo_rcm_patch.patching.pieces import Notes
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
 
@@ -50,9 +51,11 @@ class VACEBlock(WanBlock):
         Returns:
             The hint (None without an output projection) and the control stream, [B, N, C] each.
         """
-        made: tuple[Tensor | None, Tensor] = self.run(
-            hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-        )
+        inputs = hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        made: tuple[Tensor | None, Tensor] = other(*inputs)
         return made
 
     def fast(  # type: ignore[override]
@@ -86,4 +89,4 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     control: Any = sys.modules[author_class(model).__module__].WanVACETransformerBlock
     check_parameters({control.forward: _CONTROL}, "diffusers")
     found = find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
-    return [one.made(wan.attend_of(one, config), config) for one in found] + plain
+    return [one.made(config, *wan.heads_of(one)) for one in found] + plain

@@ -1,0 +1,323 @@
+"""The online softmax over int8 logits, which several kernels share, and its arguments.
+
+Logits are int8 products in int32. The second product is e4m3 or 16-bit with fp32 sums; the product
+of each block starts from a new accumulator and is added to the running sum. Keys are permuted
+within v so that p never moves between registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.ops import formats
+from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands, scale_block
+from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of
+from turbo_rcm_patch.ops.replay import keep_for_replay
+
+#: Registers a thread may have if three programs of four warps share 65,536.
+_THREE_PROGRAMS = 168
+
+LN_2 = tl.constexpr(formats.LN_2)
+_ERROR_STEPS = tl.constexpr(float(formats.ERROR_STEPS))
+
+
+@triton.jit
+def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Reorder the keys of p within groups of 32 to the order of v in `value_block`."""
+    p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
+    p = tl.permute(p, [0, 1, 2, 4, 3, 5])
+    return tl.reshape(p, [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """Return [BLOCK_N, 16] e4m3 ones, the right operand of a product that sums rows.
+
+    Where products read shared memory, one load puts the ones there. Elsewhere they are a constant
+    in registers, because a load would be repeated in every block.
+    """
+    if DESCRIPTORS:
+        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    else:
+        ones = tl.full([BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
+    return ones
+
+
+@triton.jit
+def over_block(
+    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+    v_strides, offs_m, limit, start_n,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Compute one step of the online softmax over BLOCK_N keys from start_n on.
+
+    With FP8 l_i is [BLOCK_M, 16] with equal columns.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_PAD)
+    start_n = tl.multiple_of(start_n, BLOCK_N)
+    if DESCRIPTORS:
+        k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
+    else:
+        k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
+        k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
+    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
+    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
+    if MASKED:
+        seen = (start_n + offs_n < limit)[None, :]
+        if CAUSAL:
+            seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
+        logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(logits, axis=1))
+        # A row without keys so far has the maximum -inf; 0 instead gives p = 0, not NaN.
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
+    else:
+        # The maximum of raw integers is cheaper, and correct because scales are positive.
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
+        m_use = m_new
+        p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
+    alpha = tl.exp2(m_i - m_use)
+    m_i = m_new
+    if FP8:
+        # Permute in fp32 and cast last, because permuting bytes costs shuffles.
+        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
+        if DESCRIPTORS:
+            v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
+        else:
+            v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
+            v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
+        # Sum the rounded P, because it is what multiplies v.
+        l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
+        acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
+    else:
+        v_rows = v_src + start_n.to(tl.int64) * v_strides[1]
+        offs_v = offs_n[:, None].to(tl.int64) * v_strides[1] + offs_d[None, :]
+        if MASKED:
+            mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
+        elif HEAD_DIM == HEAD_PAD:
+            v = tl.load(v_rows + offs_v)
+        else:
+            v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        p16 = p.to(v.dtype)
+        l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
+        acc = tl.dot(p16, v, acc * alpha[:, None])
+    return acc, l_i, m_i
+
+
+@triton.jit
+def over_keys(
+    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+    v_strides, offs_m, limit, lo, hi,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Compute the online softmax over keys lo to hi."""
+    # The masked loop runs once or twice. Unpipelined, it leaves registers for a third program.
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
+        acc, l_i, m_i = over_block(
+            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+            v_strides, offs_m, limit, start_n,
+            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+            FP8, DESCRIPTORS, MASKED, CAUSAL,
+        )  # fmt: skip
+    return acc, l_i, m_i
+
+
+@triton.jit
+def row_sums(l_i, FP8: tl.constexpr):
+    """Return the row sums of a finished online softmax; NaN stays NaN.
+
+    Rows without keys get 1, so that their output is 0.
+    """
+    total = tl.max(l_i, axis=1) if FP8 else l_i
+    return tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def v_correction(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
+    """Return the term that e4m3 v lacks, [HEAD_PAD], to be added to every output row.
+
+    It is the mean that was subtracted plus the mean of the rounding errors over `limit` > 0 keys.
+    It is added without a factor because the weights of a row sum to 1.
+    """
+    levels = v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD)
+    errors = tl.load(levels + 2 * HEAD_PAD).to(tl.int32, bitcast=True).to(tl.float32)
+    step = tl.load(levels) / (limit.to(tl.float32) * _ERROR_STEPS)
+    return tl.fma(errors, step, tl.load(levels + HEAD_PAD))
+
+
+@triton.jit
+def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
+    """Return acc / total * (scale of v) + lost.
+
+    The multiply-add is explicit, so that all variants and Hopper's kernel round alike. The
+    assembler would contract the quotient and the sum in some variants only.
+    """
+    scale = tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))
+    return tl.fma(acc * (1.0 / total)[:, None], scale[None, :], lost)
+
+
+@triton.jit
+def attend(
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
+    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Compute rows start_m.. of one head: [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
+
+    q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
+    [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
+    the same memory (DESCRIPTORS; v only with FP8). q_scale [B, H, n_q_padded]; k_scale
+    [B, H, n_kv_padded / SCALE_BLOCK]; v_levels as in `formats.Values`; ones [BLOCK_N, 16] e4m3;
+    lengths [B].
+    """
+    bh = b.to(tl.int64) * heads + h
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    limit = n_kv
+    if HAS_LENGTHS:
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
+    if DESCRIPTORS:
+        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
+    else:
+        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    ones = None
+    if FP8:
+        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
+        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
+        v_head = v_src
+    else:
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
+
+    # First the blocks that every row sees whole, then those that need a mask.
+    hi = limit
+    full = limit // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        hi = tl.minimum(limit, start_m + BLOCK_M)
+        full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
+    acc, l_i, m_i = over_keys(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_strides, offs_m, limit, 0, full,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, False, CAUSAL,
+    )  # fmt: skip
+    acc, l_i, m_i = over_keys(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_strides, offs_m, limit, full, hi,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, True, CAUSAL,
+    )  # fmt: skip
+
+    total = row_sums(l_i, FP8)
+    out = acc
+    if FP8:
+        # Without keys acc is 0. The branch also separates this code from the loads of the skip;
+        # scheduled together, both would not fit into registers.
+        if limit > 0:
+            lost = v_correction(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
+            out = times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD)
+    else:
+        out = acc / total[:, None]
+    lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
+    return out, lse
+
+
+#: Device -> result of `ones_for`. It is never freed, because any stream may read it.
+_ones: dict[torch.device, torch.Tensor] = {}
+
+
+def ones_for(device: torch.device) -> torch.Tensor:
+    """Return [256, 16] e4m3 ones, the right operand of a product that sums rows.
+
+    The ones are kept per device, after they are written, because another stream may read them
+    next. A CUDA graph that is being captured gets its own, because memory and writes during a
+    capture belong to the graph.
+    """
+    kept = _ones.get(device)
+    if kept is None:
+        kept = torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return kept
+            torch.cuda.current_stream(device).synchronize()
+        _ones[device] = keep_for_replay(kept)
+    return kept
+
+
+def variant_of(a: AttentionInputs) -> str:
+    """Return the variant of an attention in the tables of tiles."""
+    return f"{'fp8' if a.spec.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+
+
+def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:
+    """Return the option that lets three programs share a multiprocessor of Hopper.
+
+    Without it the compiler takes a few registers more, so that only two fit.
+    """
+    hopper = target_of(a.q.device) == ("cuda", 90)
+    few = hopper and tile.warps == 4 and a.q.element_size() == 2
+    return {"maxnreg": _THREE_PROGRAMS} if few else {}
+
+
+def attention_arguments(
+    a: AttentionInputs, operands: QuantizedOperands, tile: Tile
+) -> dict[str, object]:
+    """Return the arguments of `attend` by name."""
+    queries, keys, values, v = operands[:4]
+    keys_a_scale = scale_block(a.head_dim)
+    block_n = min(tile.block_n, keys_a_scale)
+    # Only in the e4m3 path does the prologue lay out every operand.
+    q_src, k_src = queries.int8, keys.int8
+    _, heads, n_q_padded, head_pad = q_src.shape
+    n_kv_padded = k_src.shape[2]
+    descriptors = values is not None and target_of(q_src.device).descriptors
+    v_src = values.e4m3 if values is not None else v
+    assert v_src is not None
+    if descriptors:
+        q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
+        k_src = descriptor(k_src.view(-1, head_pad), [block_n, head_pad])
+        v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, block_n])
+    return {
+        "q_src": q_src,
+        "q_scale_ptr": queries.scale,
+        "k_src": k_src,
+        "k_scale_ptr": keys.scale,
+        "v_src": v_src,
+        "v_levels_ptr": None if values is None else values.levels,
+        "ones_src": None if values is None else ones_for(queries.scale.device),
+        "lengths_ptr": operands.lengths,
+        "v_strides": (0, 0) if v is None else v.stride()[:2],
+        "n_q": operands.n_q,
+        "n_kv": operands.n_kv,
+        "n_q_padded": n_q_padded,
+        "n_kv_padded": n_kv_padded,
+        "heads": heads,
+        "P_MAX_LOG2": P_MAX_LOG2[a.spec.pv],
+        "HEAD_DIM": a.head_dim,
+        "HEAD_PAD": head_pad,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": block_n,
+        "SCALE_BLOCK": keys_a_scale,
+        "FP8": values is not None,
+        "DESCRIPTORS": descriptors,
+        "CAUSAL": a.spec.causal,
+        "HAS_LENGTHS": operands.lengths is not None,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
