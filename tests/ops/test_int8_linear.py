@@ -27,7 +27,7 @@ from turbo_rcm_patch.ops import (
     quantize_weight,
 )
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
-from turbo_rcm_patch.ops.int8_linear.api import dequantized, quantize_rows, quantized_rows
+from turbo_rcm_patch.ops.int8_linear.api import Linear, dequantized, quantize_rows, quantized_rows
 from turbo_rcm_patch.ops.launch import Target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -241,8 +241,8 @@ def test_operands_by_descriptors_give_the_same(
     bias = torch.randn(80)
     expected = int8_linear(x, weight, scale, bias, impl="reference")
     monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
-    rows = quantize_rows(x, on.impl)
-    out = kernel.int8_linear(rows, weight, scale, bias, gelu=False, out_dtype=FP32)
+    out = torch.empty(1, 70, 80)
+    kernel.launch_kernel(out, quantize_rows(x, on.impl), Linear(weight, scale, bias, ""))
     assert relative_l2(out, expected) < TIGHT[on.name][FP32]
 
 
