@@ -167,20 +167,21 @@ def _softmax(
             p = gl.exp2(p)
     p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
     p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
-    return p, gl.exp2(m_i - m_new), m_new
+    return p, gl.exp2(m_i - m_new), m_new  # [64, 128], [64], [64]
 
 
 @gluon.jit
 def _accumulate(acc, l_i, p, alpha, v_tile, ones):
     """Add a block of keys to acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
-    p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)
+    p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)  # [64, 128]
     # l_i sums the rounded p, because it is what multiplies v.
     row = warpgroup_mma(p8, ones.permute((1, 0)), gl.zeros_like(l_i), use_acc=False, is_async=True)
     pv = warpgroup_mma(
         p8, v_tile.permute((1, 0)), gl.zeros_like(acc), use_acc=False, is_async=True
     )
-    row, pv = warpgroup_mma_wait(0, deps=(row, pv))
+    # Depth 0, because the slot of v is released after the next q k without a further wait.
+    row, pv = warpgroup_mma_wait(0, deps=(row, pv))  # [64, 8] and [64, HEAD_DIM] fp32
     rows_l: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     l_i = l_i * gl.convert_layout(alpha, rows_l, assert_trivial=True)[:, None] + row
@@ -207,15 +208,15 @@ def _consumer(
     bh = b * heads + h
     start_m = start_m + GROUP * _BLOCK_M
     offs_m = start_m + gl.arange(0, _BLOCK_M, rows_s)
-    q_scale = gl.load(
+    q_scale = gl.load(  # [64]
         q_scale_ptr + bh.to(gl.int64) * n_q_padded + offs_m, mask=offs_m < n_q_padded, other=0.0
     )
     k_scales = k_scale_ptr + bh * (n_kv_padded // _BLOCK_N)
-    m_i = gl.full([_BLOCK_M], float("-inf"), gl.float32, rows_s)
+    m_i = gl.full([_BLOCK_M], float("-inf"), gl.float32, rows_s)  # maxima in log2 units
     l_i = gl.zeros([_BLOCK_M, _ONES], gl.float32, layout_l)
     acc = gl.zeros([_BLOCK_M, HEAD_DIM], gl.float32, layout_o)
     no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout_s)
-    q_tile = q_smem.index(GROUP)
+    q_tile = q_smem.index(GROUP)  # [64, HEAD_DIM] int8
 
     # First the blocks that every row sees whole, then the one that needs a mask.
     blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
@@ -224,10 +225,13 @@ def _consumer(
     mbarrier.wait(ready.index(0), 0)
     for i in range(0, full):
         slot = i % STAGES
-        k_tile = k_smem.index(slot).permute((1, 0))
+        k_tile = k_smem.index(slot).permute((1, 0))  # [HEAD_DIM, 128] int8
         qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
-        scale = q_scale * gl.load(k_scales + i)
-        qk = warpgroup_mma_wait(0, deps=(qk,))
+        scale = q_scale * gl.load(k_scales + i)  # [64]
+        qk = warpgroup_mma_wait(0, deps=(qk,))  # [64, 128] int32
+        # Slot i also holds v_(i-1). Nothing reads that any more: the wait with depth 0 in
+        # `_accumulate`, one iteration earlier, has drained p_(i-1) v_(i-1). So the producer may
+        # overwrite both.
         mbarrier.arrive(empty.index(slot), count=1)
         p, alpha, m_i = _softmax(qk, scale, m_i, True, P_MAX_LOG2, False, share)
         slot = (i + 1) % STAGES
@@ -264,9 +268,9 @@ def _consumer(
     scale = gl.load(levels)
     errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
     step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
-    lost = gl.fma(errors, step, gl.load(levels + HEAD_DIM))
+    correction = gl.fma(errors, step, gl.load(levels + HEAD_DIM))  # [HEAD_DIM]
     factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
-    out = gl.fma(acc * factor[:, None], scale[None, :], lost[None, :])
+    out = gl.fma(acc * factor[:, None], scale[None, :], correction[None, :])  # [64, HEAD_DIM]
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
     first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
     gl.store(

@@ -65,8 +65,8 @@ def over_block(
     else:
         k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
         k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
-    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
+    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
+    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)  # [BLOCK_M]
     if MASKED:
         seen = (start_n + offs_n < limit)[None, :]
         if CAUSAL:
@@ -81,11 +81,11 @@ def over_block(
         m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
         m_use = m_new
         p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
-    alpha = tl.exp2(m_i - m_use)
+    alpha = tl.exp2(m_i - m_use)  # [BLOCK_M]
     m_i = m_new
     if FP8:
         # Permute in fp32 and cast last, because permuting bytes costs shuffles.
-        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
+        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)  # [BLOCK_M, BLOCK_N]
         if DESCRIPTORS:
             v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
         else:
@@ -104,7 +104,7 @@ def over_block(
             v = tl.load(v_rows + offs_v)
         else:
             v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-        p16 = p.to(v.dtype)
+        p16 = p.to(v.dtype)  # [BLOCK_M, BLOCK_N]
         l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
         acc = tl.dot(p16, v, acc * alpha[:, None])
     return acc, l_i, m_i

@@ -283,6 +283,11 @@ def token_block(
     async_copy.wait_group(0)
 
 
+#: Values of q, and of a sample of k, that a program holds: rows times channels of a head.
+_TILE = gl.constexpr(8192)
+#: Programs that find maxima of v, in tokens times channels: as many as run beside those of the
+#: mean.
+_AMAX_PROGRAMS = 200 * 128
 _SLOTS = 132  # programs of q, and as many of k, that an H100 or H200 runs at a time
 _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
@@ -391,7 +396,7 @@ def hopper_prologue_kernel(
     shared = allocate(k_ptr.dtype.element_ty, _K_ROWS, HEAD_DIM, ROPE)
     # Queries come first, because they do not read the results of the kernel before.
     if at < q_programs:
-        rows: gl.constexpr = 8192 // HEAD_DIM
+        rows: gl.constexpr = _TILE // HEAD_DIM
         if COUNTERS:  # noqa: SIM102 (a compile-time branch)
             if at < q_blocks:
                 _zero(counter_ptr + b * n_counters, at * rows, n_counters, rows, COUNTER_ROWS)
@@ -427,7 +432,7 @@ def _sample_sum(
     NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Store the sum of a normalised, rotated head of x over some tokens 0, step, ... < limit."""
-    T: gl.constexpr = 8192 // D
+    T: gl.constexpr = _TILE // D
     own: gl.constexpr = row_per_thread_layout(D)
     tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)
     rows = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
@@ -569,7 +574,7 @@ def run_prologue(job: Prologue) -> None:
     cos, sin = a.rotary or (None, None)
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
     fp8, smooth = values is not None, a.spec.smooth_k
-    q_rows = 8192 // head_dim
+    q_rows = _TILE.value // head_dim
 
     def empty(count: int) -> torch.Tensor:
         shape = (batch, heads, count, head_dim)
@@ -577,8 +582,7 @@ def run_prologue(job: Prologue) -> None:
 
     means = cdiv(cdiv(n_kv, job.step), q_rows)
     mean = empty(means) if smooth else None
-    # As many programs as run at a time beside those of the mean.
-    most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
+    most = max(1, min(AMAX_CHUNKS, _AMAX_PROGRAMS // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
     stats = empty(1 + chunks) if fp8 else None
