@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,10 +16,9 @@ from turbo_rcm_patch.ops.launch import Target
 MODULES = (
     "attention.hopper", "int8_linear.hopper", "sparse_linear.hopper", "attention.prologue_hopper",
     "launch", "attention.triton", "attention.online_softmax", "int8_linear.triton",
-    "residual.norm_triton",
-    "attention.one_launch_triton", "attention.prologue_triton", "int8_rows",
-    "residual.skip_triton", "residual.skip_norm_triton",
-    "sparse_linear.triton", "residual.streams_triton",
+    "residual.triton",
+    "attention.one_launch_triton", "attention.prologue_triton", "numerics",
+    "sparse_linear.triton",
 )  # fmt: skip
 
 #: Name, grid and arguments of each launch.
@@ -39,7 +38,14 @@ class Compiled:
         self._name = name
 
     def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        _WRITTEN.append((self._name, (x, y, z), list(rest[4:])))
+        _WRITTEN.append((self._name, (x, y, z), _flat(rest[4:])))
+
+
+def _flat(values: Iterable[Any]) -> list[Any]:
+    """Return values with those of tuples, at any depth, in their place."""
+    return [
+        one for value in values for one in (_flat(value) if isinstance(value, tuple) else [value])
+    ]
 
 
 def needs_hopper_kernels() -> None:
@@ -59,7 +65,7 @@ def write_down_launches(monkeypatch: pytest.MonkeyPatch) -> Log:
     def launcher(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def start(**arguments: Any) -> Compiled:
             values = [arguments[name] for name in kernel.arg_names]
-            _WRITTEN.append((kernel.__name__, (*grid, 1, 1)[:3], values))
+            _WRITTEN.append((kernel.__name__, (*grid, 1, 1)[:3], _flat(values)))
             return Compiled(kernel.__name__)
 
         return start

@@ -103,18 +103,17 @@ class Result:
     loop_spills: tuple[int, ...] = ()
     barrier: bool = True
     sums: tuple[str, ...] = ()
+    rows: bool = False
 
 
 # --- what is launched ----------------------------------------------------------------------------
 
 
-_MODULES = ("int8_rows", "residual.norm_triton", "residual.skip_triton",
-            "residual.skip_norm_triton", "residual.streams_triton", "launch",
+_MODULES = ("numerics", "residual.triton", "launch",
             "attention.triton", "attention.prologue_triton", "attention.one_launch_triton",
             "sparse_linear.triton", "int8_linear.triton")  # fmt: skip
 _PORTABLE = {
-    "rows": "int8_rows", "norm": "residual.norm_triton", "skip": "residual.skip_triton",
-    "skip_norm": "residual.skip_norm_triton", "streams": "residual.streams_triton",
+    "rows": "numerics", "residual": "residual.triton",
 }  # fmt: skip
 _LOADED = {name: import_module(f"turbo_rcm_patch.ops.{name}") for name in _MODULES}
 portable = SimpleNamespace(**{name: _LOADED[path] for name, path in _PORTABLE.items()})
@@ -176,17 +175,18 @@ def _int8_linear(case: Case, target: Target) -> None:
 def _norms(case: Case, target: Target) -> None:
     """A norm alone and after its skip, as a tensor and as int8 rows; the skip; rotated rows."""
     x, stream = case.tokens(), case.tokens(dtype=case.options["stream"])
-    row, norm = case.tokens(1, torch.float32), portable.norm
-    how: dict[str, Any] = {"one": 1.0, "eps": 1e-6}
-    close: dict[str, Any] = {"cast": "fp32", "out_dtype": stream.dtype}
-    norm.norm_modulate(stream, row, row, out_dtype=x.dtype, **how)
-    norm.norm_modulate_rows(stream, row, row, **how)
-    for dtype in (x.dtype, torch.int8):
-        portable.skip_norm.skip_norm(stream, x, row, row, row, normed_dtype=dtype, **how, **close)
-    portable.skip.skip(stream, x, 1.0, row, **close)
+    row, residual = case.tokens(1, torch.float32), portable.residual
+    for branch in (None, x):
+        gate = None if branch is None else row
+        for dtype in (x.dtype, torch.int8):
+            residual.skip_norm(
+                stream, branch, gate=gate, factor=row, offset=row, weight=None, bias=None, one=1.0,
+                eps=1e-6, dtype=stream.dtype, norm_dtype=dtype,
+            )  # fmt: skip
+    residual.skip(stream, x, 1.0, row, cast="fp32", out_dtype=stream.dtype)
     table = case.empty(32760, case.dim, dtype=torch.float32)
     rotary = {"weight": row[0, 0], "bias": None, "cos": table, "sin": table, "eps": 1e-6}
-    norm.norm_rotate(x, case.heads, **rotary)
+    residual.norm_rotate(x, case.heads, **rotary)
 
 
 def _streams(case: Case, target: Target) -> None:
@@ -194,13 +194,14 @@ def _streams(case: Case, target: Target) -> None:
     x, stream = case.tokens(), case.tokens(dtype=case.options["stream"])
     parts, modulation = (stream[:, :64], stream[:, 64:]), case.empty(1, 6, 1, x.shape[2])
     gate, factor, offset = (modulation[:, at : at + 2].unbind(1) for at in (0, 2, 4))
-    how: dict[str, Any] = {"cast": "fp32", "one": 1.0, "eps": 1e-6}
-    how |= {"out_dtype": stream.dtype, "normed_dtype": x.dtype}
-    normed = (factor, offset, case.empty(x.shape[2]), case.empty(x.shape[2]))
-    launcher = portable.streams.streams
-    launcher(parts, None, None, *normed, **how)
-    launcher(parts, x, gate, *normed, **how)
-    launcher(parts, x, gate, None, None, None, None, **how)
+    weight = case.empty(x.shape[2])
+    normed = {"factor": factor, "offset": offset, "weight": weight, "bias": weight}
+    normed |= {"norm_dtype": x.dtype}
+    for branch, options in ((None, normed), (x, normed), (x, dict.fromkeys(normed))):
+        portable.residual.skip_norm(
+            parts, branch, gate=None if branch is None else gate, one=1.0, eps=1e-6,
+            dtype=stream.dtype, **options,
+        )  # fmt: skip
 
 
 _MORE: dict[str, Any] = {"want_lse": True, "lengths": True}
@@ -248,7 +249,8 @@ def compiled(name: str, target: Target) -> list[Result]:
     case, results = CASES[name], []
 
     def launch(kernel: Any, grid: object, device: object, **arguments: Any) -> None:
-        made = Result(kernel.__name__, target, case)
+        rows = arguments.get("scale_ptr") is not None
+        made = Result(kernel.__name__, target, case, rows=rows)
         results.append(
             _measured(made, lambda: kernel.warmup(grid=grid, enable_fp_fusion=True, **arguments))
         )
@@ -370,10 +372,9 @@ def faults(result: Result) -> list[str]:
 
 def order_faults(results: Sequence[Result]) -> list[str]:
     """The kernels that sum a row in another order than the norm's own kernel of the same case."""
-    kernels = ("norm_modulate", "skip_norm", "streams")
-    found = [one for one in results if one.kernel.startswith(kernels) and one.sums]
-    first = {"rows" in one.kernel: one.sums for one in reversed(found)}
-    return [one.kernel for one in found if one.sums != first["rows" in one.kernel]]
+    found = [one for one in results if one.kernel == "residual_kernel" and one.sums]
+    first = {one.rows: one.sums for one in reversed(found)}
+    return [one.kernel for one in found if one.sums != first[one.rows]]
 
 
 # --- the command ---------------------------------------------------------------------------------

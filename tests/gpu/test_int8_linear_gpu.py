@@ -16,7 +16,7 @@ from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.gluon import hopper_module
 from turbo_rcm_patch.ops.int8_linear import api
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
-from turbo_rcm_patch.ops.int8_rows import quantize_rows
+from turbo_rcm_patch.ops.numerics import quantize_rows
 
 pytestmark = pytest.mark.gpu
 

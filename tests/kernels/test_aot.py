@@ -16,10 +16,7 @@ from turbo_rcm_patch.ops.launch import Target
 _PROLOGUE = {"statistics_kernel", "prologue_kernel"}
 _OWN_PROLOGUE = {"hopper_statistics_kernel", "hopper_prologue_kernel"}
 _SPARSE = {"prepare_tokens_kernel", "select_kernel", "sparse_attention_kernel"}
-_NORMS = {
-    "norm_modulate_kernel", "norm_modulate_rows_kernel", "skip_norm_kernel",
-    "skip_norm_rows_kernel", "skip_kernel", "norm_rotate_kernel",
-}  # fmt: skip
+_NORMS = {"residual_kernel", "skip_kernel", "norm_rotate_kernel"}
 
 #: Target, case, and the kernels that it launches.
 LAUNCHES = [
@@ -29,7 +26,7 @@ LAUNCHES = [
     (AMPERE, "sparse-128x64-d128", _PROLOGUE | _SPARSE | {"key_value_kernel"}),
     (AMPERE, "int8-linear-row", {"quantize_rows_kernel", "int8_linear_kernel"}),
     (AMPERE, "norms-12x128-fp32", _NORMS),
-    (AMPERE, "streams-30x64-bf16", {"streams_kernel"}),
+    (AMPERE, "streams-30x64-bf16", {"residual_kernel"}),
     (HOPPER, "attention-d128", _OWN_PROLOGUE | {"attention_kernel"}),
     (HOPPER, "attention-alone-d64", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-alone-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
@@ -40,7 +37,7 @@ LAUNCHES = [
     (HOPPER, "int8-linear-group", {"quantize_rows_kernel", "int8_linear_kernel"}),
     (HOPPER, "norms-12x128-fp32", _NORMS),
     (HOPPER, "norms-40x128-bf16", _NORMS),
-    (HOPPER, "streams-30x64-fp32", {"streams_kernel"}),
+    (HOPPER, "streams-30x64-fp32", {"residual_kernel"}),
 ]
 
 

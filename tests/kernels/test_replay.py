@@ -19,12 +19,9 @@ from torch import Tensor
 
 from tests.inputs import attention_inputs
 from tests.launches import Log, write_down_launches
-from turbo_rcm_patch.ops.int8_rows import quantize_rows
+from turbo_rcm_patch.ops.numerics import quantize_rows
 from turbo_rcm_patch.ops.replay import keep_for_replay, recorder, replayed
-from turbo_rcm_patch.ops.residual.norm_triton import norm_modulate, norm_modulate_rows, norm_rotate
-from turbo_rcm_patch.ops.residual.skip_norm_triton import skip_norm
-from turbo_rcm_patch.ops.residual.skip_triton import skip
-from turbo_rcm_patch.ops.residual.streams_triton import streams
+from turbo_rcm_patch.ops.residual.triton import norm_rotate, skip, skip_norm
 
 HEADS, DIM = 2, 64
 CHANNELS = HEADS * DIM
@@ -184,14 +181,21 @@ def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> Non
     assert len(again) >= 6 and launched == [], "torch's steps lie between recorded launches"
 
 
+def of_stream(x: Any, branch: Tensor | None = None, **options: Any) -> Any:
+    """A pass over one stream or two."""
+    given: Any = dict.fromkeys(("gate", "factor", "offset", "weight", "bias"))
+    given |= {"one": 1.0, "eps": 1e-6, "dtype": torch.float32, "norm_dtype": BF16} | options
+    return skip_norm(x, branch, **given)
+
+
 def test_operations_around_attention_are_replayed(log: Log) -> None:
     x, row = tokens(33), torch.randn(2, 1, CHANNELS)
-    pair, norm = (tokens(9), tokens(24)), {"one": 1.0, "eps": 1e-6}
+    pair = (tokens(9), tokens(24))
     how: dict[str, Any] = {"cast": "fp32", "out_dtype": BF16}
     rotary = {"bias": None, "eps": 1e-6}
     calls: list[tuple[Call, list[Tensor]]] = [
-        (lambda x: norm_modulate(*x, **norm, out_dtype=BF16), [x, row, row + 1]),
-        (lambda x: norm_modulate_rows(*x, **norm), [x, row, row + 1]),
+        (lambda x: of_stream(x[0], factor=x[1], offset=x[2]), [x, row, row + 1]),
+        (lambda x: of_stream(x[0], factor=x[1], norm_dtype=torch.int8), [x, row]),
         (lambda x: quantize_rows(x[0]), [x]),
         (
             lambda x: norm_rotate(x[0], HEADS, weight=x[1], cos=x[2], sin=x[3], **rotary),
@@ -199,15 +203,15 @@ def test_operations_around_attention_are_replayed(log: Log) -> None:
         ),
         (lambda x: skip(x[0], x[1], 1.0, x[2], **how), [x, x + 1, row]),
         (
-            lambda x: skip_norm(*x[:2], *x[2:], normed_dtype=BF16, **norm, **how),
+            lambda x: of_stream(x[0], x[1], gate=x[2], factor=x[3], offset=x[4]),
             [x, x + 1, row, row + 1, row + 2],
         ),
         (
-            lambda x: streams(
-                (x[0], x[1]), x[2], (x[3], x[3]), (x[4], x[4]), (x[5], x[5]), None, None,
-                normed_dtype=BF16, **norm, **how,
+            lambda x: of_stream(
+                (x[0], x[1]), x[2], gate=(x[3], x[3]), factor=(x[4], x[4]), offset=(x[5], x[5]),
+                weight=x[6],
             ),
-            [*pair, x, row, row + 1, row + 2],
+            [*pair, x, row, row + 1, row + 2, row[0, 0]],
         ),
     ]  # fmt: skip
     for call, tensors in calls:
@@ -244,7 +248,7 @@ def test_one_tensor_in_two_places_is_told_from_two_tensors(log: Log) -> None:
 
 
 def normed(x: list[Tensor]) -> Any:
-    return norm_modulate(x[0], None, None, one=1.0, eps=1e-6, out_dtype=BF16)
+    return of_stream(x[0])
 
 
 def test_another_alignment_is_another_recording(log: Log) -> None:

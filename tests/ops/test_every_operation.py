@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops, sageattn
-from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity, unchecked
+from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
 from turbo_rcm_patch.ops.register import encode
 
@@ -418,9 +418,9 @@ def _registered() -> dict[str, tuple[Any, ...]]:
     }  # fmt: skip
     rows = ops.norm_modulate_rows(X)
     linear = (WEIGHT, SCALE, ROW, "gelu-tanh", impl, torch.bfloat16)
-    norm = (row, row, 1.0, 1e-6)
-    streams = (X[:, :2], X[:, 2:])
-    pairs = (row, row + 1, row, row - 1)
+    streams, pair = [X[:, :2], X[:, 2:]], [row, row + 1]
+    norm = ([row], [row], None, None, 1.0, 1e-6, fp32)
+    norms_of_two = (pair, pair, ROW, ROW, 1.0, 1e-6, fp32)
     one_launch = causal | {"form": "one-launch", "cast": "fp32", "want_lse": False}
     return {
         "attention": attention | {"options": encode(**causal)},
@@ -429,19 +429,15 @@ def _registered() -> dict[str, tuple[Any, ...]]:
         "int8_linear": (X, None, *linear),
         "int8_linear of rows": (*rows, *linear),
         "linear_gelu": (X, SQUARE, ROW),
-        "norm_modulate": (X, *norm, impl, torch.bfloat16),
-        "norm_modulate_rows": (X, row, None, 1.0, 1e-6, impl),
-        "norm_modulate_streams": (*streams, *pairs, ROW, None, 1.0, 1e-6, impl, fp32),
         "norm_rotate": (X, ROW, None, [TABLE, TABLE], HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
         "quantize_weight": (SQUARE, impl),
-        "skip": (X, X + 1, None, gate, 0.5, 1.0, "model", impl, torch.bfloat16),
-        "skip_norm": (X, X + 1, gate, *norm, "fp32", impl, fp32, torch.bfloat16),
-        "skip_norm_rows": (X, X + 1, None, row, None, 0.0, 1e-6, "fp32", impl, fp32),
-        "skip_norm_streams": (
-            X, *streams, row, row, *pairs, ROW, ROW, 1.0, 1e-6, "fp32", impl, fp32, torch.float16
-        ),
-        "skip_streams": (X, *streams, row, row, "fp32", impl, torch.bfloat16),
+        "skip": (X, X + 1, None, gate, 0.5, 1.0, torch.bfloat16, encode(cast="model", impl=impl)),
+        "skip_norm": ([X], X + 1, [gate], *norm, torch.bfloat16, impl),
+        "skip_norm of the norm alone": ([X], None, [], *norm, torch.bfloat16, impl),
+        "skip_norm as int8 rows": ([X], X + 1, [], *norm, torch.int8, impl),
+        "skip_norm of two streams": (streams, X, pair, *norms_of_two, torch.float16, impl),
+        "skip_norm of two skips": (streams, X, pair, [], [], None, None, *norm[4:], None, impl),
         "sparse_linear_attention": qkv
         | common
         | {"weight": torch.eye(8), "bias": None, "norms": [ROW, None], "sm_scale": -1.0}
@@ -450,7 +446,6 @@ def _registered() -> dict[str, tuple[Any, ...]]:
 
 
 REGISTERED = _registered()
-assert unchecked  # its import registers the operations of two streams
 
 
 def _call(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -22,6 +22,7 @@ from turbo_rcm_patch.ops import (
     MAX_CHANNELS,
     Int8Tensor,
     int8_linear,
+    linear_gelu,
     norm_modulate,
     norm_modulate_rows,
     quantize_weight,
@@ -285,3 +286,26 @@ def test_a_linear_of_rows_is_that_of_the_norm(form: Any) -> None:
     part = Int8Tensor(rows.data[:, :4], rows.scale[:, :4])
     made = int8_linear(part, *weight, activation="gelu-tanh", out_dtype=FP32)
     assert torch.equal(made, out[:, :4])
+
+
+# --- the linear with GELU ------------------------------------------------------------------------
+
+
+@over(reference={"dtype": [FP32, FP16, BF16]}, gpu={"dtype": [FP32, FP16, BF16]})
+def test_gelu_of_a_linear_is_near_fp64(on: Implementation, dtype: torch.dtype) -> None:
+    """On a GPU it sees the sum before that is rounded."""
+    x, weight = on.randn(2, 300, 512, dtype=dtype), on.randn(70, 512, dtype=dtype) / 22
+    bias = on.randn(70)
+    exact = F.gelu(
+        F.linear(x.double(), weight.double(), bias.to(dtype).double()), approximate="tanh"
+    )
+    out = linear_gelu(x, weight, bias)
+    assert out.dtype == dtype
+    limit = {FP32: 3e-6, FP16: 4e-4, BF16: 2.2e-3}[dtype]
+    assert relative_l2(out, exact) < (limit if on.name == "gpu" else 2 * limit)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16), (2, 5, 0)], ids=str)
+def test_gelu_of_a_linear_of_nothing(shape: tuple[int, ...]) -> None:
+    out = linear_gelu(torch.randn(*shape), torch.randn(8, shape[2]), torch.zeros(8))
+    assert out.shape == (*shape[:2], 8) and not out.any()

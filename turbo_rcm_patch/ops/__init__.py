@@ -27,8 +27,7 @@ from turbo_rcm_patch.ops.int8_linear.api import (
     linear_gelu,
     quantize_weight,
 )
-from turbo_rcm_patch.ops.residual.norm import norm_modulate, norm_modulate_rows
-from turbo_rcm_patch.ops.residual.skip import skip
+from turbo_rcm_patch.ops.residual.api import norm_modulate, norm_modulate_rows, skip
 from turbo_rcm_patch.ops.sparse_linear.api import (
     MAX_SPARSE_HEAD_DIM,
     SPARSE_BLOCKS,

@@ -4,7 +4,7 @@ hardware."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 import torch
 
@@ -69,12 +69,6 @@ def check_out_dtype(dtype: torch.dtype | None) -> None:
         raise DTypeError(
             "out_dtype", expected="bfloat16, float16, float32 or float64", got=repr(dtype)
         )
-
-
-def one_for_form(form: Literal["modulation", "affine"]) -> float:
-    """Return the number that a norm of this form adds to its scale."""
-    check_choice("form", form, ("modulation", "affine"))
-    return 1.0 if form == "modulation" else 0.0
 
 
 def check_float(name: str, x: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ def load_kernels(impl: str, device: torch.device) -> None:
     try:
         from turbo_rcm_patch.ops.attention.api import import_kernels
         from turbo_rcm_patch.ops.gluon import hash_compiler
-        from turbo_rcm_patch.ops.residual import norm_triton, skip_norm_triton, skip_triton
+        from turbo_rcm_patch.ops.residual import triton as residual
     except ImportError as error:
         raise MissingPackageError(
             'impl="triton"',
@@ -140,7 +140,7 @@ def load_kernels(impl: str, device: torch.device) -> None:
             got=f"{type(error).__name__}: {error}",
             remedy='Install the Triton that your torch asks for, or use impl="reference"',
         ) from error
-    assert norm_triton and skip_norm_triton and skip_triton
+    assert residual
     import_kernels(device)
     hash_compiler()
 

@@ -253,7 +253,7 @@ def skip_arguments(
     out_factor: float | torch.Tensor,
     shape: Sequence[int],
 ) -> dict[str, object]:
-    """Return the arguments of `portable.skip.close_skip`, named as in every kernel with a skip.
+    """Return the arguments of `numerics.close_skip`, named as in every kernel with a skip.
 
     Args:
         residual: [B, N, C] or None.

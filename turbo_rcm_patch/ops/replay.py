@@ -186,19 +186,21 @@ class _Values:
     """The values that the launches of a program take.
 
     In order they are the addresses of arguments and buffers, addresses inside them, tensor
-    descriptors, and plain values.
+    descriptors, plain values, and tuples of values before them.
     """
 
     def __init__(self) -> None:
         self.inside: list[tuple[int, int]] = []
         self.described: list[_Described] = []
         self.plain: list[Any] = []
+        self.group: list[list[tuple[str, int]]] = []
 
     def places(self, wanted: list[tuple[str, int]], addresses: int) -> list[int]:
         """Return the indices of values, each given by its kind and its number within the kind."""
         first = {"address": 0, "inside": addresses}
         first["described"] = addresses + len(self.inside)
         first["plain"] = first["described"] + len(self.described)
+        first["group"] = first["plain"] + len(self.plain)
         return [first[kind] + number for kind, number in wanted]
 
     def add(self, kind: str, value: Any) -> tuple[str, int]:
@@ -206,6 +208,18 @@ class _Values:
         held: list[Any] = getattr(self, kind)
         held.append(value)
         return kind, len(held) - 1
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Return True for a tensor, and for a tuple that holds one at any depth."""
+    inside = isinstance(value, tuple) and any(map(_holds_tensor, value))
+    return inside or isinstance(value, torch.Tensor)
+
+
+def _tuple_getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: (values[places[0]],)
 
 
 class _Buffer(NamedTuple):
@@ -247,6 +261,7 @@ class Program:
         "_alignment",
         "_buffers",
         "_constants",
+        "_groups",
         "_index",
         "_launches",
         "_low_bits",
@@ -269,6 +284,8 @@ class Program:
         self._alignment, self._aliases = alignment, aliases
         self._low_bits, self._values = max(alignment), values
         self._launches, self._result, self._constants = launches, result, constants
+        slots = len(alignment) + len(buffers)
+        self._groups = [_tuple_getter(values.places(wanted, slots)) for wanted in values.group]
 
     def fits(self, addresses: list[int]) -> bool:
         """Return True if arguments share memory and are aligned as in the recorded call."""
@@ -296,6 +313,8 @@ class Program:
         for one in held.described:
             values.append(one.at(values[one.slot] + one.offset))
         values += held.plain
+        for group in self._groups:
+            values.append(group(values))
         stream = _raw_stream(index)
         for start, grid, head, pick in self._launches:
             start(*grid, stream, *head, *pick(values))
@@ -431,30 +450,42 @@ class Recorder(TorchDispatchMode):
             return None
 
         values, launches = _Values(), []
+
+        def place(value: Any) -> tuple[str, int] | None:
+            """Add a value without descriptors; return None if its memory is not known."""
+            if isinstance(value, tuple) and any(map(_holds_tensor, value)):
+                inner = [place(part) for part in value]
+                if None in inner:
+                    return None
+                return values.add("group", inner)
+            if not isinstance(value, torch.Tensor):
+                return values.add("plain", value)
+            at = locate(value)
+            if at is None:
+                return None
+            slot, offset = at
+            if slot < 0:
+                return values.add("plain", offset)
+            return values.add("inside", at) if offset else ("address", slot)
+
         for kernel, grid, arguments, compiled in self._launches:
             wanted: list[tuple[str, int]] = []
             start, head, metas = _starter_of(compiled)
             for name in kernel.arg_names:
                 value = arguments[name]
                 base = getattr(value, "base", None)
-                tensor = value if isinstance(value, torch.Tensor) else base
-                if not isinstance(tensor, torch.Tensor):
-                    wanted.append(values.add("plain", value))
+                if isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
+                    found = place(value)
+                    if found is None:
+                        return None
+                    wanted.append(found)
                     continue
-                at = locate(tensor)
-                if at is None:
-                    return None
-                slot, offset = at
-                if tensor is not value:
-                    if slot < 0:
-                        return None  # No constant is read through a descriptor.
-                    make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
-                    wanted.append(values.add("described", _Described(slot, offset, make, {})))
-                    wanted += [values.add("plain", number) for number in numbers]
-                elif slot < 0:
-                    wanted.append(values.add("plain", offset))
-                else:
-                    wanted.append(values.add("inside", at) if offset else ("address", slot))
+                at = locate(base)
+                if at is None or at[0] < 0:
+                    return None  # No constant is read through a descriptor.
+                make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
+                wanted.append(values.add("described", _Described(*at, make, {})))
+                wanted += [values.add("plain", number) for number in numbers]
             launches.append((start, (*grid, 1, 1)[:3], head, wanted))
         addresses = first + len(buffers)
         ready = tuple(

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops import unchecked
-from turbo_rcm_patch.ops.formats import NO_NORMS, Int8Tensor, Norms, Rotary
+from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
+from turbo_rcm_patch.ops.residual import api as residual
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
 
@@ -95,12 +95,11 @@ def norm(
     Returns:
         [B, N, C], or `Int8Tensor`.
     """
-    numbers = _numbers(module, x, scale, shift)
-    if numbers is None:
+    read = _read_norm(module, x, scale, shift)
+    if read is None:
         return _called_norm(module, x, scale, shift, dtype)
-    if rows:
-        return Int8Tensor(*unchecked.norm_modulate_rows(x, *numbers, impl))
-    return unchecked.norm_modulate(x, *numbers, impl, dtype)
+    own = torch.int8 if rows else dtype
+    return residual.skip_norm(x, norm=read, norm_dtype=own, impl=impl)[1]
 
 
 def skip_norm(
@@ -131,32 +130,26 @@ def skip_norm(
     Returns:
         x + gate * branch in fp32, and its norm.
     """
-    numbers = _numbers(module, x, scale, shift)
-    if numbers is None:
+    read = _read_norm(module, x, scale, shift)
+    if read is None:
         x = skip(x, branch, gate, WIDE, impl)
         return x, _called_norm(module, x, scale, shift, dtype)
-    if rows:
-        x, *h = unchecked.skip_norm_rows(x, branch, gate, *numbers, "fp32", impl, WIDE)
-        return x, Int8Tensor(*h)
-    made: tuple[Tensor, Tensor] = unchecked.skip_norm(
-        x, branch, gate, *numbers, "fp32", impl, WIDE, dtype
+    own = torch.int8 if rows else dtype
+    return residual.skip_norm(
+        x, branch, gate=gate, norm=read, dtype=WIDE, norm_dtype=own, impl=impl
     )
-    return made
 
 
 def skip(x: Tensor, branch: Tensor, gate: Tensor | None, dtype: torch.dtype, impl: str) -> Tensor:
     """Compute x + gate * branch in fp32, rounded once to `dtype`; a gate of None is 1."""
-    made: Tensor = unchecked.skip(x, branch, None, gate, 1.0, 1.0, "fp32", impl, dtype)
+    made: Tensor = residual.skip_norm(x, branch, gate=gate, dtype=dtype, impl=impl)[0]
     return made
 
 
-def _numbers(
+def _read_norm(
     module: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, float, float] | None:
-    """Return the factor and the offset of a norm, the number added to the factor, and epsilon.
-
-    Return None where the norm has to be called.
-    """
+) -> residual.Norm | None:
+    """Return a norm as a kernel reads it, or None where it has to be called."""
     if type(module) not in LAYER_NORMS or not bare(module):
         return None
     held = module._parameters
@@ -164,13 +157,13 @@ def _numbers(
         return None
     weight, bias = held["weight"], held["bias"]
     if scale is not None:
-        modulates = weight is None and bias is None
-        return (scale, shift, 1.0, module.eps) if modulates else None
+        alone = weight is None and bias is None
+        return residual.Norm(scale, shift, eps=module.eps) if alone else None
     if not readable(weight, bias, device=x.device):
         return None
-    factor = None if weight is None else weight.view(1, 1, -1)
-    offset = None if bias is None else bias.view(1, 1, -1)
-    return factor, offset, 0.0, module.eps
+    weight = None if weight is None else weight.view(1, 1, -1)
+    bias = None if bias is None else bias.view(1, 1, -1)
+    return residual.Norm(weight=weight, bias=bias, eps=module.eps)
 
 
 def _called_norm(

@@ -71,7 +71,7 @@ from turbo_rcm_patch.ops.register import (
     register,
 )
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.residual.skip import check_cast, closed
+from turbo_rcm_patch.ops.residual.api import check_cast, close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 if TYPE_CHECKING:
@@ -629,9 +629,9 @@ def _in_torch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if a.skip is None:
         out = branch if branch.dtype == a.out_dtype else branch.to(a.out_dtype)
     else:
-        out = closed(
+        out = close_skip(
             a.skip.residual, branch, a.skip.c_skip, a.skip.c_out,
-            cast_policy="fp32", impl=a.spec.impl, out_dtype=a.out_dtype,
+            impl=a.spec.impl, out_dtype=a.out_dtype,
         )  # fmt: skip
     return out.contiguous(), lse
 
@@ -649,7 +649,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         kh = _rotated(a.k, *of_k, (), heads, norms.eps)
     else:
         # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
-        from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate_both
+        from turbo_rcm_patch.ops.residual.triton import norm_rotate_both
 
         cos, sin = a.rotary or (None, None)
         qh, kh = norm_rotate_both(a.q, a.k, heads, of_q, of_k, cos, sin, norms.eps)
@@ -699,7 +699,7 @@ def _rotated(
     """
     if weight is None and not rotary:
         return split_heads(x, heads) if by_head else x
-    from turbo_rcm_patch.ops.residual.norm_triton import norm_rotate as launch
+    from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
 
     cos, sin = rotary or (None, None)
     return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
@@ -751,9 +751,9 @@ def _projected(
     else:
         branch = project(branch, weight, bias)
     skip = a.skip or NO_SKIP
-    return closed(
+    return close_skip(
         skip.residual, branch, skip.c_skip, skip.c_out,
-        cast_policy=cast, impl=spec.impl, out_dtype=a.out_dtype,
+        cast=cast, impl=spec.impl, out_dtype=a.out_dtype,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from turbo_rcm_patch.ops.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.residual.skip_triton import close_skip
+from turbo_rcm_patch.ops.numerics import close_skip
 
 
 @triton.jit

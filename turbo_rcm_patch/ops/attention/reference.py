@@ -14,8 +14,6 @@ import torch.nn.functional as F
 # By name: a caller may put `sageattn` in the place of the one in `torch.nn.functional`.
 from torch.nn.functional import scaled_dot_product_attention
 
-from turbo_rcm_patch.skip import Cast
-
 #: Elements of logits that the chunked forms hold at a time.
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -191,40 +189,6 @@ def sdpa_attention(
     mask = mask.expand(-1, -1, q.shape[2], -1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-
-
-def close_skip(
-    residual: torch.Tensor | None,
-    branch: torch.Tensor,
-    c_skip: float | torch.Tensor,
-    c_out: float | torch.Tensor,
-    *,
-    cast: Cast,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Compute c_skip * residual + c_out * branch.
-
-    Args:
-        residual: [B, N, C], or None for c_out * branch alone.
-        branch: [B, N, C].
-        c_skip: Float or tensor that broadcasts to [B, N, C].
-        c_out: Float or tensor that broadcasts to [B, N, C].
-        cast: "fp32" computes in fp32 and rounds once; "model" rounds every step to the residual's
-            dtype, as eager code in the model's dtype does.
-        out_dtype: dtype of the result.
-    """
-    if cast == "model":
-        dtype = out_dtype if residual is None else residual.dtype
-        c_skip, c_out = (
-            c.to(dtype) if isinstance(c, torch.Tensor) else c for c in (c_skip, c_out)
-        )
-        y = branch.to(dtype) * c_out
-        return (y if residual is None else residual * c_skip + y).to(out_dtype)
-    c_skip, c_out = (c.float() if isinstance(c, torch.Tensor) else c for c in (c_skip, c_out))
-    y = branch.float() * c_out
-    if residual is not None:
-        y = residual.float() * c_skip + y
-    return y.to(out_dtype)
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -92,7 +92,7 @@ def quantize_rows(x: Tensor, impl: str) -> Int8Tensor:
 
 def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, x.device) == "triton":
-        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+        from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
         data, scale = launch(x)
         return data, scale
@@ -112,7 +112,7 @@ _registered_rows = register(
 
 def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, weight.device) == "triton":
-        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+        from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
         data, scale = launch(weight.unsqueeze(0))
         return data[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
@@ -315,7 +315,7 @@ def launch_linear(x: Tensor | Int8Tensor, linear: Linear, *, out_dtype: torch.dt
         out_dtype: dtype of the result.
     """
     if not isinstance(x, Int8Tensor):
-        from turbo_rcm_patch.ops.int8_rows import quantize_rows as launch
+        from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
         x = launch(x)
     rows = x

@@ -70,7 +70,7 @@ from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
 from turbo_rcm_patch.ops.int8_linear.api import Linear
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
-from turbo_rcm_patch.ops.residual.skip_triton import gelu_tanh
+from turbo_rcm_patch.ops.numerics import gelu_tanh
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from turbo_rcm_patch.ops.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.ops.residual.skip_triton import gelu_tanh
+from turbo_rcm_patch.ops.numerics import gelu_tanh
 
 #: Least number of outputs for which tiles of 128x128 are faster than those of 64x64 (1,950 x 1,536
 #: outputs of 8,960 channels: 52 us against 74).

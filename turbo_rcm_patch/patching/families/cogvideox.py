@@ -23,9 +23,9 @@ from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
+from turbo_rcm_patch.ops.residual import api as residual
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import (
@@ -105,17 +105,13 @@ class CogVideoXBlockForward(PatchedBlock):
             notes.streams.append(streams)
 
         y = feed_forward(block.ff.net, h)
-        text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, dtype)
+        (text, video), _ = residual.skip_norm(streams, y, gate=gates, dtype=dtype, impl=impl)
         return video, text
 
-    def modulation(self, zero: Any, temb: Tensor) -> tuple[tuple[Any, ...], _Two] | None:
-        """Read a norm for the kernels. Its own modules compute the modulation.
+    def modulation(self, zero: Any, temb: Tensor) -> tuple[residual.Norm, _Two] | None:
+        """Read a norm of text and video and their gates, or return None if it has to be called.
 
-        Returns:
-            Scale of text and of video, shift of both ([B, 1, C] each), weight and bias of the
-            layer norm, the number added to a scale, and epsilon, in the order in which the
-            operations take them; and the gates of text and video. None if the norm has to be
-            called.
+        Its own modules compute the modulation, [B, 1, C] each.
         """
         norm = zero.norm
         if not (bare(zero) and type(norm) is nn.LayerNorm and bare(norm)):
@@ -125,8 +121,9 @@ class CogVideoXBlockForward(PatchedBlock):
         rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
         # In the order in which the author's norm takes them.
         shift, scale, gate, text_shift, text_scale, text_gate = rows.unbind(1)
-        own = (norm.weight, norm.bias, 1.0, norm.eps)
-        return (text_scale, scale, text_shift, shift, *own), (text_gate, gate)
+        own = (norm.weight, norm.bias, norm.eps)
+        read = residual.Norm((text_scale, scale), (text_shift, shift), *own)
+        return read, (text_gate, gate)
 
     def norm(self, zero: Any, streams: _Two, temb: Tensor) -> tuple[Tensor, _Two]:
         """Return the norm of both streams as one sequence [B, T + N, C], and their gates."""
@@ -134,8 +131,8 @@ class CogVideoXBlockForward(PatchedBlock):
         if read is None:
             x, context, gate, text_gate = zero(video, text, temb)
             return torch.cat([context, x], dim=1), (text_gate, gate)
-        h = unchecked.norm_modulate_streams(text, video, *read[0], self.config.impl, text.dtype)
-        return h, read[1]
+        how: Any = {"norm": read[0], "norm_dtype": text.dtype, "impl": self.config.impl}
+        return residual.skip_norm(streams, **how)[1], read[1]
 
     def skip_norm(
         self, y: Tensor, streams: _Two, gates: _Two, zero: Any, temb: Tensor
@@ -148,12 +145,12 @@ class CogVideoXBlockForward(PatchedBlock):
         impl, dtype = self.config.impl, y.dtype
         read = self.modulation(zero, temb)
         if read is None:
-            text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, WIDE)
-            return (text, video), *self.norm(zero, (text.to(dtype), video.to(dtype)), temb)
-        text, video, h = unchecked.skip_norm_streams(
-            y, *streams, *gates, *read[0], "fp32", impl, WIDE, dtype
+            made: _Two = residual.skip_norm(streams, y, gate=gates, dtype=WIDE, impl=impl)[0]
+            return made, *self.norm(zero, (made[0].to(dtype), made[1].to(dtype)), temb)
+        made, h = residual.skip_norm(
+            streams, y, gate=gates, norm=read[0], dtype=WIDE, norm_dtype=dtype, impl=impl
         )
-        return (text, video), h, read[1]
+        return made, h, read[1]
 
     def attention(
         self, notes: Notes | None, attn: Any, h: Tensor, text: Tensor, rotary: Rotary | None

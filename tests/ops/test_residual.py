@@ -1,5 +1,5 @@
-"""The skip, layer norm with modulation, both in one pass and over two streams, and the linear with
-GELU: against plain torch and fp64, and the kernels against the reference bit for bit."""
+"""The skip, layer norm with modulation, and both in one pass, of one stream and of two: against
+plain torch and fp64, and the kernels against the reference bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from tests.implementations import Implementation, coefficient, over
 from tests.measures import relative_l2
-from turbo_rcm_patch.ops import linear_gelu, norm_modulate, norm_modulate_rows, skip, unchecked
+from turbo_rcm_patch.ops import norm_modulate, norm_modulate_rows, skip
+from turbo_rcm_patch.ops.residual.api import Norm, skip_norm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -60,68 +61,63 @@ def test_a_skip_is_near_fp64_and_a_kernel_s_that_of_the_reference_bit_for_bit(
     assert relative_l2(out, truth) < (3 if cast == "model" else 1) * rounding
 
 
-#: Gate of the skip; scale and shift of the norm, None where it has neither; what is added to the
-#: scale.
+#: Gate of the skip; scale and shift of the norm, None where it has neither, "row" for a weight and
+#: a bias.
 SKIP_NORMS = {
-    "no-gate": ("none", None, "channel", 1.0),
-    "channel": ("channel", "channel", "channel", 1.0),
-    "element": ("element", "element", "element", 1.0),
-    "token": ("token", "token", "channel", 0.0),
-    "half": ("half", None, None, 1.0),
-    "affine": ("none", "row", "row", 0.0),
-    "plain-norm": ("channel", None, None, 1.0),
+    "no-gate": (None, None, "channel"),
+    "channel": ("channel", "channel", "channel"),
+    "element": ("element", "element", "element"),
+    "token": ("token", "token", "channel"),
+    "half": ("half", None, None),
+    "affine": (None, "row", "row"),
+    "plain-norm": ("channel", None, None),
 }
 _SMALL = {
-    "channels": [300],
-    "stream, out_dtype, cast": [
-        (FP32, FP32, "fp32"), (FP16, FP32, "fp32"), (FP16, FP16, "model"), (FP32, FP32, "model"),
-    ],
+    "channels": [20, 300],
+    "stream, dtype": [(FP32, FP32), (FP16, FP32), (FP16, FP16)],
     "form": ["no-gate", "channel", "element", "token", "half"],
 }  # fmt: skip
 
 
 @over(
     reference=_SMALL,
-    interpreter=_SMALL | {"form": ["no-gate", "element", "token"]},
+    interpreter=_SMALL | {"form": ["no-gate", "element", "token", "affine"]},
     gpu={
         "channels": [128, 1536, 1920, 5120],
-        "stream, out_dtype, cast": [
-            (FP32, FP32, "fp32"), (BF16, FP32, "fp32"), (BF16, BF16, "model")
-        ],
+        "stream, dtype": [(FP32, FP32), (BF16, FP32), (BF16, BF16)],
         "form": ["channel", "affine", "element", "plain-norm"],
     },
 )  # fmt: skip
 def test_a_skip_and_its_norm_in_one_pass_equal_two_passes_bit_for_bit(
-    on: Implementation,
-    channels: int,
-    stream: torch.dtype,
-    out_dtype: torch.dtype,
-    cast: str,
-    form: str,
+    on: Implementation, channels: int, stream: torch.dtype, dtype: torch.dtype, form: str
 ) -> None:
     """From a residual stream of either dtype; the norm as a tensor or as int8 rows."""
     low = BF16 if on.name == "gpu" else FP16
     tokens = 333 if on.name == "gpu" else 5
-    gate, factor, offset = (
+    gate, scale, shift = (
         on.randn(1, 1, channels, dtype=low)
         if kind == "row"
         else None
         if kind is None
         else coefficient(on, kind, (2, tokens, channels))
-        for kind in SKIP_NORMS[form][:3]
+        for kind in SKIP_NORMS[form]
     )
-    one, eps = SKIP_NORMS[form][3], 1e-5 if form == "token" else 1e-6
+    eps = 1e-5 if form == "token" else 1e-6
+    norm = Norm(weight=scale, bias=shift, eps=eps) if form == "affine" else Norm(scale, shift)
     residual = 3 * on.randn(2, tokens, 2 * channels, dtype=stream)[..., channels:]
     branch = on.randn(2, tokens + 3, channels, dtype=low)[:, 3:]
-    y = unchecked.skip(residual, branch, None, gate, 1.0, 1.0, cast, on.impl, out_dtype)
-    normed = unchecked.norm_modulate(y, factor, offset, one, eps, on.impl, low)
-    how = (factor, offset, one, eps, cast, on.impl, out_dtype)
-    made = unchecked.skip_norm(residual, branch, gate, *how, low)
-    assert torch.equal(made[0], y) and made[0].dtype == out_dtype
-    assert torch.equal(made[1], normed) and made[1].is_contiguous()
-    rows = unchecked.norm_modulate_rows(y, factor, offset, one, eps, on.impl)
-    made = unchecked.skip_norm_rows(residual, branch, gate, *how)
-    assert torch.equal(made[0], y) and all(map(torch.equal, made[1:], rows))
+    how: Any = {"gate": gate, "dtype": dtype, "impl": on.impl}
+    y = skip(residual, branch, 1.0, 1.0 if gate is None else gate, impl=on.impl, out_dtype=dtype)
+    assert torch.equal(skip_norm(residual, branch, **how)[0], y)
+    for norm_dtype in (low, torch.int8):
+        normed = skip_norm(y, norm=norm, norm_dtype=norm_dtype, impl=on.impl)
+        made = skip_norm(residual, branch, norm=norm, norm_dtype=norm_dtype, **how)
+        assert torch.equal(made[0], y) and made[0].dtype == dtype
+        of_both = [made[1]], [normed[1]]
+        if norm_dtype == torch.int8:
+            of_both = made[1], normed[1]
+        assert all(map(torch.equal, *of_both)) and of_both[0][0].is_contiguous()
+        assert normed[0] is None
 
 
 # --- the norm ------------------------------------------------------------------------------------
@@ -171,60 +167,40 @@ def test_a_norm_has_the_bits_of_a_block(dtype: torch.dtype, tokens: int) -> None
 
 # --- two streams ---------------------------------------------------------------------------------
 
+_TWO = {"stream": [FP32, FP16], "weights": ["both", "weight", "none"], "channels": [20, 100]}
 
-@over(
-    reference={"stream": [FP32, FP16], "weights": ["both", "weight", "none"], "one": [1.0, 0.0]},
-    interpreter={"stream": [FP32, FP16], "weights": ["both", "none"], "one": [1.0]},
-    gpu={"stream": [FP32, FP16], "weights": ["both", "weight", "none"], "one": [1.0, 0.0]},
-)
+
+@over(reference=_TWO, interpreter=_TWO | {"weights": ["both", "none"], "channels": [100]},
+      gpu=_TWO | {"channels": [100, 3072]})  # fmt: skip
 def test_a_skip_of_two_streams_with_their_norm_is_both_bit_for_bit(
-    on: Implementation, stream: torch.dtype, weights: str, one: float
+    on: Implementation, stream: torch.dtype, weights: str, channels: int
 ) -> None:
     """The streams are parts of a longer one; rows of one Linear modulate them; the skip alone, the
     norm alone, and both in one pass."""
-    lengths, channels, batch = (9, 17), 100, 2
+    lengths, batch = (9, 17), 2
     longer = on.randn(batch, 40, 2 * channels, dtype=stream)[..., channels:]
-    first, second = longer[:, :9], longer[:, 20:37]
+    x = longer[:, :9], longer[:, 20:37]
     branch = on.randn(batch, 26, 3 * channels, dtype=FP16)[..., channels : 2 * channels]
     rows = on.randn(batch, 6 * channels, dtype=FP16).unflatten(-1, (6, 1, -1)).unbind(1)
     gates, scale, shift = rows[:2], rows[2:4], rows[4:]
     weight, bias = (on.randn(channels, dtype=FP16) for _ in range(2))
     own = {"both": (weight, bias), "weight": (weight, None), "none": (None, None)}[weights]
-    modulation: Any = (*scale, *shift, *own, one, 1e-5)
-    cast: Any = "fp32" if stream == FP32 else "model"
-    how = (cast, on.impl, stream)
-    left, right = unchecked.skip_streams(branch, first, second, *gates, *how)
-    parts = branch.split(lengths, dim=1)
-    for y, x, part, gate in zip((left, right), (first, second), parts, gates, strict=True):
-        alone = skip(x, part, 1.0, gate, cast=cast, impl=on.impl)
+    norm: Any = {"norm": Norm(scale, shift, *own, 1e-5), "norm_dtype": FP16, "impl": on.impl}
+    sums, nothing = skip_norm(x, branch, gate=gates, dtype=stream, impl=on.impl)
+    assert nothing is None
+    for y, part, out, gate in zip(sums, x, branch.split(lengths, dim=1), gates, strict=True):
+        alone = skip(part, out, 1.0, gate, impl=on.impl)
         assert torch.equal(y, alone) and y.is_contiguous() and y.dtype == stream
-    normed = unchecked.norm_modulate_streams(left, right, *modulation, on.impl, FP16)
-    made = unchecked.skip_norm_streams(branch, first, second, *gates, *modulation, *how, FP16)
-    assert all(map(torch.equal, made, (left, right, normed)))
+    normed = skip_norm(sums, **norm)[1]
+    made, both = skip_norm(x, branch, gate=gates, dtype=stream, **norm)
+    assert all(map(torch.equal, (*made, both), (*sums, normed)))
     truth = []
-    for x, a, b in zip((left, right), scale, shift, strict=True):
-        weight, bias = (None if one is None else one.double() for one in own)
-        inner = F.layer_norm(x.double(), (channels,), weight, bias, 1e-5)
-        truth.append(inner * (one + a.double()) + b.double())
+    for y, a, b in zip(sums, scale, shift, strict=True):
+        weight, bias = (None if part is None else part.double() for part in own)
+        inner = F.layer_norm(y.double(), (channels,), weight, bias, 1e-5)
+        truth.append(inner * (1 + a.double()) + b.double())
     assert normed.is_contiguous() and normed.dtype == FP16
     assert relative_l2(normed, torch.cat(truth, dim=1)) < 4e-4
-
-
-# --- the linear with GELU ------------------------------------------------------------------------
-
-
-@over(reference={"dtype": [FP32, FP16, BF16]}, gpu={"dtype": [FP32, FP16, BF16]})
-def test_gelu_of_a_linear_is_near_fp64(on: Implementation, dtype: torch.dtype) -> None:
-    """On a GPU it sees the sum before that is rounded."""
-    x, weight = on.randn(2, 300, 512, dtype=dtype), on.randn(70, 512, dtype=dtype) / 22
-    bias = on.randn(70)
-    exact = F.gelu(
-        F.linear(x.double(), weight.double(), bias.to(dtype).double()), approximate="tanh"
-    )
-    out = linear_gelu(x, weight, bias)
-    assert out.dtype == dtype
-    limit = {FP32: 3e-6, FP16: 4e-4, BF16: 2.2e-3}[dtype]
-    assert relative_l2(out, exact) < (limit if on.name == "gpu" else 2 * limit)
 
 
 # --- nothing -------------------------------------------------------------------------------------
@@ -232,11 +208,9 @@ def test_gelu_of_a_linear_is_near_fp64(on: Implementation, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 @pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16), (2, 5, 0)], ids=str)
-def test_elementwise_of_nothing(shape: tuple[int, ...], impl: str) -> None:
+def test_skips_and_norms_of_nothing(shape: tuple[int, ...], impl: str) -> None:
     x = torch.randn(*shape)
     assert skip(x, x, 0.5, torch.ones(shape[0]), impl=impl).shape == shape
     assert norm_modulate(x, impl=impl).shape == shape
-    out = linear_gelu(x, torch.randn(8, shape[2]), torch.zeros(8))
-    assert out.shape == (*shape[:2], 8) and not out.any()
     if shape[2]:
-        assert norm_modulate_rows(x, impl=impl).int8.shape == shape
+        assert norm_modulate_rows(x, impl=impl).data.shape == shape

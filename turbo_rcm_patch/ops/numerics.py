@@ -1,4 +1,8 @@
-"""Quantise rows of activations or of a weight to int8 with a scale per row."""
+"""What implementations of several operators share: a skip inside a tile, GELU, and int8 rows.
+
+An implementation imports no other implementation, so the rounding that two of them have in common
+is written here, once.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,112 @@ _VALUES_A_THREAD = 48
 
 _INFINITY = tl.constexpr(0x7F800000)
 _NO_SIGN = tl.constexpr(0x7FFFFFFF)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBE = tl.constexpr(0.044715)
+_MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
+
+
+# --- skips and GELU ------------------------------------------------------------------------------
+
+
+@triton.jit
+def gelu_tanh(x):
+    """Compute 0.5 x (1 + tanh(u)) in fp32 as x * sigmoid(2u), which has no cancellation."""
+    u = x * (1.0 + _CUBE * x * x) * _SQRT_2_OVER_PI
+    return x / (1.0 + tl.exp2(u * _MINUS_2_LOG2_E))
+
+
+@triton.jit
+def load_coefficient(
+    ptr, value, strides, b, offs_n, offs_c, mask_n, mask_c,
+    KIND: tl.constexpr, ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """Load a coefficient that broadcasts against a tile [N, C], in fp32.
+
+    KIND: 0 for the number `value`, or a tensor that varies with 1 batch, 2 batch and channel,
+    3 batch, token and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
+    """
+    c = value
+    if KIND != 0:
+        base = ptr + b.to(tl.int64) * strides[0]
+        if KIND == 1:
+            c = tl.load(base)
+        elif KIND == 2:
+            c = tl.load(base + offs_c * strides[2], mask=mask_c, other=0.0)[None, :]
+        else:
+            c = tl.load(
+                base + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :] * strides[2],
+                mask=mask_n[:, None] & mask_c[None, :],
+                other=0.0,
+            )
+        if ROUND_TO is not None:
+            c = c.to(ROUND_TO)
+        c = c.to(tl.float32)
+    return c
+
+
+@triton.jit
+def _product(x, c):
+    """Compute x * c, rounded.
+
+    A plain product would be contracted with the sum after it (in 16 bits too, where the compiler
+    narrows the steps), and the result would differ from eager code.
+    """
+    return tl.fma(x, c, 0.0)
+
+
+@triton.jit
+def _rounded(x, ROUND_TO: tl.constexpr):
+    if ROUND_TO is not None:
+        x = x.to(ROUND_TO).to(tl.float32)
+    return x
+
+
+@triton.jit
+def scaled(branch, c_out, ROUND_TO: tl.constexpr):
+    """Compute c_out * branch, rounded as in `close_skip`."""
+    return _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
+
+
+@triton.jit
+def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
+    """Compute c_skip * residual + y, rounded as in `close_skip`."""
+    return _rounded(_rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO) + y, ROUND_TO)
+
+
+@triton.jit
+def close_skip(
+    branch, residual_ptr, strides, b, offs_n, offs_c, mask_n, mask_c,
+    skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """Compute c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
+
+    residual [B, N, C] with contiguous channels. ROUND_TO: None computes in fp32 throughout; a
+    dtype rounds after every step. Both equal eager code bit for bit.
+    """
+    c_out = load_coefficient(
+        out_ptr, out_value, out_strides, b, offs_n, offs_c,
+        mask_n, mask_c, OUT_KIND, ROUND_TO,
+    )  # fmt: skip
+    y = scaled(branch, c_out, ROUND_TO)
+    if HAS_RESIDUAL:
+        c_skip = load_coefficient(
+            skip_ptr, skip_value, skip_strides, b, offs_n, offs_c,
+            mask_n, mask_c, SKIP_KIND, ROUND_TO,
+        )  # fmt: skip
+        residual = tl.load(
+            residual_ptr + b.to(tl.int64) * strides[0]
+            + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :],
+            mask=mask_n[:, None] & mask_c[None, :],
+            other=0.0,
+        )  # fmt: skip
+        y = skipped(y, residual, c_skip, ROUND_TO)
+    return y
+
+
+# --- int8 rows -----------------------------------------------------------------------------------
 
 
 @triton.jit

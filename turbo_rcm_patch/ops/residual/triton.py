@@ -1,0 +1,491 @@
+"""The kernel of a pass over the residual stream, that of a tile of a skip with any coefficients,
+and the norm and rotary embedding of q and k.
+
+A pass closes a skip, computes the norm of the result, or both, for one residual stream or for two
+that are one sequence inside a branch. All that it does not do is absent from the compiled kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.ops.formats import norm_kind, padded_channels
+from turbo_rcm_patch.ops.launch import (
+    LENGTHS,
+    cdiv,
+    dense_rows,
+    launch,
+    round_to,
+    skip_arguments,
+    strides,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.ops.numerics import (
+    amax_poison,
+    close_skip,
+    int8_scale,
+    magnitude,
+    nearest_int8,
+    row_parts,
+    row_warps,
+    scaled,
+    skipped,
+)
+from turbo_rcm_patch.ops.replay import replayed
+
+# --- a pass over the residual stream -------------------------------------------------------------
+
+
+class Operand(NamedTuple):
+    """A tensor [B, N, C] that a kernel reads or writes, with its strides."""
+
+    ptr: torch.Tensor
+    strides: tuple[int, int, int]
+
+
+@triton.jit
+def _ptrs(of, second, b, n, offs_c, TWO: tl.constexpr, VALUES: tl.constexpr = None):
+    """Return pointers to channels offs_c of token n of sample b.
+
+    `of` has an `Operand` for each stream, and n counts within the stream. With VALUES a thread
+    gets at most so many neighbouring channels. The hint stands here, because the compiler loses
+    one on the result of a call.
+    """
+    row = of[0].ptr + b * of[0].strides[0] + n * of[0].strides[1]
+    stride_c = of[0].strides[2]
+    if TWO:
+        other = of[1].ptr + b * of[1].strides[0] + n * of[1].strides[1]
+        row = tl.where(second, other, row)
+        stride_c = tl.where(second, of[1].strides[2], stride_c)
+    ptrs = row + offs_c * stride_c
+    if VALUES is not None:
+        ptrs = tl.max_contiguous(ptrs, VALUES)
+    return ptrs
+
+
+@triton.jit
+def _stream(
+    y, x, branch, gate, second, b, n, at, offs_c, mask_c, TWO: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return the stream in fp32, 0 outside mask_c, and store it if the pass closes a skip."""
+    if branch is None:
+        x_ptrs = _ptrs(x, second, b, n, offs_c, TWO, VALUES)
+        stream = tl.load(x_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+    else:
+        c_out = 1.0
+        if gate is not None:
+            gate_ptrs = _ptrs(gate, second, b, n, offs_c, TWO, VALUES)
+            c_out = tl.load(gate_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+        branch_row = branch.ptr + b * branch.strides[0] + at * branch.strides[1]
+        branch_ptrs = tl.max_contiguous(branch_row + offs_c, VALUES)
+        x_ptrs = _ptrs(x, second, b, n, offs_c, TWO, VALUES)
+        out = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+        residual = tl.load(x_ptrs, mask=mask_c, other=0.0)
+        stream = skipped(scaled(out, c_out, None), residual, 1.0, None)
+        stream = stream.to(y[0].ptr.dtype.element_ty)
+        tl.store(_ptrs(y, second, b, n, offs_c, TWO), stream, mask=mask_c)
+        stream = stream.to(tl.float32)
+    return stream
+
+
+@triton.jit
+def _modulated(
+    x, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_c, mask_c,
+    ONE: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """Return (x * weight + bias) * (ONE + factor) + offset in fp32, 0 outside mask_c."""
+    if factor is not None:
+        factor_ptrs = _ptrs(factor, second, b, n, offs_c, TWO)
+        scale = tl.load(factor_ptrs, mask=mask_c, other=0.0).to(tl.float32) + ONE
+    if offset is not None:
+        offset_ptrs = _ptrs(offset, second, b, n, offs_c, TWO)
+        shift = tl.load(offset_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            shift += scale * tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if factor is not None:
+        if weight_ptr is not None:
+            scale *= tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        x *= scale
+    if offset is not None:
+        x += shift
+    return x
+
+
+@triton.jit
+def _store(out, x, inverse, b, at, offs_c, channels, INT8: tl.constexpr):
+    """Store a part of the norm's row, rounded to the dtype of `out`."""
+    row = out.ptr + b * out.strides[0] + at * out.strides[1]
+    if INT8:
+        int8 = nearest_int8(x[None, :], inverse[None])
+        tl.store(row + offs_c[None, :], int8, mask=(offs_c < channels)[None, :])
+    else:
+        tl.store(row + offs_c, x.to(out.ptr.dtype.element_ty), mask=offs_c < channels)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def residual_kernel(
+    y, normed, scale_ptr, x, branch, gate, factor, offset, weight_ptr, bias_ptr,
+    n_tokens, rows, channels, padded, eps,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Compute y = x + gate * branch, and (layer_norm(y) * weight + bias) * (ONE + factor) +
+    offset.
+
+    Without a branch y is x, and is not stored. Without `normed` there is no norm. All steps are
+    fp32. The norm reads y as it is stored. One program computes one token.
+
+    Grid: (tokens of all streams, batch). With TWO, the first n_tokens of `rows` are the first
+    stream's. y, x, gate, factor, offset have an `Operand` [B, Ni, C] for each stream; branch and
+    normed [B, rows, C] are one; weight, bias [C]. Channels of x, y, branch and normed are
+    contiguous. With scale_ptr [B, rows] fp32 the norm is int8 rows of `padded` channels, 0 from
+    channel C on. A row has HEAD channels and TAIL more (0 for none), both powers of two, as in
+    `numerics.quantize_rows_kernel`. A thread holds VALUES neighbouring channels: see `skip_norm`.
+    """
+    at, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    second = at >= n_tokens
+    n = at
+    if TWO:
+        n = tl.where(second, at - n_tokens, at)
+    offs_h = tl.arange(0, HEAD)
+    mask_h = offs_h < channels
+    head = _stream(y, x, branch, gate, second, b, n, at, offs_h, mask_h, TWO, VALUES)
+    if TAIL:
+        offs_t = HEAD + tl.arange(0, TAIL)
+        mask_t = offs_t < channels
+        tail = _stream(y, x, branch, gate, second, b, n, at, offs_t, mask_t, TWO, VALUES)
+    if normed is not None:
+        total = tl.sum(head, axis=0)
+        if TAIL:
+            total += tl.sum(tail, axis=0)
+        mean = total / channels
+        head = tl.where(mask_h, head - mean, 0.0)
+        squares = tl.sum(head * head, axis=0)
+        if TAIL:
+            tail = tl.where(mask_t, tail - mean, 0.0)
+            squares += tl.sum(tail * tail, axis=0)
+        inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
+        head = _modulated(
+            head * inverse_std, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_h, mask_h,
+            ONE, TWO,
+        )  # fmt: skip
+        if TAIL:
+            tail = _modulated(
+                tail * inverse_std, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_t,
+                mask_t, ONE, TWO,
+            )  # fmt: skip
+        inverse = inverse_std
+        if scale_ptr is not None:
+            bits = tl.max(magnitude(head), axis=0)
+            if TAIL:
+                bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
+            amax, poison = amax_poison(bits)
+            scale, inverse = int8_scale(amax, poison)
+            tl.store(scale_ptr + b * rows + at, scale)
+        _store(normed, head, inverse, b, at, offs_h, padded, scale_ptr is not None)
+        if TAIL:
+            _store(normed, tail, inverse, b, at, offs_t, padded, scale_ptr is not None)
+
+
+#: A tensor, or one for each of two streams.
+Streams = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def broadcast(value: torch.Tensor, shape: torch.Size) -> Operand:
+    """Return a tensor that broadcasts to [B, N, C] with its strides over that.
+
+    It is copied if the offset of its last channel would overflow the 32 bits of the kernels.
+    """
+    wide = value.expand(shape)
+    if wide.stride(2) * shape[2] >= 2**31:
+        return broadcast(value.contiguous(), shape)
+    return Operand(value, wide.stride())
+
+
+def _each(values: Streams | None, streams: tuple[torch.Tensor, ...]) -> tuple[Operand, ...] | None:
+    """Return what broadcasts to each stream, with its strides."""
+    if values is None:
+        return None
+    pair = values if isinstance(values, tuple) else (values,)
+    return tuple(broadcast(one, x.shape) for one, x in zip(pair, streams, strict=True))
+
+
+def _dense(x: torch.Tensor) -> Operand:
+    x = dense_rows(x)
+    return Operand(x, (x.stride(0), x.stride(1), 1))
+
+
+def norm_warps(channels: int) -> int:
+    """Return the number of warps of a program that holds a row of `channels`."""
+    return 4 if channels <= 2048 else 8
+
+
+@replayed
+def skip_norm(
+    x: Streams,
+    branch: torch.Tensor | None,
+    *,
+    gate: Streams | None,
+    factor: Streams | None,
+    offset: Streams | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    one: float,
+    eps: float,
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute y = x + gate * branch, its norm, or both; see `reference.skip_norm`.
+
+    A thread holds VALUES neighbouring channels: as many as the norm alone reads at once, whatever
+    the dtype of the branch. So the kernel sums a row in the same order with a skip and without.
+    """
+    streams = x if isinstance(x, tuple) else (x,)
+    device = streams[0].device
+    target_of(device)
+    batch, n_tokens, channels = streams[0].shape
+    rows = sum(part.shape[1] for part in streams)
+    int8, made = norm_dtype == torch.int8, ()
+    if branch is not None:
+        made = tuple(torch.empty(part.shape, dtype=dtype, device=device) for part in streams)
+    normed, scale, padded = None, None, channels
+    dtypes = [dtype if made else streams[0].dtype]
+    if norm_dtype is not None:
+        padded = padded_channels(channels) if int8 else channels
+        normed = torch.empty(batch, rows, padded, dtype=norm_dtype, device=device)
+        for values in (factor, offset):
+            if values is not None:
+                dtypes.append((values if isinstance(values, torch.Tensor) else values[0]).dtype)
+    if int8:
+        scale = torch.empty(batch, rows, dtype=torch.float32, device=device)
+        head, tail = row_parts(padded)
+        warps = row_warps(head + tail)
+    else:
+        head, tail, warps = triton.next_power_of_2(channels), 0, norm_warps(channels)
+        dtypes += [] if norm_dtype is None else [norm_dtype]
+    launch(
+        residual_kernel,
+        (rows, batch),
+        device,
+        y=tuple(map(_dense, made)) or None,
+        normed=None if normed is None else _dense(normed),
+        scale_ptr=scale,
+        x=tuple(map(_dense, streams)),
+        branch=None if branch is None else _dense(branch),
+        gate=_each(gate, streams),
+        factor=_each(factor, streams),
+        offset=_each(offset, streams),
+        weight_ptr=None if weight is None else weight.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        n_tokens=n_tokens,
+        rows=rows,
+        channels=channels,
+        padded=padded,
+        eps=eps,
+        HEAD=head,
+        TAIL=tail,
+        ONE=one,
+        TWO=len(streams) == 2,
+        VALUES=16 // min([dtype.itemsize for dtype in dtypes]),
+        num_warps=warps,
+        num_stages=1,
+    )
+    return *made, *[one for one in (normed, scale) if one is not None]
+
+
+# --- a skip with any coefficients, a tile a program ----------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def skip_kernel(
+    y_ptr, branch_ptr, residual_ptr, skip_ptr, out_ptr,
+    branch_strides, residual_strides,
+    skip_value, skip_strides, out_value, out_strides,
+    n_tokens, channels,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """Compute y = c_skip * residual + c_out * branch.
+
+    Grid: (blocks of tokens * blocks of channels, batch).
+    y [B, N, C] dense; branch, residual [B, N, C] with contiguous channels.
+    """
+    blocks_c = tl.cdiv(channels, BLOCK_C)
+    pid, b = tl.program_id(0), tl.program_id(1)
+    offs_n = (pid // blocks_c) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_c = (pid % blocks_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_n, mask_c = offs_n < n_tokens, offs_c < channels
+    mask = mask_n[:, None] & mask_c[None, :]
+    branch = tl.load(
+        branch_ptr + b.to(tl.int64) * branch_strides[0]
+        + offs_n.to(tl.int64)[:, None] * branch_strides[1] + offs_c[None, :],
+        mask=mask,
+        other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    y = close_skip(
+        branch, residual_ptr, residual_strides, b, offs_n, offs_c,
+        mask_n, mask_c,
+        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
+        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
+    )  # fmt: skip
+    rows = (b.to(tl.int64) * n_tokens + offs_n.to(tl.int64)) * channels
+    tl.store(y_ptr + rows[:, None] + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@replayed
+def skip(
+    residual: torch.Tensor | None,
+    branch: torch.Tensor,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    *,
+    cast: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute c_skip * residual + c_out * branch of [B, N, C]; coefficients broadcast to it."""
+    tile = tile_for("skip", "any", target_of(branch.device))
+    batch, n_tokens, channels = branch.shape
+    branch = dense_rows(branch)
+    y = torch.empty(batch, n_tokens, channels, dtype=out_dtype, device=branch.device)
+    dtype = out_dtype if residual is None else residual.dtype
+    launch(
+        skip_kernel,
+        (cdiv(n_tokens, tile.block_m) * cdiv(channels, tile.block_n), batch),
+        branch.device,
+        y_ptr=y,
+        branch_ptr=branch,
+        **strides(branch=branch),
+        n_tokens=n_tokens,
+        channels=channels,
+        BLOCK_N=tile.block_m,
+        BLOCK_C=tile.block_n,
+        ROUND_TO=round_to(cast, dtype),
+        **skip_arguments(residual, c_skip, c_out, branch.shape),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
+# --- q and k -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def norm_rotate_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
+    x_strides, n_tokens, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Apply the norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
+
+    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D], or [D]
+    per head, for which D is a power of two; bias [D]; cos, sin [N, D].
+    """
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CHANNELS
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
+    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if NORM == 1:  # across all heads
+        w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
+    elif NORM >= 2:  # per head
+        x = tl.reshape(x, [BLOCK_C // HEAD_DIM, HEAD_DIM])
+        if NORM == 3:  # layer norm
+            x -= (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
+        x = tl.reshape(x, [BLOCK_C])
+        own = offs_c % HEAD_DIM
+        x *= tl.load(weight_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+        if NORM == 3:
+            x += tl.load(bias_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+    if ROPE:
+        table = n * HEAD_DIM + offs_c % HEAD_DIM
+        cos = tl.load(cos_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
+        c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
+        _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
+        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
+    out = y_ptr + (b * n_tokens + n) * CHANNELS
+    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+
+
+@replayed
+def norm_rotate(
+    x: torch.Tensor,
+    heads: int,
+    *,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+    by_head: bool = False,
+) -> torch.Tensor:
+    """Apply norm and rotary embedding to x [B, N, H*D]; the result is dense, in the dtype of x.
+
+    weight [H*D] or None; if D is a power of two, also [D] with a bias [D] (layer norm of each
+    head) or without (RMSNorm of each head). cos and sin [N, D] or None. With by_head the result is
+    viewed as [B, H, N, D].
+    """
+    target_of(x.device)
+    batch, n_tokens, channels = x.shape
+    x = dense_rows(x)
+    if by_head:
+        dim = channels // heads
+        strides = (n_tokens * channels, dim, channels, 1)
+        y = x.new_empty_strided((batch, heads, n_tokens, dim), strides)
+    else:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        norm_rotate_kernel,
+        (n_tokens, batch),
+        x.device,
+        y_ptr=y,
+        x_ptr=x,
+        weight_ptr=None if weight is None else weight.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        cos_ptr=None if cos is None else cos.contiguous(),
+        sin_ptr=None if sin is None else sin.contiguous(),
+        x_strides=x.stride()[:2],
+        n_tokens=n_tokens,
+        eps=eps,
+        CHANNELS=channels,
+        HEAD_DIM=channels // heads,
+        BLOCK_C=triton.next_power_of_2(channels),
+        NORM=norm_kind(weight, bias, channels),
+        ROPE=cos is not None,
+        num_warps=norm_warps(channels),
+        num_stages=1,
+    )
+    return y
+
+
+@replayed
+def norm_rotate_both(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    heads: int,
+    norm_q: tuple[torch.Tensor | None, torch.Tensor | None],
+    norm_k: tuple[torch.Tensor | None, torch.Tensor | None],
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply `norm_rotate` by heads to q and k, in one replay; a norm is (weight, bias)."""
+    return (
+        norm_rotate(
+            q, heads, weight=norm_q[0], bias=norm_q[1], cos=cos, sin=sin, eps=eps, by_head=True
+        ),
+        norm_rotate(
+            k, heads, weight=norm_k[0], bias=norm_k[1], cos=cos, sin=sin, eps=eps, by_head=True
+        ),
+    )
