@@ -82,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0 if every method of this library ran and was right, 1 if not, 2 for a mistake in the
-        arguments or the files, 3 for an unexpected error.
+        0 if every method of this library ran and was right, 1 if not, 2 for an error.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser().parse_args(given)

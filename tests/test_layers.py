@@ -48,7 +48,6 @@ MAY_IMPORT = {
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
-    "turbowan": set(),  # of the examples
     "triton": {"ops"},
     "diffusers": {"patching/families", "diffusers_backend.py", "video"},
     "transformers": {"video"},

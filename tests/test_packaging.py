@@ -25,7 +25,7 @@ from turbo_rcm_patch.extras import DIFFUSERS, EXTRAS, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OURS = {"turbo_rcm_patch", "benchmarks", "training", "turbowan", "tests"}
+OURS = {"turbo_rcm_patch", "benchmarks", "training", "tests"}
 DISTRIBUTION_OF = {"PIL": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image"}
 
 
