@@ -212,7 +212,7 @@ class Wan(Family):
     renoises = True
     #: Pipelines in bf16 round 1000 t to 8 bits (988, 932, 852, 608): the student must not mind.
     jitter = 0.002
-    attentions: Final = {"self": "attn1", "cross": "attn2"}
+    attentions: Mapping[str, str] = {"self": "attn1", "cross": "attn2"}
     kept = tuple(diffusers.WanTransformer3DModel._keep_in_fp32_modules)
 
     def build_vae(self, recipe: Recipe) -> Any:
@@ -295,7 +295,7 @@ class CogVideoX(Family):
         layers=5,
     )
     renoises = False  # DDIM follows the flow
-    attentions: Final = {"joint": "attn1"}
+    attentions: Mapping[str, str] = {"joint": "attn1"}
 
     def build_vae(self, recipe: Recipe) -> Any:
         levels = len(recipe.vae_channels)

@@ -81,8 +81,10 @@ class Stage:
         self.average = {
             key: copy.deepcopy(net).eval().requires_grad_(False) for key, net in networks.items()
         }
-        self.parameters = [p for net in networks.values() for p in net.parameters()]
-        self._averaged = [p for net in self.average.values() for p in net.parameters()]
+        self.parameters: list[Tensor] = [p for net in networks.values() for p in net.parameters()]
+        self._averaged: list[Tensor] = [
+            p for net in self.average.values() for p in net.parameters()
+        ]
         self._decay = decay
         self.optimizer = torch.optim.AdamW(
             self.parameters,

@@ -236,7 +236,7 @@ def _train_vae(run: Run, family: Family, recipe: Recipe) -> Any:
             mean, logvar = posterior.mean.float(), posterior.logvar.float()
             noise = torch.randn(mean.shape, generator=stage.noise, device=mean.device)
             found = decode(vae, mean + (0.5 * logvar).exp() * noise)
-        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         return _picture_loss(found, target, _EDGE) + _KL * kl
 
     stage.train(loss)
