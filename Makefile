@@ -12,7 +12,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 # The modules whose names a user may rely on.
-API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip turbodiffusion video)
+API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip checkpoints video)
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt

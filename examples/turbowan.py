@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline
 from turbo_rcm_patch.video import generate, load_pipeline
 from turbo_rcm_patch.video.video import enlarge, write_mp4
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.turbodiffusion.wan_model import Options, save
+from tests.checkpoints.wan_model import Options, save
 from tests.video.turbowan import (
     LATENTS,
     PROMPT,

@@ -13,10 +13,10 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from PIL import Image
 
-from tests.turbodiffusion.test_convert_command import base_folder
-from tests.turbodiffusion.wan_model import Options, save
+from tests.checkpoints.test_convert_command import base_folder
+from tests.checkpoints.wan_model import Options, save
 from turbo_rcm_patch import PatchConfig, RCMScheduler, load_extra, patch_model
-from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.rcm_times import rcm_times
 

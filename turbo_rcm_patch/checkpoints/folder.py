@@ -22,12 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.ops.int8_linear.api import dequantized
-from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
-from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
-from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.extra_file import (
+from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
     WEIGHTS,
@@ -37,7 +32,7 @@ from turbo_rcm_patch.turbodiffusion.extra_file import (
     mark_of_tensors,
     weight_files,
 )
-from turbo_rcm_patch.turbodiffusion.keys import (
+from turbo_rcm_patch.checkpoints.keys import (
     HEAD_DIM,
     PATCH,
     Name,
@@ -46,9 +41,15 @@ from turbo_rcm_patch.turbodiffusion.keys import (
     names,
     sizes_of_config,
 )
-from turbo_rcm_patch.turbodiffusion.pipeline import read_json, write_json
-from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress, Wanted, check_tensors
-from turbo_rcm_patch.turbodiffusion.staging import check_outside, check_target, staged
+from turbo_rcm_patch.checkpoints.pipeline import read_json
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, Wanted, check_tensors
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
+from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
+from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
+from turbo_rcm_patch.patching.sla import MARK
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ def write_transformer(
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
-        write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
+        write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing, indent=2, sort_keys=True)
     owners = [key.removesuffix(".weight") for key in extra if key.endswith(".proj_l.weight")]
     proj_l = {
         owner.removesuffix(".proj_l"): (extra[f"{owner}.weight"], extra[f"{owner}.bias"])
@@ -214,7 +215,8 @@ def write_transformer(
     marks: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
     if int8_only:
         marks["quantization_config"] = dict(INT8_MARK)
-    write_json(folder / "config.json", checkpoint.sizes.config() | marks | (config or {}))
+    entries = checkpoint.sizes.config() | marks | (config or {})
+    write_json(folder / "config.json", entries, indent=2, sort_keys=True)
     if extra:
         save_file(_unshared(extra), folder / EXTRA_FILE, metadata=EXTRA_METADATA)
     for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
