@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.runner import (
     ERROR,
     TIMES,
+    Benchmark,
     Call,
     Column,
     Journal,
@@ -28,11 +29,10 @@ from benchmarks.runner import (
     Wrong,
     error_to,
     generator,
-    run_cases,
     seconds_of,
     time_calls,
 )
-from benchmarks.ways import is_patched, sage_release
+from benchmarks.ways import sage_release
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
 
@@ -62,15 +62,6 @@ _ABOUT: Final = {
 Inputs = Sequence[torch.Tensor]
 
 
-def run(plan: Plan) -> int:
-    """Measure, and write `attention.json`.
-
-    Returns:
-        0 if every fused attention was right.
-    """
-    return run_cases(plan, "attention", _COLUMNS, _ABOUT, list(SHAPES), list(METHODS), _measure)
-
-
 @torch.no_grad()
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
     plan, device = journal.plan, journal.device
@@ -92,7 +83,7 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
         record["tops"] = 4 * tokens**2 * dim * heads / record["ms"]["median"] / 1e9
 
     for method in methods:
-        journal.measure(case, method, partial(one, method), fused=is_patched(method))
+        journal.measure(case, method, partial(one, method))
 
 
 def input_sets(channels: int, tokens: int, plan: Plan, device: torch.device) -> list[Inputs]:
@@ -178,3 +169,7 @@ METHODS: Final[dict[str, Callable[..., Call]]] = {
     "sageattention": _sage,
     "FlashAttention-3": _flash_3,
 }
+attention: Final = Benchmark(
+    name="attention", about=_ABOUT, columns=_COLUMNS, cases=SHAPES, methods=METHODS,
+    measure=_measure,
+)  # fmt: skip
