@@ -17,7 +17,7 @@ _PROGRAM: Final = "python -m benchmarks"
 #: Benchmark -> (what it measures, an example of --only).
 BENCHMARKS: Final = {
     "attention": (
-        "attention alone beside cuDNN, flash and sageattention",
+        "attention alone, compared with cuDNN, flash and sageattention",
         '"H12-N32760-D128,fused int8,torch cuDNN"',
     ),
     "network": (
@@ -34,7 +34,7 @@ BENCHMARKS: Final = {
     ),
     "video": ("the first and the second video of a fresh process", '"unpatched,patched"'),
     "parallel": ("one forward of Wan split over all GPUs", '"1.3b,Ulysses patched"'),
-    "sparse": ("sparse-linear attention (SLA) beside dense int8", "H12-N32760-D128-k0.1"),
+    "sparse": ("sparse-linear attention (SLA) compared with dense int8", "H12-N32760-D128-k0.1"),
 }
 #: Benchmark -> its module, where that has another name.
 _ELSEWHERE: Final = {"length": "network"}

@@ -1,4 +1,4 @@
-"""`fidelity`: how far a forward is from the same network in fp32, beside the unpatched one.
+"""`fidelity`: how far a forward is from the same network in fp32, compared with the unpatched one.
 
 The truth is the network with its bf16 weights and inputs upcast to fp32, without TF32 and with
 exact attention. Wan2.1-1.3B has seeded random weights at four settings: gates as drawn or +0.3, so

@@ -1,4 +1,4 @@
-"""`sparse`: a whole self-attention, sparse-linear (SLA) beside dense int8.
+"""`sparse`: a whole self-attention, sparse-linear (SLA) compared with dense int8.
 
 Both begin with q, k and v as the Linears leave them and end before the output projection: norm,
 rotary embedding, quantisation, block map and linear branch are in the time.

@@ -234,5 +234,5 @@ def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     from safetensors.torch import save_file
 
-    with atomic(folder / EXTRA_FILE) as beside:
-        save_file(dict(tensors), beside, metadata=EXTRA_METADATA)
+    with atomic(folder / EXTRA_FILE) as partial:
+        save_file(dict(tensors), partial, metadata=EXTRA_METADATA)

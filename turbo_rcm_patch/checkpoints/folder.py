@@ -115,7 +115,7 @@ class _Item:
         return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
 
-def keys_alone(name: Name) -> tuple[str, str]:
+def int8_only_keys(name: Name) -> tuple[str, str]:
     """The keys of an int8 weight and its scales in a folder without their product."""
     linear = name.ours.removesuffix("weight")
     return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
@@ -140,7 +140,7 @@ def _items(
             extra[name.ours] = tensors[name.theirs]
         elif int8_only and pair:
             as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
-            for key, part in zip(keys_alone(name), as_they_are, strict=True):
+            for key, part in zip(int8_only_keys(name), as_they_are, strict=True):
                 items.append(_Item(key, (part,), part.dtype, part.shape))
         else:
             extra |= zip(name.our_int8, pair, strict=bool(pair))
@@ -300,11 +300,11 @@ def write_checkpoint(
     check_outside(path, config, extra_file, *files)
     stock = StoredTensors(*files)
     extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
-    beside = extra.proj_l()
-    if beside:
-        check_mark(place, beside, None)
+    proj_l = extra.proj_l()
+    if proj_l:
+        check_mark(place, proj_l, None)
     # Folders that others converted have it among the weights.
-    sla = extra if beside else stock
+    sla = extra if proj_l else stock
     has_sla = any(".proj_l." in key for key in sla.listing)
     if mark_of(read_json(config)) and not has_sla:
         _log.warning(
@@ -323,9 +323,11 @@ def write_checkpoint(
     for name in listed:
         int8 = Wanted((name.shape,), torch.int8)
         blocks = blocks_of(name.shape) if name.linear else ()
-        if name.linear and keys_alone(name)[0] in stock:  # Its product is nowhere.
-            sources[name] = stock, keys_alone(name)
-            in_stock |= zip(keys_alone(name), (int8, Wanted((blocks,), torch.int32)), strict=True)
+        if name.linear and int8_only_keys(name)[0] in stock:  # Its product is nowhere.
+            sources[name] = stock, int8_only_keys(name)
+            in_stock |= zip(
+                int8_only_keys(name), (int8, Wanted((blocks,), torch.int32)), strict=True
+            )
             continue
         held = sla if name.extra else stock
         (in_extra if held is extra else in_stock)[name.ours] = Wanted((name.our_shape,))

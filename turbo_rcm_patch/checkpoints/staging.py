@@ -1,4 +1,4 @@
-"""Write beside the target and rename at the end, so that a target is complete or absent."""
+"""Write to a temporary path and rename it at the end, so that a target is complete or absent."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
 
 @contextmanager
 def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Iterator[Path]:
-    """Give a path beside `target` that becomes `target` when the block ends, and is removed if the
-    block fails.
+    """Give a temporary path that becomes `target` when the block ends, and is removed if the block
+    fails or is interrupted.
 
-    An interruption (Ctrl-C) is a failure too. The target that was there is removed only when the
+    The target that was there is removed only when the
     new one is complete and in its place. The files of a killed process are removed by the next
     one that writes the same target.
 
