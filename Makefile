@@ -5,19 +5,20 @@ VENV ?= .venv
 OUT ?= outputs/demo
 GPU_WORKERS ?= 8
 SECONDS ?= 60
+OP ?= attention
 FUZZ_ARGS ?=
 MUTANTS_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 # The modules whose names a user may rely on.
-API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip turbodiffusion video)
+API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip checkpoints video)
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-two-gpus fuzz mutants record lint format docs dist clean
+.PHONY: help demo test test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,8 +35,11 @@ test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can r
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
-test-two-gpus: $(VENV)/.installed-dev ## Attention and patched models over two cards, through NCCL
-	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_parallel_gpu.py $(PYTEST_ARGS)
+test-two-gpus: $(VENV)/.installed-dev ## Ulysses and a ring over two cards through NCCL, each against one card
+	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py $(PYTEST_ARGS)
+
+test-op: $(VENV)/.installed-dev ## The tests of one operator, without Triton's interpreter: make test-op OP=attention
+	$(BIN)/python -m pytest -v -m "not gpu and not interpreter" tests/ops/test_$(OP).py $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models against unpatched ones, for SECONDS=60
 	$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)

@@ -1,7 +1,7 @@
-"""`attention`: attentions that a user could pick, beside the fused one, in one run.
+"""`attention`: the fused attention and others that a user could pick, in one run.
 
 Inputs are q, k, v as [B, N, H*D], which is how a transformer's Linears leave them. A method that
-wants heads apart gets views of the same memory, and every result is read as [B, N, H*D].
+wants separate heads gets views of the same memory, and every result is read as [B, N, H*D].
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.runner import (
     ERROR,
     TIMES,
+    Benchmark,
     Call,
     Column,
     Journal,
@@ -28,11 +29,10 @@ from benchmarks.runner import (
     Wrong,
     error_to,
     generator,
-    run_cases,
     seconds_of,
     time_calls,
 )
-from benchmarks.ways import is_patched, sage_release
+from benchmarks.ways import sage_release
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
 
@@ -62,15 +62,6 @@ _ABOUT: Final = {
 Inputs = Sequence[torch.Tensor]
 
 
-def run(plan: Plan) -> int:
-    """Measure, and write `attention.json`.
-
-    Returns:
-        0 if every fused attention was right.
-    """
-    return run_cases(plan, "attention", _COLUMNS, _ABOUT, list(SHAPES), list(METHODS), _measure)
-
-
 @torch.no_grad()
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
     plan, device = journal.plan, journal.device
@@ -92,7 +83,7 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
         record["tops"] = 4 * tokens**2 * dim * heads / record["ms"]["median"] / 1e9
 
     for method in methods:
-        journal.measure(case, method, partial(one, method), fused=is_patched(method))
+        journal.measure(case, method, partial(one, method))
 
 
 def input_sets(channels: int, tokens: int, plan: Plan, device: torch.device) -> list[Inputs]:
@@ -138,13 +129,13 @@ def _fused(heads: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opti
     return lambda: ops.attention_skip(q, k, v, spec)
 
 
-def _apart(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, N, H*D] as a view [B, N, H, D]."""
     return x.view(*x.shape[:2], heads, -1)
 
 
 def _sdpa(heads: int, *inputs: torch.Tensor) -> Call:
-    q, k, v = (_apart(x, heads).transpose(1, 2) for x in inputs)
+    q, k, v = (_with_heads(x, heads).transpose(1, 2) for x in inputs)
     return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -152,14 +143,14 @@ def _sage(heads: int, *inputs: torch.Tensor) -> Call:
     if not sage_release():
         raise MissingPackageError("sageattention", expected="the package", got="none installed")
     sageattn = import_module("sageattention").sageattn
-    q, k, v = (_apart(x, heads) for x in inputs)
+    q, k, v = (_with_heads(x, heads) for x in inputs)
     k = k.clone()  # Release 1 writes into it.
     return lambda: sageattn(q, k, v, tensor_layout="NHD").flatten(2)
 
 
 def _flash_3(heads: int, *inputs: torch.Tensor) -> Call:
     attention = import_module("flash_attn_interface").flash_attn_func
-    q, k, v = (_apart(x, heads) for x in inputs)
+    q, k, v = (_with_heads(x, heads) for x in inputs)
 
     def call() -> torch.Tensor:
         out = attention(q, k, v)
@@ -178,3 +169,7 @@ METHODS: Final[dict[str, Callable[..., Call]]] = {
     "sageattention": _sage,
     "FlashAttention-3": _flash_3,
 }
+attention: Final = Benchmark(
+    name="attention", about=_ABOUT, columns=_COLUMNS, cases=SHAPES, methods=METHODS,
+    measure=_measure,
+)  # fmt: skip

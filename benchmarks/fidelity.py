@@ -1,4 +1,4 @@
-"""`fidelity`: how far a forward is from the same network in fp32, beside the unpatched one.
+"""`fidelity`: how far a forward is from the same network in fp32, compared with the unpatched one.
 
 The truth is the network with its bf16 weights and inputs upcast to fp32, without TF32 and with
 exact attention. Wan2.1-1.3B has seeded random weights at four settings: gates as drawn or +0.3, so
@@ -16,18 +16,17 @@ import torch
 from benchmarks import ways
 from benchmarks.models import COGVIDEOXS, changed, network_of
 from benchmarks.runner import (
+    Benchmark,
     Call,
     Column,
     Journal,
-    Plan,
     Record,
     Wrong,
     error_to,
-    run_cases,
     seconds_of,
     time_calls,
 )
-from benchmarks.ways import Way, is_patched, patch
+from benchmarks.ways import Way, patch, record_report
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.video.measures import highest_precision, upcast
 
@@ -69,18 +68,6 @@ _ABOUT: Final = {
 }
 
 
-def run(plan: Plan) -> int:
-    """Measure, and write `fidelity.json`.
-
-    Returns:
-        0 if no patched network was broken.
-    """
-    cases = [*_SETTINGS, "14b", *COGVIDEOXS]
-    return run_cases(
-        plan, "fidelity", _COLUMNS, _ABOUT, cases, list(_METHODS), _measure, list(_SETTINGS)
-    )
-
-
 @torch.no_grad()
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
     name = "1.3b" if case in _SETTINGS else case
@@ -92,7 +79,7 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
             truth = make(journal.plan.seed, wide=True)()
         for method in dict.fromkeys([_UNPATCHED, *methods]):
             function = partial(_one, method, network, call, truth, journal, case)
-            journal.measure(case, method, function, fused=is_patched(method))
+            journal.measure(case, method, function)
 
 
 def _one(
@@ -104,11 +91,8 @@ def _one(
         record["first_seconds"] = seconds_of(lambda: outputs.append(call()), journal.device)
         record["error"] = error_to(truth, BROKEN)(outputs[0])
         record["same_bits"] = torch.equal(call(), outputs[0])
+        record_report(record, report)
         if isinstance(report, PatchReport):
-            record["ran"] = report.last_forward
-            record["in_int8"] = sum(
-                n for how, n in report.last_forward.items() if "int8 attention" in how
-            )
             record["predicted"] = report.guard.prediction
             record["guard"] = str(report.guard)
         record["ms"] = time_calls(call, journal.device, journal.plan.most(5))
@@ -116,3 +100,9 @@ def _one(
     record["of_unpatched"] = record["error"] / unpatched["error"]
     if record["of_unpatched"] > MOST:
         raise Wrong(f"{record['of_unpatched']:.3g} times the unpatched network's error")
+
+
+fidelity: Final = Benchmark(
+    name="fidelity", about=_ABOUT, columns=_COLUMNS, cases=[*_SETTINGS, "14b", *COGVIDEOXS],
+    methods=_METHODS, measure=_measure, default=list(_SETTINGS),
+)  # fmt: skip

@@ -1,16 +1,30 @@
-"""`network`: one forward of Wan, of Wan with SLA, and of CogVideoX, at their published sizes."""
+"""`network`: one forward of Wan, of Wan with SLA, and of CogVideoX, at their published sizes.
+`length`: a forward of Wan2.1-1.3B by its number of tokens.
+
+Short sequences are bound by the CPU, so a row has two times: of forwards that are queued one after
+another, and of the CPU for one forward that begins on an idle GPU.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 
-from benchmarks.models import COGVIDEOXS, WANS, network_of
+from benchmarks.models import (
+    COGVIDEOXS,
+    LENGTHS,
+    WANS,
+    build_wan,
+    network_of,
+    size_of,
+    wan_call,
+)
 from benchmarks.runner import (
     ERROR,
     TIMES,
+    Benchmark,
     Call,
     Column,
     Journal,
@@ -19,23 +33,21 @@ from benchmarks.runner import (
     error_to,
     generator,
     peak_gib,
-    run_cases,
     seconds_of,
     time_forwards,
 )
-from benchmarks.ways import EAGER, WAYS, is_patched
-from turbo_rcm_patch import PatchReport
+from benchmarks.ways import EAGER, WAYS, record_report
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: Relative L2 to the truth from which a forward is broken and is not timed.
 BROKEN: Final = 0.2
-COLUMNS: Final = (
+_COLUMNS: Final = (
     *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of eager", "of_eager", ".3f"),
     Column("first s", "first_seconds", ".2f"), Column("in int8", "in_int8", "d"),
     Column("GiB", "peak_gib", ".1f"), ERROR,
 )  # fmt: skip
-ABOUT: Final = {
+_ABOUT: Final = {
     "weights": "seeded random, bf16; batch 1, guard off",
     "ms": "of forwards queued one after another, by the wall clock",
     "cpu_ms": "until a forward returns that began on an idle GPU",
@@ -46,20 +58,10 @@ ABOUT: Final = {
     "compile": "every block with fullgraph=True, as compile_repeated_blocks does",
 }
 _SLA: Final = "1.3b-sla"
+#: Over more tokens the GPU never waits, so CUDA graphs change nothing and take minutes to begin.
+_MOST_FOR_GRAPHS: Final = 10_000
 #: With SLA the author's forward is dense attention, another function.
 _SLA_METHODS: Final = ("patched", "patched int8 Linears", "patched compile")
-
-
-def run(plan: Plan) -> int:
-    """Measure, and write `network.json`.
-
-    Returns:
-        0 if every patched forward was near the truth.
-    """
-    cases = [*WANS, _SLA, *COGVIDEOXS]
-    return run_cases(
-        plan, "network", COLUMNS, ABOUT, cases, list(WAYS), _measure, default=["1.3b"]
-    )
 
 
 @torch.no_grad()
@@ -75,9 +77,30 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
         truth = call()
     count = sum(p.numel() for p in network.parameters())
     journal.case(case, parameters=count, finite=bool(truth.isfinite().all()))
+    _measure_forwards(methods, network, call, truth, journal, case)
+
+
+@cache
+def _built(plan: Plan, device: torch.device) -> Any:
+    return build_wan("1.3b", plan, device)
+
+
+@torch.no_grad()
+def _measure_length(tokens: str, methods: list[str], journal: Journal) -> None:
+    plan, device = journal.plan, journal.device
+    network = _built(plan, device)
+    call = wan_call(network, plan, device, size_of(tokens, plan), plan.seed)
+    if int(tokens) > _MOST_FOR_GRAPHS:
+        methods = [m for m in methods if not m.endswith("reduce-overhead") or m in plan.only]
+    _measure_forwards(methods, network, call, call(), journal, tokens)
+
+
+def _measure_forwards(
+    methods: list[str], network: Any, call: Call, truth: torch.Tensor, journal: Journal, case: str
+) -> None:
     for method in methods:
         function = partial(measure_forward, method, network, call, truth, journal, case)
-        journal.measure(case, method, function, fused=is_patched(method))
+        journal.measure(case, method, function)
 
 
 def _attach_sla(network: Any, journal: Journal) -> None:
@@ -112,11 +135,17 @@ def measure_forward(
             call()
         record["peak_gib"] = peak_gib(call, device)
         record["ms"], record["cpu_ms"] = time_forwards(call, device, plan.most(5))
-        if isinstance(report, PatchReport) and report.last_forward:
-            record["ran"] = report.last_forward
-            record["in_int8"] = sum(
-                n for how, n in report.last_forward.items() if "int8 attention" in how
-            )
+        record_report(record, report)
     eager = journal.case(case).get(EAGER, {})
     if "ms" in eager:
         record["of_eager"] = record["ms"]["median"] / eager["ms"]["median"]
+
+
+network: Final = Benchmark(
+    name="network", about=_ABOUT, columns=_COLUMNS, cases=[*WANS, _SLA, *COGVIDEOXS],
+    methods=WAYS, measure=_measure, default=["1.3b"],
+)  # fmt: skip
+length: Final = Benchmark(
+    name="length", about=_ABOUT | {"network": "Wan2.1-T2V-1.3B"}, columns=_COLUMNS, cases=LENGTHS,
+    methods=WAYS, measure=_measure_length,
+)  # fmt: skip

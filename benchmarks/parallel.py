@@ -9,8 +9,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -24,16 +25,15 @@ from benchmarks.network import BROKEN
 from benchmarks.runner import (
     ERROR,
     TIMES,
+    Benchmark,
     Column,
     Journal,
     Plan,
     Record,
     Wrong,
-    chosen,
     error_to,
     free,
     peak_gib,
-    reason_of,
     seconds_of,
     time_forwards,
 )
@@ -91,7 +91,7 @@ _ABOUT: Final = {
 _TIMEOUT: Final = timedelta(seconds=180)
 
 
-def run(plan: Plan) -> int:
+def parallel(plan: Plan) -> int:
     """Measure, and write `parallel.json`.
 
     Returns:
@@ -100,7 +100,7 @@ def run(plan: Plan) -> int:
     Raises:
         ConfigError: There is one GPU only.
     """
-    chosen(plan.only, list(_CASES), list(_WAYS))
+    _PARALLEL.chosen(plan)
     ranks = 2 if plan.micro and plan.device == "cpu" else torch.cuda.device_count()
     if ranks < 2:
         raise ConfigError("parallel", expected="two GPUs or more", got=str(ranks))
@@ -120,58 +120,36 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
         "gloo" if cpu else "cpu:gloo,cuda:nccl",
         init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT,
     )  # fmt: skip
-    journal = None
-    if rank == 0:
-        journal = Journal("parallel", plan, _COLUMNS, _ABOUT | {"ranks": ranks}, device)
     try:
-        cases, methods = chosen(plan.only, list(_CASES), list(_WAYS), ["1.3b"])
-        for case in cases:
-            _measure(case, methods, plan, device, journal)
-            free(device)
-        if journal is not None and not journal.failed:
+        wrong = replace(_PARALLEL, about=_ABOUT | {"ranks": ranks})(plan, device, rank)
+        if not wrong and rank == 0:
             Path(folder, "right").touch()
     finally:
-        if journal is not None:
-            journal.close()
         dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _measure(
-    case: str, methods: list[str], plan: Plan, device: torch.device, journal: Journal | None
-) -> None:
+def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    plan, device = journal.plan, journal.device
     name, tokens = _CASES[case]
     network, make = network_of(name, plan, device, tokens)
     truth = make(plan.seed)()
     for method in methods:
-        late = journal is not None and journal.late(f"{case}, {method}")
-        if _from_first(late, device):
-            continue
         way = _WAYS[method]
-        record: Record = {}
-        try:
-            _one(way, network, make, truth, plan, device, record)
-            record["status"] = "timed"
-        except Wrong as error:
-            record.update(status="wrong", reason=str(error))
-        except Exception as error:  # A peer may fail in any way.
-            record.update(status="missing", reason=reason_of(error))
+        one = journal.case(case).get("one GPU " + method.split(" ", 1)[1], {}) if way.split else {}
+        journal.measure(case, method, partial(_one, way, network, make, truth, journal, one))
         if way.split:  # diffusers does not take parallelism off a network again.
             del network, make
             free(device)
             network, make = network_of(name, plan, device, tokens)
-        if journal is not None:
-            one = journal.case(case).get("one GPU " + method.split(" ", 1)[1], {})
-            if way.split and "ms" in one and "ms" in record:
-                record["of_one"] = record["ms"]["median"] / one["ms"]["median"]
-            journal.keep(case, method, record, fused=way.config is not None)
 
 
 def _one(
-    way: _Way, network: Any, make: MakeCall, truth: torch.Tensor, plan: Plan,
-    device: torch.device, record: Record,
+    way: _Way, network: Any, make: MakeCall, truth: torch.Tensor, journal: Journal, one: Record,
+    record: Record,
 ) -> None:  # fmt: skip
-    """Check and time one way on all ranks."""
+    """Check and time one way on all ranks; `one` is the record of the same way on one GPU."""
+    plan, device = journal.plan, journal.device
     call = make(plan.seed)
     with _entered(way, network, device):
         outputs: list[torch.Tensor] = []
@@ -188,6 +166,8 @@ def _one(
             call, device, rounds, dist.barrier, queued=2
         )
         record["peak_gib"] = peak_gib(call, device)
+    if "ms" in one:
+        record["of_one"] = record["ms"]["median"] / one["ms"]["median"]
 
 
 @contextmanager
@@ -210,16 +190,15 @@ def _entered(way: _Way, network: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _from_first(value: bool, device: torch.device) -> bool:
-    """Return what the first rank says."""
-    said = torch.tensor(int(value), device=device)
-    dist.broadcast(said, 0)
-    return bool(said)
-
-
 def _same(x: torch.Tensor) -> bool:
     """Return True if every rank has the same bits."""
     x = x.contiguous()
     every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(every, x)
     return all(torch.equal(x, other) for other in every)
+
+
+_PARALLEL: Final = Benchmark(
+    name="parallel", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_WAYS,
+    measure=_measure, default=["1.3b"],
+)  # fmt: skip

@@ -12,13 +12,14 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from turbo_rcm_patch.errors import ConfigError, DeviceError, OutputExistsError
 from turbo_rcm_patch.output import check_writable, write_json
@@ -280,6 +281,7 @@ class Journal:
         columns: Of the table, after case and method.
         about: Definitions, for the file.
         device: Where it measures; the plan's by default.
+        rank: Ranks above 0 print and write nothing.
 
     Raises:
         OutputExistsError: A file of that name is there that no benchmark wrote.
@@ -293,8 +295,9 @@ class Journal:
         columns: Sequence[Column],
         about: Mapping[str, object],
         device: torch.device | None = None,
+        rank: int = 0,
     ) -> None:
-        self.plan, self.columns = plan, columns
+        self.plan, self.columns, self._rank = plan, columns, rank
         self.device = plan.torch_device() if device is None else device
         self.path = plan.out / f"{name}.json"
         self.failed = False
@@ -308,7 +311,7 @@ class Journal:
             "seed": plan.seed,
             "about": dict(about),
         }
-        before = self._before(name)
+        before = {} if rank else self._before(name)
         same = all(before.get(key) == value for key, value in head.items())
         self.document: Record = before if same else head | {"runs": [], "cases": {}}
         self._run: Record = {
@@ -318,9 +321,13 @@ class Journal:
         }
         self.document["runs"].append(self._run)
         known = self.document["versions"]
-        print(f"{head['machine']['device']}, torch {known['torch']}, triton {known['triton']}")
-        print(f"| case | method | {' | '.join(column.title for column in columns)} |")
-        print("|---|---|" + "---:|" * len(columns), flush=True)
+        self._say(f"{head['machine']['device']}, torch {known['torch']}, triton {known['triton']}")
+        self._say(f"| case | method | {' | '.join(column.title for column in columns)} |")
+        self._say("|---|---|" + "---:|" * len(columns))
+
+    def _say(self, line: str) -> None:
+        if not self._rank:
+            print(line, flush=True)
 
     def _before(self, name: str) -> Record:
         check_writable(self.path)
@@ -347,23 +354,26 @@ class Journal:
         return methods
 
     def late(self, what: str) -> bool:
-        """Return True if the time is up, and note what is left out."""
-        if time.monotonic() < self._begin + self.plan.limit:
-            return False
-        self._run["left_out"].append(what)
-        return True
+        """Return True if the time is up, on rank 0 if there are several, and note what is left
+        out."""
+        late = time.monotonic() >= self._begin + self.plan.limit
+        if dist.is_available() and dist.is_initialized():
+            said = torch.tensor(int(late), device=self.device)
+            dist.broadcast(said, 0)
+            late = bool(said)
+        if late:
+            self._run["left_out"].append(what)
+        return late
 
-    def measure(
-        self, case: str, method: str, function: Callable[[Record], None], *, fused: bool = False
-    ) -> None:
+    def measure(self, case: str, method: str, function: Callable[[Record], None]) -> None:
         """Measure one method, print its row and write the file.
+
+        The command fails if a method of this library cannot run or is wrong.
 
         Args:
             case: Name of the case.
             method: Name of the method.
             function: Fills the method's record; may raise, also `Wrong`.
-            fused: The method is this library's, so the command fails if it cannot run or is
-                wrong.
         """
         if self.late(f"{case}, {method}"):
             return
@@ -375,30 +385,32 @@ class Journal:
             record.update(status="wrong", reason=str(error))
         except Exception as error:  # A peer may fail in any way.
             record.update(status="missing", reason=reason_of(error))
-        self.keep(case, method, record, fused=fused)
-
-    def keep(self, case: str, method: str, record: Record, *, fused: bool = False) -> None:
-        """Keep the record of a method, print its row and write the file."""
         self.case(case)[method] = record
-        self.failed |= fused and record["status"] != "timed"
+        self.failed |= is_patched(method) and record["status"] != "timed"
         cells = [_cell(record, column) for column in self.columns]
         if "reason" in record:
             cells[:1] = [record["reason"]]
-        print(f"| {case} | {method} | {' | '.join(cells)} |", flush=True)
+        self._say(f"| {case} | {method} | {' | '.join(cells)} |")
         self.write()
         free(self.device)
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
         self._run["seconds"] = round(time.monotonic() - self._begin, 1)
-        write_json(self.path, self.document)
+        if not self._rank:
+            write_json(self.path, self.document)
 
     def close(self) -> None:
         """Write the file and say where it is and what is missing."""
         self.write()
         for what in self._run["left_out"]:
-            print(f"left out, no time: {what}")
-        print(f"{self.path}: {self._run['seconds']} s", flush=True)
+            self._say(f"left out, no time: {what}")
+        self._say(f"{self.path}: {self._run['seconds']} s")
+
+
+def is_patched(method: str) -> bool:
+    """Return True if a method is this library's."""
+    return not {"patched", "fused"}.isdisjoint(method.split())
 
 
 def _cell(record: Record, column: Column) -> str:
@@ -416,71 +428,66 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
 
 
-def chosen(
-    only: Sequence[str], cases: Sequence[str], methods: Sequence[str], default: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Divide the names of `--only` into cases and methods.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A registered benchmark.
 
-    Args:
-        only: What was asked for.
-        cases: Every case.
-        methods: Every method.
-        default: The cases that are measured unless others are named; empty for all.
-
-    Returns:
-        Cases and methods in their own order.
-
-    Raises:
-        ConfigError: A name is neither.
-    """
-    unknown = [name for name in only if name not in (*cases, *methods)]
-    if unknown:
-        raise ConfigError(
-            "--only",
-            expected=f"cases ({', '.join(cases)}) or methods ({', '.join(methods)})",
-            got=", ".join(unknown),
-        )
-    some_cases = [name for name in cases if name in only]
-    some_methods = [name for name in methods if name in only]
-    return some_cases or list(default or cases), some_methods or list(methods)
-
-
-def run_cases(
-    plan: Plan,
-    name: str,
-    columns: Sequence[Column],
-    about: Mapping[str, object],
-    cases: Sequence[str],
-    methods: Sequence[str],
-    measure: Callable[[str, list[str], Journal], None],
-    default: Sequence[str] = (),
-) -> int:
-    """Run a benchmark, one case after the other, as long as the time allows.
-
-    Args:
-        plan: What was asked for.
-        name: Of the benchmark.
-        columns: Of the table.
+    Attributes:
+        name: Its file is `<name>.json`.
         about: Definitions, for the file.
-        cases: Names of all cases.
-        methods: Names of all methods.
+        columns: Of the table, after case and method.
+        cases, methods: All their names.
         measure: Measures a case with some of the methods.
-        default: See `chosen`.
-
-    Returns:
-        0 if every method of this library ran and was right, else 1.
+        default: The cases that are measured unless others are named; empty for all.
     """
-    first = list(default or cases)[: 1 if plan.micro else None]  # Toy sizes are all alike.
-    some_cases, some_methods = chosen(plan.only, cases, methods, first)
-    journal = Journal(name, plan, columns, about)
-    try:
-        for case in some_cases:
-            if not journal.late(case):
-                measure(case, some_methods, journal)
-                free(journal.device)
-    finally:
-        journal.close()
-    return int(journal.failed)
+
+    name: str
+    about: Mapping[str, object]
+    columns: Sequence[Column]
+    cases: Collection[str]
+    methods: Collection[str]
+    measure: Callable[[str, list[str], Journal], None]
+    default: Sequence[str] = ()
+
+    def chosen(self, plan: Plan) -> tuple[list[str], list[str]]:
+        """Divide the names of `--only` into cases and methods, each in their own order.
+
+        Raises:
+            ConfigError: A name is neither.
+        """
+        only = plan.only
+        unknown = [name for name in only if name not in self.cases and name not in self.methods]
+        if unknown:
+            raise ConfigError(
+                "--only",
+                expected=f"cases ({', '.join(self.cases)}) or methods ({', '.join(self.methods)})",
+                got=", ".join(unknown),
+            )
+        first = list(self.default or self.cases)[: 1 if plan.micro else None]  # All are alike.
+        cases = [name for name in self.cases if name in only] or first
+        return cases, [name for name in self.methods if name in only] or list(self.methods)
+
+    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
+        """Measure one case after the other, as long as the time allows, and write the file.
+
+        Args:
+            plan: What was asked for.
+            device: Where to measure; by default the plan's.
+            rank: Of this process. Ranks above 0 measure along and write nothing.
+
+        Returns:
+            0 if every method of this library ran and was right, else 1.
+        """
+        cases, methods = self.chosen(plan)
+        journal = Journal(self.name, plan, self.columns, self.about, device, rank)
+        try:
+            for case in cases:
+                if not journal.late(case):
+                    self.measure(case, methods, journal)
+                    free(journal.device)
+        finally:
+            journal.close()
+        return int(journal.failed)
 
 
 def error_to(truth: torch.Tensor, limit: float) -> Callable[[torch.Tensor], float]:

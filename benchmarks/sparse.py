@@ -1,4 +1,4 @@
-"""`sparse`: a whole self-attention, sparse-linear (SLA) beside dense int8.
+"""`sparse`: a whole self-attention, sparse-linear (SLA) compared with dense int8.
 
 Both begin with q, k and v as the Linears leave them and end before the output projection: norm,
 rotary embedding, quantisation, block map and linear branch are in the time.
@@ -15,13 +15,12 @@ from benchmarks.attention import calls_within, in_turn, input_sets
 from benchmarks.runner import (
     ERROR,
     TIMES,
+    Benchmark,
     Call,
     Column,
     Journal,
-    Plan,
     Record,
     error_to,
-    run_cases,
     time_calls,
 )
 from turbo_rcm_patch import ops
@@ -54,15 +53,6 @@ _ABOUT: Final = {
     "error": f"relative L2 to its own definition in fp32, {_BLOCKS} blocks of queries of a head",
     "speed_up": "median of dense int8 over median",
 }
-
-
-def run(plan: Plan) -> int:
-    """Measure, and write `sparse.json`.
-
-    Returns:
-        0 if everything was right.
-    """
-    return run_cases(plan, "sparse", _COLUMNS, _ABOUT, list(_CASES), list(_METHODS), _measure)
 
 
 @torch.no_grad()
@@ -122,4 +112,10 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
             record["speed_up"] = base["ms"]["median"] / record["ms"]["median"]
 
     for method in methods:
-        journal.measure(case, method, partial(one, method), fused=True)
+        journal.measure(case, method, partial(one, method))
+
+
+sparse: Final = Benchmark(
+    name="sparse", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_METHODS,
+    measure=_measure,
+)  # fmt: skip

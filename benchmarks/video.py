@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.models import build_wan
 from benchmarks.runner import (
+    Benchmark,
     Column,
     Journal,
     Plan,
@@ -24,10 +25,9 @@ from benchmarks.runner import (
     Wrong,
     generator,
     peak_gib,
-    run_cases,
     seconds_of,
 )
-from benchmarks.ways import is_patched
+from benchmarks.ways import record_report
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions
 
@@ -53,18 +53,9 @@ _ABOUT: Final = {
 }
 
 
-def run(plan: Plan) -> int:
-    """Measure, and write `video.json`.
-
-    Returns:
-        0 if every patched video was finite and the same each time.
-    """
-
-    def measure(case: str, methods: list[str], journal: Journal) -> None:
-        for method in methods:
-            journal.measure(case, method, partial(_fresh, plan, method), fused=is_patched(method))
-
-    return run_cases(plan, "video", _COLUMNS, _ABOUT, [_CASE], list(_METHODS), measure)
+def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    for method in methods:
+        journal.measure(case, method, partial(_fresh, journal.plan, method))
 
 
 def _fresh(plan: Plan, method: str, record: Record) -> None:
@@ -106,8 +97,7 @@ def _videos(plan: Plan, method: str, count: int) -> Record:
     record["same_bits"] = all(torch.equal(latents[0], other) for other in latents)
     record["finite"] = bool(latents[0].isfinite().all())
     if report is not None:
-        record["ran"] = report.last_forward
-        record["in_int8"] = sum(n for how, n in record["ran"].items() if "int8 attention" in how)
+        record_report(record, report)
         record["guard"] = str(report.guard)
     return record
 
@@ -135,3 +125,9 @@ def _pipeline(plan: Plan, device: torch.device) -> tuple[Any, Record]:
         "num_inference_steps": _STEPS,
         "guidance_scale": 1.0,
     }
+
+
+video: Final = Benchmark(
+    name="video", about=_ABOUT, columns=_COLUMNS, cases=[_CASE], methods=_METHODS,
+    measure=_measure,
+)  # fmt: skip

@@ -131,6 +131,8 @@ WAYS: Final[dict[str, Way]] = {
 }
 
 
-def is_patched(method: str) -> bool:
-    """Return True if a method is this library's."""
-    return method.startswith(("patched", "fused"))
+def record_report(record: dict[str, Any], report: object) -> None:
+    """Note what ran on the last forward of a patched network; nothing for an unpatched one."""
+    if isinstance(report, PatchReport) and report.last_forward:
+        record["ran"] = ran = report.last_forward
+        record["in_int8"] = sum(n for how, n in ran.items() if "int8 attention" in how)

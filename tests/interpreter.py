@@ -5,7 +5,7 @@ a session (a worker of xdist has its own) collects the same files and runs the t
 named, one at a time; outcome and traceback come back to the test of that name here.
 
 With TRITON_INTERPRET=1 in the environment the tests run where they are, for a debugger:
-`TRITON_INTERPRET=1 pytest -m interpreter --pdb tests/ops/test_projection.py`
+`TRITON_INTERPRET=1 pytest -m interpreter --pdb tests/ops/test_attention.py`
 """
 
 from __future__ import annotations

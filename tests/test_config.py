@@ -61,13 +61,6 @@ WRONG = [
     (({"atention": "int8"},), {}, "Did you mean 'attention'"),
     ((), {"atention": "int8"}, "Did you mean 'attention'"),
     ((), {"attention": "int8", "zzz": 1}, "sla_topk; got zzz."),
-    ((), {"cuda_graphs": True}, 'mode="reduce-overhead"'),
-    ((), {"calibration": None}, "The guard decides"),
-    ((), {"guard_budget": 0.1}, "guard=False"),
-    ((), {"kinds": ("self",)}, 'attention="exact"'),
-    ((), {"precision": "fixed"}, "fidelity=None"),
-    ((), {"residual": "model"}, "fp32 inside a block"),
-    ((), {"self_test": True}, "turbo-rcm-patch doctor"),
 ]
 
 

@@ -108,7 +108,7 @@ assert not HIDDEN & {name.split(".")[0] for name in sys.modules}
 """
 #: Windows has no fcntl, and no Triton.
 SYSTEMS = """
-import builtins, subprocess, sys, tempfile, types  # subprocess looks for msvcrt too
+import builtins, sys, tempfile
 from pathlib import Path
 import torch
 UNIX = {"fcntl", "resource", "pwd", "grp", "termios"}
@@ -119,28 +119,20 @@ def refuse(name, given=None, *rest, **more):  # Other packages may ask the syste
         raise ImportError(name)
     return real(name, given, *rest, **more)
 builtins.__import__ = refuse
-locked, refused = [], []
-msvcrt = types.ModuleType("msvcrt")
-msvcrt.LK_NBLCK = 2
-def locking(descriptor, mode, size):
-    assert (mode, size) == (2, 1)
-    locked.append(descriptor)
-msvcrt.locking = locking
-sys.modules["msvcrt"] = msvcrt
+refused = []
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.turbodiffusion.staging import staged
+from turbo_rcm_patch.checkpoints.staging import staged
 from turbo_rcm_patch.video import load_pipeline
 pipe = load_pipeline("tiny", device="cpu")
 assert patch_model(pipe.transformer).fused > 0
 with tempfile.TemporaryDirectory() as folder:
     left = Path(folder) / ".model.partial"
     left.mkdir()
-    (left / "lock").touch()
+    (left / "new").touch()
     with staged(Path(folder) / "model", force=False, folder=True) as made:
         (made / "config.json").touch()
     assert (Path(folder) / "model" / "config.json").is_file()
     assert not left.exists()
-assert len(locked) == 1
 assert set(refused) == {"fcntl"} and "triton" not in sys.modules
 """
 NODES = """

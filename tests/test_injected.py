@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints.wan_model import Options, save
 from tests.patching.models import dicts, named, run, wan
-from tests.turbodiffusion.wan_model import Options, save
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import PatchConfig, is_patched, patch_model, report_of, unpatch_model
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.settings import Settings
 

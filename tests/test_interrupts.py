@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import processes
+from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.exit_codes import run_command
 from turbo_rcm_patch.interrupts import held_back, kept_apart
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.turbodiffusion import read_checkpoint
 from turbo_rcm_patch.video import video
 from turbo_rcm_patch.video.loading import loading
 

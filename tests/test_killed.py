@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoints.wan_model import Options, save
 from tests.killed import killed_at
-from tests.turbodiffusion.wan_model import Options, save
-from turbo_rcm_patch.turbodiffusion import write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
-from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE, write_extra
+from turbo_rcm_patch.checkpoints import write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.extra_file import EXTRA_FILE, write_extra
 from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import write_mp4

@@ -24,7 +24,7 @@ WORDS = {
     "output",
     "interrupts",
 }
-BELOW_VIDEO = WORDS | {"ops", "models", "patching", "turbodiffusion", "diffusers_backend"}
+BELOW_VIDEO = WORDS | {"ops", "models", "patching", "checkpoints", "diffusers_backend"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
@@ -42,13 +42,12 @@ MAY_IMPORT = {
     "models": WORDS | {"ops"},
     "diffusers_backend": {"errors", "ops"},
     "patching": WORDS | {"ops", "models"},
-    "turbodiffusion": WORDS | {"ops", "patching"},
+    "checkpoints": WORDS | {"ops", "patching"},
     "tiny": {"errors"},  # where the shipped weights lie, and their world
     "video": BELOW_VIDEO | {"tiny", "options"},
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
-    "turbowan": set(),  # of the examples
     "triton": {"ops"},
     "diffusers": {"patching/families", "diffusers_backend.py", "video"},
     "transformers": {"video"},

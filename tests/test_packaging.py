@@ -25,7 +25,7 @@ from turbo_rcm_patch.extras import DIFFUSERS, EXTRAS, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OURS = {"turbo_rcm_patch", "benchmarks", "training", "turbowan", "tests"}
+OURS = {"turbo_rcm_patch", "benchmarks", "training", "tests"}
 DISTRIBUTION_OF = {"PIL": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image"}
 
 
@@ -89,7 +89,7 @@ def test_the_base_install_is_what_patching_needs() -> None:
     """The base brings no package that its host may need in another release."""
     assert set(declared()) == {"torch", "triton", "triton-windows", "safetensors"}
     known = declared("diffusers", "sage")
-    for part in ("kernels", "ops", "models", "patching", "turbodiffusion"):
+    for part in ("kernels", "ops", "models", "patching", "checkpoints"):
         for name, path in third_party(ROOT / "turbo_rcm_patch" / part).items():
             assert name in known, f"{path} imports {name}"
 

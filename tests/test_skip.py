@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +18,9 @@ from turbo_rcm_patch.boundary import (
     RectifiedFlow,
     TrigFlow,
     rectified_flow_time,
-    rectified_flow_velocity,
-    trigflow_time,
-    trigflow_velocity,
 )
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.patching.report import PairTable
 from turbo_rcm_patch.skip import SkipPair, Stream, apply_skip, broadcast_coefficient
 
 FAMILIES = [
@@ -70,13 +69,24 @@ def test_identity_end_returns_the_input_bit_for_bit(
     for t in (family.identity_end, torch.tensor([family.identity_end], dtype=dtype)):
         assert family.c_skip(t) == 1.0
         assert family.c_out(t) == 0.0
-        assert torch.equal(family.boundary(x, branch, t).view(bits), x.view(bits))
+        assert torch.equal(
+            apply_skip(x, branch, family.c_skip(t), family.c_out(t)).view(bits), x.view(bits)
+        )
 
 
-@each_family
-def test_other_end_reaches_its_limit(family: Parameterisation) -> None:
-    t = min(family.other_end, 1e9)
-    c_skip, c_out = family.other_limit
+LIMITS = [
+    (EDM(0.5), 1e9, 0.0, 0.5),
+    (ConsistencyModel(0.5, 0.002), 1e9, 0.0, 0.5),
+    (TrigFlow(0.5), math.pi / 2, 0.0, -0.5),
+    (RCMWrapper(), math.pi / 2, 1.0, -1.0),
+    (RectifiedFlow(), 1.0, 1.0, -1.0),
+]
+
+
+@pytest.mark.parametrize(("family", "t", "c_skip", "c_out"), LIMITS)
+def test_other_end_reaches_its_limit(
+    family: Parameterisation, t: float, c_skip: float, c_out: float
+) -> None:
     assert family.c_skip(t) == pytest.approx(c_skip, abs=1e-8)
     assert family.c_out(t) == pytest.approx(c_out, rel=1e-8)
 
@@ -115,44 +125,15 @@ def test_edm_is_trigflow_at_the_angle_of_sigma(sigma: float, sd: float) -> None:
     assert edm.c_out(sigma) == pytest.approx(-trig.c_out(angle), rel=1e-9)
 
 
-@given(t=st.floats(0.0, math.pi / 2))
-def test_time_conversion_round_trip_from_trigflow(t: float) -> None:
-    assert trigflow_time(rectified_flow_time(t)) == pytest.approx(t, abs=1e-12)
-    tensor = torch.tensor([t], dtype=torch.float64)
-    assert trigflow_time(rectified_flow_time(tensor)).item() == pytest.approx(t, abs=1e-12)
-
-
-@given(t=st.floats(0.0, 1.0))
-def test_time_conversion_round_trip_from_rectified_flow(t: float) -> None:
-    assert rectified_flow_time(trigflow_time(t)) == pytest.approx(t, abs=1e-12)
-
-
 @given(t=st.floats(0.0, math.pi / 2), x=st.floats(-5, 5), v=st.floats(-5, 5))
 def test_rcm_wrapper_is_rectified_flow_seen_from_trigflow(t: float, x: float, v: float) -> None:
     rcm, rectified = RCMWrapper(), RectifiedFlow()
     state = torch.tensor([x], dtype=torch.float64)
     velocity = torch.tensor([v], dtype=torch.float64)
-    seen = rectified.boundary(rcm.c_in(t) * state, velocity, rectified_flow_time(t))
-    torch.testing.assert_close(rcm.boundary(state, velocity, t), seen, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("per_sample", [False, True], ids=["one-time", "time-per-sample"])
-def test_predictions_convert_between_trigflow_and_rectified_flow(per_sample: bool) -> None:
-    """From data and noise: F and v are the derivatives of their paths, each makes the other, and
-    both lead to the same clean sample."""
-    x0, z = torch.randn(2, 4, 3, 5, dtype=torch.float64)
-    times = torch.tensor([0.0, 0.3, math.pi / 4, math.pi / 2], dtype=torch.float64)
-    for t in [times] if per_sample else times.tolist():
-        cos, sin = torch.as_tensor(t).cos().view(-1, 1, 1), torch.as_tensor(t).sin().view(-1, 1, 1)
-        x, branch, velocity = cos * x0 + sin * z, cos * z - sin * x0, z - x0
-        torch.testing.assert_close(rectified_flow_velocity(x, branch, t), velocity)
-        torch.testing.assert_close(trigflow_velocity(x, velocity, t), branch)
-        torch.testing.assert_close(TrigFlow().boundary(x, branch, t), x0)
-        rcm = RCMWrapper()
-        c_in = rcm.c_in(t).view(-1, 1, 1) if per_sample else rcm.c_in(t)
-        s = rectified_flow_time(t)
-        torch.testing.assert_close(RectifiedFlow().boundary(c_in * x, velocity, s), x0)
-        torch.testing.assert_close(rcm.boundary(x, velocity, t), x0)
+    s = rectified_flow_time(t)
+    seen = apply_skip(rcm.c_in(t) * state, velocity, rectified.c_skip(s), rectified.c_out(s))
+    own = apply_skip(state, velocity, rcm.c_skip(t), rcm.c_out(t))
+    torch.testing.assert_close(own, seen, rtol=1e-12, atol=1e-12)
 
 
 def test_sampler_times_of_rcm() -> None:
@@ -166,7 +147,8 @@ def test_sampler_times_of_rcm() -> None:
 def test_times_per_sample_reach_their_sample() -> None:
     x, branch = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
     t = torch.tensor([0.0, 0.4, 1.0])
-    got = RectifiedFlow().boundary(x, branch, t)
+    flow = RectifiedFlow()
+    got = apply_skip(x, branch, flow.c_skip(t), flow.c_out(t))
     want = x.double() - t.double().view(3, 1, 1) * branch.double()
     assert torch.equal(got, want.float())
     assert torch.equal(got[0], x[0])
@@ -223,6 +205,10 @@ def test_a_pair_knows_whether_it_is_fused() -> None:
         "blocks.0.ffn", "feed-forward", 0, 0, (video,), "fp32", True, "as-written", "x"
     )
     assert not left.fused
+    # The column says what runs: a fused pair sums in fp32 whatever its author did.
+    model = [replace(one, cast="model") for one in (pair, left)]
+    rows = [line for line in str(PairTable(model)).splitlines() if line.startswith("blocks")]
+    assert ["model dtype" in row for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize("value", ["a", None, True, math.nan, 0.5j], ids=repr)
@@ -234,13 +220,6 @@ def test_what_is_no_number_is_a_typed_error(value: object) -> None:
 
 @pytest.mark.parametrize("t", [torch.tensor([1j]), torch.tensor([True])], ids=["complex", "bool"])
 def test_a_time_is_real_everywhere(t: torch.Tensor) -> None:
-    x = torch.ones(1)
-    for call in (
-        rectified_flow_time,
-        trigflow_time,
-        EDM().c_skip,
-        lambda t: rectified_flow_velocity(x, x, t),
-        lambda t: trigflow_velocity(x, x, t),
-    ):
+    for call in (rectified_flow_time, EDM().c_skip):
         with pytest.raises(DTypeError, match="a real number"):
             call(t)

@@ -1,4 +1,4 @@
-"""How options are made: from the fields of a dataclass, and from lines of usage."""
+"""How options are made from the fields of a dataclass."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 
-from training.usage import add_options
 from turbo_rcm_patch.usage import add_fields, given_fields
 
 
@@ -111,17 +110,3 @@ def test_an_option_may_have_another_name_than_its_field_or_none() -> None:
     read = parser(**names).parse_args(["--pair-form", "sde"])
     assert given_fields(read, Options, names) == {"form": "sde"}
     assert "--lora" not in parser(**names).format_help()
-
-
-def test_the_word_for_a_value_says_how_it_is_read() -> None:
-    made = argparse.ArgumentParser()
-    usages = ("--limit MINUTES", "--steps N", "--out FOLDER", "--only A,B", "--prompt TEXT ...")
-    add_options(made, dict.fromkeys((*usages, "--force", "--form {sde,ode}"), "help"), steps=4)
-    given = ["--limit", "0", "--out", "a", "--only", "x,y", "--prompt", "p", "--prompt", "q"]
-    read = made.parse_args([*given, "--form", "ode"])
-    assert vars(read) == {
-        "limit": 0.0, "steps": 4, "out": Path("a"), "only": "x,y", "prompt": ["p", "q"],
-        "force": False, "form": "ode",
-    }  # fmt: skip
-    with pytest.raises(KeyError, match="MINUITS"):
-        add_options(made, {"--unread MINUITS": "help"})

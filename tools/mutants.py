@@ -37,7 +37,7 @@ TESTS = {
     "turbo_rcm_patch/patching": ("tests/patching",),
     "turbo_rcm_patch/ops": ("tests/ops",),
     "turbo_rcm_patch/models": ("tests/models",),
-    "turbo_rcm_patch/turbodiffusion": ("tests/turbodiffusion",),
+    "turbo_rcm_patch/checkpoints": ("tests/checkpoints",),
     "turbo_rcm_patch/video/verdict.py": ("tests/video/test_verdict.py",),
     "turbo_rcm_patch/video": ("tests/video",),
     "turbo_rcm_patch/config.py": ("tests/test_config.py", "tests/patching/test_refusals.py"),

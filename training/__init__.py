@@ -1,1 +1,0 @@
-"""Training of the shipped tiny models: `python -m training` from a checkout."""

@@ -1,48 +1,42 @@
-"""Judge generated videos: `python -m training evaluate --out DIR --count 400`.
+"""Judge the videos of a trained model with the detector.
 
-Prompts are drawn from the held-out combinations. The detector judges colour, shape and motion of
-the student at each number of steps, of the teacher where its folder is given, and of the student
-with an attention zeroed (self or cross; CogVideoX has one, over text and video); beside it stand
-the same detector on rendered videos and on prompts shuffled among themselves.
+Prompts are drawn from the held-out combinations. Colour, shape and motion are judged for the
+student at several numbers of steps, with each attention zeroed, and for the teacher where its
+folder is given; beside them, for rendered videos and for prompts shuffled among themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from PIL import Image
+from torch import Tensor
 
-from training.build import SETTINGS_FILE, tokenize, trained_folder
 from training.data import Scenes, render, sample_scenes
-from training.family import Family, family_of_folder
+from training.families import SETTINGS_FILE, Family, family_of_folder, tokenize
 from training.flow import few_step, guided, ode
-from training.plots import sheet
-from training.train_vae import statistics
-from training.usage import add_options
-from turbo_rcm_patch.output import check_writable, write_json
+from training.stage import batches
+from training.train import statistics
+from turbo_rcm_patch.output import atomic, check_writable, write_json
 from turbo_rcm_patch.tiny.detector import accuracy, detect
-from turbo_rcm_patch.video.load import TINY, resolve_model
 
-_TEACHER_STEPS = 24
+_TEACHER_STEPS: Final = 24
+_BATCH: Final = 16
 
 
 @contextmanager
-def zeroed(blocks: nn.ModuleList, attention: str) -> Iterator[None]:
+def zeroed(blocks: Any, attention: str) -> Iterator[None]:
     """Make the attention of this name return zeros in every block while inside."""
 
-    def zero(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> object:
-        if isinstance(out, tuple):
-            return tuple(torch.zeros_like(one) for one in out)
-        return torch.zeros_like(out)
+    def zero(_: object, __: object, out: Tensor | tuple[Tensor, ...]) -> object:
+        return tuple(map(torch.zeros_like, out)) if isinstance(out, tuple) else 0 * out
 
     handles = [getattr(block, attention).register_forward_hook(zero) for block in blocks]
     try:
@@ -50,6 +44,15 @@ def zeroed(blocks: nn.ModuleList, attention: str) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> None:
+    """Write the first videos [B, F, H, W, 3] in 0..1 as a picture, a row of frames for each."""
+    pick = torch.linspace(0, frames.shape[1] - 1, columns).round().long().to(frames.device)
+    tiles = (frames[:rows, pick].clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    picture = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    with atomic(path) as partial:
+        Image.fromarray(picture.numpy()).save(partial, format="PNG", optimize=True)
 
 
 @dataclass(slots=True)
@@ -61,26 +64,23 @@ class Evaluation:
     settings: dict[str, float]
     scenes: Scenes
     seed: int
-    batch: int
 
     @classmethod
     def load(
-        cls, folder: Path, *, count: int, seed: int, batch: int, device: str, dtype: torch.dtype
+        cls, folder: Path, *, count: int, seed: int, device: str, dtype: torch.dtype
     ) -> Evaluation:
-        """Load a folder; the VAE stays in fp32, the transformer takes `dtype`."""
-        family = family_of_folder(trained_folder(folder))
-        pipe = family.PIPELINE.from_pretrained(
+        """Load a folder; the autoencoder stays in fp32, the transformer takes `dtype`."""
+        family = family_of_folder(folder)
+        pipe = family.pipeline.from_pretrained(
             folder, dtype={"transformer": dtype, "default": torch.float32}
         ).to(device)
-        generator = torch.Generator().manual_seed(seed)
-        scenes = sample_scenes(count, generator, held_out=True)
+        scenes = sample_scenes(count, torch.Generator().manual_seed(seed), held_out=True)
         settings = json.loads((folder / SETTINGS_FILE).read_text())
-        return cls(family, pipe, settings, scenes, seed, batch)
+        return cls(family, pipe, settings, scenes, seed)
 
     def first(self, count: int) -> Evaluation:
-        """The first videos alone, in one batch."""
-        scenes = Scenes(*(getattr(self.scenes, name)[:count] for name in Scenes.__slots__))
-        return replace(self, scenes=scenes, batch=count)
+        """Return the same with the first prompts alone."""
+        return replace(self, scenes=_rows(self.scenes, slice(count)))
 
     def _text(self, prompts: list[str]) -> Tensor:
         tokens = tokenize(self.pipe.tokenizer, prompts, int(self.settings["max_sequence_length"]))
@@ -90,55 +90,53 @@ class Evaluation:
     @torch.no_grad()
     def frames(self, *, steps: int | None, guidance: float = 1.0) -> Iterator[Tensor]:
         """Batches of frames [b, F, H, W, 3] fp32 in 0..1; few steps, or with None the ODE."""
-        pipe, network, velocity = self.pipe, self.pipe.transformer, self.family.velocity
+        pipe, network, family = self.pipe, self.pipe.transformer, self.family
         device = network.device
         span, space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
-        latent_frames = (int(self.settings["num_frames"]) - 1) // span + 1
         side = int(self.settings["height"]) // space
-        channels = pipe.transformer.config.in_channels
+        size = (int(self.settings["num_frames"]) - 1) // span + 1, side, side
         mean, std = statistics(pipe.vae, device)
         prompts = self.scenes.captions()
         generator = torch.Generator().manual_seed(self.seed + 1)
         renoise = torch.Generator(device).manual_seed(self.seed + 2)
-        for start in range(0, len(prompts), self.batch):
-            part = prompts[start : start + self.batch]
-            shape = (len(part), channels, latent_frames, side, side)
+        for part in batches(len(prompts), _BATCH):
+            texts = prompts[part]
+            shape = (len(texts), network.config.in_channels, *size)
             noise = torch.randn(shape, generator=generator).to(device)
-            field = velocity(network, self._text(part))
+            field = family.velocity(network, self._text(texts))
             if steps is None:
-                free = velocity(network, self._text([""] * len(part)))
+                free = family.velocity(network, self._text([""] * len(texts)))
                 latents = ode(guided(field, free, guidance), noise, 1.0, _TEACHER_STEPS)
             else:
-                times = self.family.times(steps)
-                latents = few_step(field, noise, times, renoise, renoise=self.family.RENOISES)
+                times = family.times(steps)
+                latents = few_step(field, noise, times, renoise, renoise=family.renoises)
             video = pipe.vae.decode(latents * std + mean).sample
             yield (video.permute(0, 2, 3, 4, 1).float() / 2 + 0.5).clamp(0, 1)
 
     def judge(self, videos: Iterator[Tensor], picture: Path | None = None) -> dict[str, float]:
-        """Accuracy over all prompts; optionally draws the first batch."""
-        began, found = time.monotonic(), []
+        """Return the accuracy over all prompts; draw the first batch where a path is given."""
+        found = []
         for i, frames in enumerate(videos):
             found += detect(frames)
             if i == 0 and picture is not None:
                 sheet(frames, picture)
-        result = {
-            key: round(value, 4) for key, value in accuracy(found, self.scenes.clips()).items()
-        }
-        return {**result, "seconds_per_video": round((time.monotonic() - began) / len(found), 3)}
+        right = accuracy(found, self.scenes.clips())
+        return {key: round(value, 4) for key, value in right.items()}
 
     def controls(self) -> dict[str, dict[str, float]]:
-        """The detector on rendered videos, and on their prompts shuffled."""
+        """Return the detector's accuracy on rendered videos, and on their prompts shuffled."""
         found = []
-        for start in range(0, len(self.scenes), self.batch):
-            rows = slice(start, start + self.batch)
-            part = Scenes(*(getattr(self.scenes, name)[rows] for name in Scenes.__slots__))
-            videos = render(
-                part, frames=int(self.settings["num_frames"]), size=int(self.settings["height"])
-            )
+        frames, size = int(self.settings["num_frames"]), int(self.settings["height"])
+        for part in batches(len(self.scenes), _BATCH):
+            videos = render(_rows(self.scenes, part), frames=frames, size=size)
             found += detect(videos.permute(0, 2, 3, 4, 1))
         wanted = self.scenes.clips()
         shuffled = random.Random(self.seed).sample(wanted, len(wanted))
         return {"rendered": accuracy(found, wanted), "shuffled": accuracy(found, shuffled)}
+
+
+def _rows(scenes: Scenes, rows: slice) -> Scenes:
+    return Scenes(*(getattr(scenes, name)[rows] for name in Scenes.__slots__))
 
 
 def evaluate(
@@ -149,79 +147,39 @@ def evaluate(
     count: int = 400,
     steps: Sequence[int] = (4, 2, 1),
     seed: int = 7,
-    batch: int = 16,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     guidance: float = 1.5,
-    say: Callable[[str], None] = print,
 ) -> dict[str, object]:
-    """Run every judgement, write evaluation.json and sheets under `out`, return the numbers."""
+    """Make every judgement, write evaluation.json and sheets under `out`, return the numbers."""
     check_writable(out / "evaluation.json")
-    load = {"count": count, "seed": seed, "batch": batch, "device": device, "dtype": dtype}
-    student = Evaluation.load(model, **load)  # type: ignore[arg-type]
+
+    def load(folder: Path) -> Evaluation:
+        return Evaluation.load(folder, count=count, seed=seed, device=device, dtype=dtype)
+
+    student = load(model)
+    gpu = torch.device(device).type == "cuda"
     results: dict[str, object] = {
         "videos": count,
         "seed": seed,
-        "device": _device_name(device),
+        "device": torch.cuda.get_device_name(device) if gpu else device,
         "torch": torch.__version__,
         "dtype": str(dtype),
         **student.controls(),
     }
 
-    def record(name: str, numbers: dict[str, float]) -> None:
-        results[name] = numbers
-        say(f"{name}: {json.dumps(numbers)}")
+    def record(name: str, judge: Evaluation, videos: Iterator[Tensor]) -> None:
+        results[name] = judge.judge(videos, out / f"{name}.png")
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
         write_json(out / "evaluation.json", results, indent=2)
 
-    for count_steps in steps:
-        name = f"student_{count_steps}_steps"
-        record(name, student.judge(student.frames(steps=count_steps), out / f"{name}.png"))
+    for some in steps:
+        record(f"student_{some}_steps", student, student.frames(steps=some))
     blocks = student.family.blocks(student.pipe.transformer)
-    for name, attention in student.family.ATTENTIONS.items():
+    for name, attention in student.family.attentions.items():
         with zeroed(blocks, attention):
-            numbers = student.judge(student.frames(steps=steps[0]), out / f"zeroed_{name}.png")
-        record(f"zeroed_{name}_attention", numbers)
+            record(f"zeroed_{name}_attention", student, student.frames(steps=steps[0]))
     if teacher is not None:
-        reference = Evaluation.load(teacher, **load)  # type: ignore[arg-type]
-        frames = reference.frames(steps=None, guidance=guidance)
-        record("teacher", reference.judge(frames, out / "teacher.png"))
+        reference = load(teacher)
+        record("teacher", reference, reference.frames(steps=None, guidance=guidance))
     return results
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of `evaluate`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m training evaluate", description=(__doc__ or "").splitlines()[0]
-    )
-    shown = "(default: %(default)s)"
-    options = {
-        "--model PATH_OR_ID": f"the student: a pipeline folder, or one that ships by name {shown}",
-        "--teacher FOLDER": "pipeline folder of the teacher, to be judged as well",
-        "--out FOLDER": f"folder for evaluation.json and sheets of frames {shown}",
-        "--count N": f"held-out prompts {shown}",
-        "--seed N": f"seed of prompts and noise {shown}",
-        "--batch N": f"videos that are generated together {shown}",
-        "--device DEVICE": "cpu, cuda or cuda:N (default: a GPU if there is one)",
-        "--dtype {float32,bfloat16}": f"dtype of the transformer {shown}",
-        "--guidance S": f"classifier-free guidance of the teacher {shown}",
-    }
-    add_options(
-        parser, options, model=TINY, out=Path("outputs/evaluation"), count=400, seed=7, batch=16,
-        device="cuda" if torch.cuda.is_available() else "cpu", dtype="float32", guidance=1.5,
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        nargs="+",
-        default=[4, 2, 1],
-        help="numbers of steps of the student; the first is also that of a zeroed attention "
-        "(default: 4 2 1)",
-    )
-    given = vars(parser.parse_args(arguments))
-    given["dtype"] = getattr(torch, given["dtype"])
-    evaluate(Path(resolve_model(given.pop("model"))), given.pop("out"), **given)

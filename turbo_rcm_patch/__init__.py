@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from turbo_rcm_patch.lazy import loading_names
 
 if TYPE_CHECKING:
+    from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.diffusers_backend import register_backend, unregister_backend
     from turbo_rcm_patch.ops.sageattn import sageattn
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     )
     from turbo_rcm_patch.patching.report import PairTable, PatchReport
     from turbo_rcm_patch.skip import SkipPair
-    from turbo_rcm_patch.turbodiffusion.extra import load_extra, unload_extra
     from turbo_rcm_patch.video.scheduler import RCMScheduler
 
 __version__: Final = "0.1.0"
@@ -59,7 +59,7 @@ __all__ = [
 _find = loading_names(
     __name__,
     {
-        "turbodiffusion.extra": "load_extra unload_extra",
+        "checkpoints.extra": "load_extra unload_extra",
         "config": "PatchConfig",
         "ops.sageattn": "sageattn",
         "diffusers_backend": "register_backend unregister_backend",

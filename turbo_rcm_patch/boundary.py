@@ -2,7 +2,7 @@
 
 A few-step model is a network F inside a skip whose coefficients depend on time. Each class here
 is one choice of these coefficients from the literature. At one end of the time axis, the identity
-end, the skip returns its input exactly; at the other end the coefficients have a limit.
+end, the skip returns its input exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError, DTypeError
-from turbo_rcm_patch.skip import apply_skip
 
 __all__ = [
     "EDM",
@@ -26,9 +25,6 @@ __all__ = [
     "RectifiedFlow",
     "TrigFlow",
     "rectified_flow_time",
-    "rectified_flow_velocity",
-    "trigflow_time",
-    "trigflow_velocity",
 ]
 
 
@@ -48,17 +44,6 @@ class Parameterisation(ABC):
     def identity_end(self) -> float:
         """The time at which c_skip is exactly 1 and c_out exactly 0, so D(x) is x."""
         return 0.0
-
-    @property
-    @abstractmethod
-    def other_end(self) -> float:
-        """The other end of the time axis, or `math.inf` if it has none. At infinity the
-        coefficients exist only as the limits `other_limit`."""
-
-    @property
-    @abstractmethod
-    def other_limit(self) -> tuple[float, float]:
-        """(c_skip, c_out) at the other end, or their limits there."""
 
     @abstractmethod
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
@@ -90,27 +75,6 @@ class Parameterisation(ABC):
         """Factor on the input before the network sees it."""
         return self._coefficient(2, t)
 
-    def boundary(
-        self,
-        x: torch.Tensor,
-        branch: torch.Tensor,
-        t: float | torch.Tensor,
-        *,
-        dtype: torch.dtype = torch.float64,
-    ) -> torch.Tensor:
-        """Compute `c_skip(t) * x + c_out(t) * branch`; see `apply_skip`.
-
-        Args:
-            x: Noisy input of shape [B, ...], not scaled by c_in.
-            branch: The network's output on `c_in(t) * x`, same shape.
-            t: A float, or a tensor of shape [B] or broadcastable against x.
-            dtype: The dtype of products and sum.
-
-        Returns:
-            Tensor of x's shape and dtype.
-        """
-        return apply_skip(x, branch, self.c_skip(t), self.c_out(t), dtype=dtype)
-
 
 def _positive(owner: object, sigma_data: float) -> None:
     if not is_number(sigma_data) or not 0 < sigma_data < math.inf:
@@ -126,12 +90,6 @@ class _OverNoise(Parameterisation):
 
     def __post_init__(self) -> None:
         _positive(self, self.sigma_data)
-
-    other_end = math.inf
-
-    @property
-    def other_limit(self) -> tuple[float, float]:
-        return 0.0, self.sigma_data
 
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         sd, past = self.sigma_data, t - self.identity_end
@@ -197,14 +155,9 @@ class TrigFlow(Parameterisation):
     """
 
     sigma_data: float = 1.0
-    other_end = math.pi / 2
 
     def __post_init__(self) -> None:
         _positive(self, self.sigma_data)
-
-    @property
-    def other_limit(self) -> tuple[float, float]:
-        return 0.0, -self.sigma_data
 
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         sd = self.sigma_data
@@ -219,9 +172,6 @@ class RCMWrapper(Parameterisation):
     t is TrigFlow time. c_skip = c_in = 1 / (cos t + sin t), c_out = -sin t / (cos t + sin t).
     """
 
-    other_end = math.pi / 2
-    other_limit = 1.0, -1.0
-
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         total = xp.cos(t) + xp.sin(t)
         return 1 / total, -xp.sin(t) / total, 1 / total
@@ -234,9 +184,6 @@ class RectifiedFlow(Parameterisation):
     x_t = (1 - t) x_0 + t z, t from 0 to 1. c_skip = 1, c_out = -t, c_in = 1.
     """
 
-    other_end = 1.0
-    other_limit = 1.0, -1.0
-
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         return 0 * t + 1.0, -t, 0 * t + 1.0
 
@@ -247,56 +194,10 @@ def rectified_flow_time(t: _Time) -> _Time:
     The states differ by a factor: x_rectified = x_trigflow / (cos t + sin t), which is
     `RCMWrapper().c_in(t)`.
     """
-    cos, sin = _cos_sin(t)
+    wide, xp = _wide(t), torch if isinstance(t, torch.Tensor) else math
+    cos, sin = xp.cos(wide), xp.sin(wide)
     result: _Time = sin / (cos + sin)
     return result
-
-
-def trigflow_time(t: _Time) -> _Time:
-    """Convert a rectified-flow time to a TrigFlow time: the angle of (1 - t, t), in fp64."""
-    wide = _wide(t)
-    atan2: Any = torch.atan2 if isinstance(t, torch.Tensor) else math.atan2
-    result: _Time = atan2(wide, 1 - wide)
-    return result
-
-
-def rectified_flow_velocity(
-    x: torch.Tensor, branch: torch.Tensor, t: float | torch.Tensor
-) -> torch.Tensor:
-    """Convert a TrigFlow network's prediction to the velocity z - x_0 of the rectified flow.
-
-    With x = cos t x_0 + sin t z, a TrigFlow network with sigma_data 1 predicts F = dx/dt = cos t z
-    - sin t x_0 (arXiv:2410.11081), so z - x_0 = (sin t - cos t) x + (cos t + sin t) F.
-
-    Args:
-        x: TrigFlow state, [B, ...].
-        branch: F, same shape.
-        t: TrigFlow time: a float, or a tensor of shape [B] or broadcastable against x.
-
-    Returns:
-        v, shape and dtype of x; computed in fp64.
-    """
-    cos, sin = _cos_sin(t)
-    return apply_skip(x, branch, sin - cos, cos + sin)
-
-
-def trigflow_velocity(
-    x: torch.Tensor, velocity: torch.Tensor, t: float | torch.Tensor
-) -> torch.Tensor:
-    """Convert the velocity of the rectified flow to a TrigFlow network's prediction.
-
-    The inverse of `rectified_flow_velocity`: F = ((cos t - sin t) x + v) / (cos t + sin t).
-
-    Args:
-        x: TrigFlow state, [B, ...].
-        velocity: v = z - x_0, same shape.
-        t: TrigFlow time: a float, or a tensor of shape [B] or broadcastable against x.
-
-    Returns:
-        F, shape and dtype of x; computed in fp64.
-    """
-    cos, sin = _cos_sin(t)
-    return apply_skip(x, velocity, (cos - sin) / (cos + sin), 1 / (cos + sin))
 
 
 def _wide(t: float | torch.Tensor) -> Any:
@@ -306,9 +207,3 @@ def _wide(t: float | torch.Tensor) -> Any:
     if t.is_complex() or t.dtype == torch.bool:
         raise DTypeError("t", expected="a real number", got=str(t.dtype))
     return t.double()
-
-
-def _cos_sin(t: float | torch.Tensor) -> tuple[Any, Any]:
-    wide = _wide(t)
-    xp: Any = torch if isinstance(t, torch.Tensor) else math
-    return xp.cos(wide), xp.sin(wide)

@@ -31,17 +31,6 @@ Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
 Kind = Literal["self", "cross", "image", "feed-forward"]
 
-#: Fields of earlier releases -> the remedy that the error names.
-_GONE: Final = {
-    "calibration": "The guard decides on the first forward, and the same input gets the same bits",
-    "cuda_graphs": 'Use torch.compile(model, mode="reduce-overhead")',
-    "guard_budget": "The budget is fixed (0.10 of an update); guard=False switches the guard off",
-    "kinds": 'All pairs of a block run fused; attention="exact" fuses the skips alone',
-    "precision": 'Use fidelity=None for precision="fixed"',
-    "residual": "The residual stream is fp32 inside a block; unpatch the model for its author's",
-    "self_test": "Run `turbo-rcm-patch doctor`; the guard tests a card by testing the model",
-}
-
 #: Fields that take one of a few words.
 _CHOICES: Final = {
     "attention": get_args(Attention),
@@ -218,7 +207,7 @@ def _check_names(options: Mapping[Any, object]) -> None:
             f"keyword {unknown[0]!r}",
             expected="a field of PatchConfig: " + ", ".join(names),
             got=", ".join(unknown),
-            remedy=_GONE.get(unknown[0], guess),
+            remedy=guess,
         )
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "OutputError",
     "OutputExistsError",
     "PatchError",
-    "RankMismatchError",
     "SamplingError",
     "ShapeError",
     "TurboRCMError",
@@ -76,7 +75,7 @@ class TurboRCMError(Exception):
 
 
 class ConfigError(TurboRCMError, ValueError):
-    """An option, or a table of tiles on disk, has an invalid value."""
+    """An option has an invalid value."""
 
 
 # --- patching ------------------------------------------------------------------------------------
@@ -156,10 +155,6 @@ class Fp8UnsupportedError(DeviceError):
 
 class GradientError(OpError, RuntimeError):
     """A gradient was requested that the operation does not define."""
-
-
-class RankMismatchError(OpError, ValueError):
-    """Ranks that share one sequence disagree about an operation; raised on each of them."""
 
 
 class NonFiniteInputError(OpError, ValueError):

@@ -31,8 +31,8 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def atomic(target: Path) -> Iterator[Path]:
     """Give a path beside `target` that becomes `target` when the block ends.
 
-    Whatever ends the block early (a failure, Ctrl-C), the new file vanishes and `target` is as it
-    was. A link stays a link: the file that it leads to is replaced.
+    If the block fails or is interrupted, the new file is removed and `target` is as it was. A link
+    stays a link: the file that it leads to is replaced.
 
     Args:
         target: The file to be; its folder is made.
@@ -66,9 +66,9 @@ def write_text(target: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_json(target: Path, value: object, *, indent: int = 1) -> None:
+def write_json(target: Path, value: object, *, indent: int = 1, sort_keys: bool = False) -> None:
     """Write a JSON file, as `atomic` does."""
-    write_text(target, json.dumps(value, indent=indent) + "\n")
+    write_text(target, json.dumps(value, indent=indent, sort_keys=sort_keys) + "\n")
 
 
 @contextmanager

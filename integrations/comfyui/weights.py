@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from turbo_rcm_patch.checkpoints import read_checkpoint
+from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, names
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
-from turbo_rcm_patch.turbodiffusion import read_checkpoint
-from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, names
 
 ProjL = dict[int, tuple[Tensor, Tensor | None]]
 

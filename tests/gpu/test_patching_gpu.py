@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
 
 from tests.measures import relative_l2
 from tests.patching.models import ANYFLOWS, COGVIDEOXS, MODELS, WANS, Model, classes, run, wide
-from tests.ranks import on_ranks
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
 from turbo_rcm_patch.config import Linear
 from turbo_rcm_patch.patching import sla_as_defined
@@ -148,23 +146,3 @@ def test_no_forward_after_the_first_waits_for_the_device() -> None:
         run(model, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def exchange(rank: int) -> None:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    row = WANS[0]
-    model, inputs = row.model(BF16).to(device), row.inputs(dtype=BF16)
-    inputs = {
-        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()
-    }
-    patch_model(model, PatchConfig(attention="exact"))
-    expected = run(model, inputs)
-    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
-    assert relative_l2(run(model, inputs), expected) < 1e-2
-
-
-def test_two_gpus_share_a_sequence_through_nccl() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    on_ranks(2, exchange, backend="nccl")

@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 CHECKOUT = Path(sys.argv[1]).resolve()
 sys.path.insert(0, str(ROOT))
 
+from tests.checkpoints.wan_model import Options, state_dict  # noqa: E402
 from tests.integrations.comfyui import NODES, load_nodes  # noqa: E402
 from tests.measures import relative_l2  # noqa: E402
-from tests.turbodiffusion.wan_model import Options, state_dict  # noqa: E402
 
 sys.path.insert(0, str(CHECKOUT))  # last, because it has a package called tests too
 SERVE = sys.argv[2:]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints.wan_model import Options, state_dict
 from tests.integrations.comfyui import (
     NODES,
     ROOT,
@@ -24,7 +25,6 @@ from tests.integrations.comfyui import (
     load_nodes,
 )
 from tests.measures import relative_l2
-from tests.turbodiffusion.wan_model import Options, state_dict
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times

@@ -10,60 +10,48 @@ import torch
 from diffusers import CogVideoXPipeline
 from torch import nn
 
-from training import family_cogvideox
-from training.build import build_tokenizer, tokenize
 from training.evaluate import Evaluation
-from training.family import FAMILIES, Family, family_of, family_of_folder
+from training.families import CogVideoX, build_tokenizer, family_of_folder, small, tokenize
 from training.flow import few_step
-from training.train import main
+from training.stage import Run
+from training.train import train
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generate, load_pipeline
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "tiny_cogvideox.json"
-LOG = ROOT / "docs" / "training" / "cogvideox" / "log.jsonl"
-MICRO = ["--family", "cogvideox", "--micro", "--device", "cpu", "--clips", "8", "--fill", "3"]
-MICRO += ["--batch-vae", "2", "--batch-teacher", "4", "--batch-student", "4"]
-MICRO += ["--probe-count", "2", "--steps-vae", "2", "--steps-teacher", "4", "--steps-student", "4"]
+FAMILY = CogVideoX()
+MICRO = small(FAMILY.recipe)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny") / "run"
-    main(["--out", str(out), *MICRO])
+    train(Run(out, torch.device("cpu")), FAMILY, MICRO)
     return out
 
 
 @pytest.fixture(scope="module")
 def pipe() -> CogVideoXPipeline:
     """Micro parts with random weights, whose network predicts something."""
-    config = family_cogvideox.config().small()
     torch.manual_seed(0)
-    transformer = family_cogvideox.build_transformer(config).eval()
+    transformer = FAMILY.build_transformer(MICRO).eval()
     nn.init.normal_(transformer.proj_out.weight, std=0.05)
     made = CogVideoXPipeline(
-        build_tokenizer(config),
-        family_cogvideox.build_text_encoder(config).eval(),
-        family_cogvideox.build_vae(config).eval(),
+        build_tokenizer(MICRO),
+        FAMILY.build_text_encoder(MICRO).eval(),
+        FAMILY.build_vae(MICRO).eval(),
         transformer,
-        family_cogvideox.scheduler(),
+        FAMILY.scheduler(),
     )
     made.set_progress_bar_config(disable=True)
     return made
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_offers_everything(name: str) -> None:
-    family = family_of(name)
-    for member in [*Family.__annotations__, *(m for m in vars(Family) if m[0] != "_")]:
-        assert hasattr(family, member), member
-    assert name == family.NAME and family.times(4)[-1] == 0.0
-
-
 def test_text_is_embedded_as_the_pipeline_does(pipe: CogVideoXPipeline) -> None:
     ids, mask = tokenize(pipe.tokenizer, list(DEMO_PROMPTS[:2]), 24)
-    own = family_cogvideox.encode_text(pipe.text_encoder, ids, mask)
+    own = FAMILY.encode_text(pipe.text_encoder, ids, mask)
     theirs, _ = pipe.encode_prompt(list(DEMO_PROMPTS[:2]), None, False, max_sequence_length=24)
     assert torch.equal(own, theirs)
 
@@ -84,8 +72,8 @@ def test_following_the_flow_is_what_the_pipeline_does(pipe: CogVideoXPipeline, s
         latents=noise.transpose(1, 2),
         output_type="latent",
     ).frames
-    field = family_cogvideox.velocity(pipe.transformer, embeds)
-    own = few_step(field, noise, family_cogvideox.times(steps), None, renoise=False)
+    field = FAMILY.velocity(pipe.transformer, embeds)
+    own = few_step(field, noise, FAMILY.times(steps), None, renoise=False)
     assert not torch.allclose(own, noise, atol=0.1)
     torch.testing.assert_close(own, theirs.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
@@ -94,34 +82,10 @@ def test_the_run_leaves_folders_that_generate(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert {r.get("stage") for r in records} >= {"vae", "teacher", "student"}
     for name in ("cogvideox_teacher", "cogvideox_student"):
-        assert family_of_folder(trained / name).NAME == "cogvideox"
+        assert family_of_folder(trained / name).name == "cogvideox"
         made = generate(load_pipeline(trained / name, device="cpu"), DEMO_PROMPTS[0])
         assert made.settings.steps == 4 and made.settings.sampler == "scheduler"
         assert made.frames.shape == (9, 32, 32, 3) and torch.isfinite(made.frames).all()
-
-
-def test_a_time_limit_leaves_what_can_be_used_and_resumed(trained: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    main(["--out", str(run), *MICRO, "--limit", "0"])
-    assert "stopped by the time limit" in (run / "log.jsonl").read_text()
-    load_pipeline(run / "cogvideox_teacher", device="cpu")
-    main(["--out", str(run), *MICRO, "--resume"])
-    name = "cogvideox_student/transformer/diffusion_pytorch_model.safetensors"
-    assert (run / name).read_bytes() == (trained / name).read_bytes()
-
-
-def test_a_vae_is_trained_on_in_a_finished_folder(trained: Path, tmp_path: Path) -> None:
-    """Everything but the VAE stays what it was."""
-    start = trained / "cogvideox_student"
-    main(["--out", str(tmp_path), *MICRO, "--stage", "vae", "--start", str(start)])
-    for part, file in (
-        ("transformer", "diffusion_pytorch_model"),
-        ("text_encoder", "model"),
-        ("vae", "diffusion_pytorch_model"),
-    ):
-        name = f"{part}/{file}.safetensors"
-        same = (tmp_path / "cogvideox_student" / name).read_bytes() == (start / name).read_bytes()
-        assert same == (part != "vae"), part
 
 
 def test_it_is_small_and_complete() -> None:
@@ -134,7 +98,7 @@ def test_it_is_small_and_complete() -> None:
 
 @pytest.fixture(scope="module")
 def judge() -> Evaluation:
-    load = {"count": 4, "seed": 11, "batch": 4, "device": "cpu", "dtype": torch.bfloat16}
+    load = {"count": 4, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
     return Evaluation.load(TINY_COGVIDEOX, **load)
 
 

@@ -10,38 +10,38 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from training.build import TinyConfig, build_tokenizer
+from training import train as module
+from training.__main__ import main
 from training.evaluate import Evaluation, evaluate, zeroed
-from training.family_wan import build_vae, times
+from training.families import Wan, build_tokenizer, small
 from training.flow import few_step, ode
-from training.train import install, main
-from training.train_vae import decode
+from training.stage import Run, Stage, TrainingError
+from training.train import decode, install, train
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
 
-MICRO = ["--micro", "--device", "cpu", "--steps-decoder", "2", "--clips", "8", "--fill", "3"]
-MICRO += ["--batch-vae", "2", "--batch-teacher", "4", "--batch-student", "4"]
-MICRO += ["--batch-decoder", "2", "--probe-count", "2"]
+FAMILY = Wan()
+MICRO = small(FAMILY.recipe)
+times = FAMILY.times
 
 
-def _train(out: Path, vae: int, teacher: int, student: int, *extra: str) -> None:
-    steps = f"--steps-vae {vae} --steps-teacher {teacher} --steps-student {student}".split()
-    main(["--out", str(out), *MICRO, *steps, *extra])
+def _train(out: Path, seed: int = 0) -> None:
+    train(Run(out, torch.device("cpu"), seed), FAMILY, MICRO)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny") / "run"
-    _train(out, 3, 4, 4)
+    _train(out)
     return out
 
 
 def test_tokenizer_round_trip() -> None:
-    tokenizer = build_tokenizer(TinyConfig())
+    tokenizer = build_tokenizer(FAMILY.recipe)
     for clip in clips(held_out=True):
         text = caption(clip)
         ids = tokenizer(text).input_ids
-        assert len(ids) <= TinyConfig().max_sequence_length and tokenizer.unk_token_id not in ids
+        assert len(ids) <= FAMILY.recipe.text_tokens and tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
@@ -75,10 +75,9 @@ def test_ode_is_second_order() -> None:
 
 
 def test_training_decoder_is_the_vae_without_its_clamp() -> None:
-    config = TinyConfig.micro()
     torch.manual_seed(0)
-    vae = build_vae(config)
-    latents = torch.randn(1, *config.latent_shape)
+    vae = FAMILY.build_vae(MICRO)
+    latents = torch.randn(1, *MICRO.latent_shape)
     with torch.no_grad():
         assert torch.equal(decode(vae, latents).clamp(-1, 1), vae.decode(latents).sample)
 
@@ -86,7 +85,7 @@ def test_training_decoder_is_the_vae_without_its_clamp() -> None:
 def test_run_leaves_what_it_promises(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert {r.get("stage") for r in records} >= {"vae", "teacher", "student", "decoder"}
-    assert (trained / "curves.png").exists() and len(list((trained / "sheets").glob("*.png"))) >= 5
+    assert records[-1]["event"] == "finished"
 
 
 @pytest.mark.parametrize("name", ["wan_teacher", "wan_student"])
@@ -108,32 +107,63 @@ def test_folder_loads_and_generates(trained: Path, name: str) -> None:
     assert frames.shape == (1, 9, 3, 32, 32) and torch.isfinite(frames).all()
 
 
-def test_interrupted_run_ends_as_if_it_had_not_been(trained: Path, tmp_path: Path) -> None:
-    """Resumable: stop after the teacher, continue, and the student is the same to the last bit."""
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "teacher")
-    _train(tmp_path / "run", 3, 4, 4, "--resume")
+def test_interrupted_run_ends_as_if_it_had_not_been(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted before the student and run again, the student is the same to the last bit."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(module, "_train_student", interrupted)
+        _train(tmp_path / "run")
+    _train(tmp_path / "run")
     name = "wan_student/transformer/diffusion_pytorch_model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (trained / name).read_bytes()
 
 
-def test_a_folder_with_state_is_not_overwritten_by_accident(trained: Path) -> None:
-    with pytest.raises(SystemExit):
-        _train(trained, 3, 4, 4)
+def test_a_finished_run_trains_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(stage: Stage, _: object) -> None:
+        assert stage.done, stage.name
+
+    monkeypatch.setattr(Stage, "train", trains)
+    _train(trained)
 
 
-def test_a_folder_of_another_origin_is_not_trained_into(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"mine": 1}')
-    with pytest.raises(SystemExit):
-        _train(tmp_path, 3, 4, 4)
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [
-        ("config.json", '{"mine": 1}')
-    ]
+@pytest.mark.parametrize("text", ['{"mine": 1}', "no JSON"])
+def test_a_folder_of_another_origin_is_not_trained_into(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(TrainingError, match="another run"):
+        _train(tmp_path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("config.json", text)]
+
+
+def test_a_run_goes_on_with_its_own_seed_only(trained: Path) -> None:
+    with pytest.raises(TrainingError, match="another run"):
+        _train(trained, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("evaluate --model {}/nowhere --out {}/x", "no such folder"),
+        ("evaluate --model {} --out {}/x", "Train it first"),
+        ("install --out {}/nowhere", "Train it first"),
+    ],
+)
+def test_a_mistake_is_answered_in_a_few_lines(
+    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.replace("{}", str(tmp_path)).split()) == 2
+    error = capsys.readouterr().err
+    assert said in " ".join(error.split()) and len(error.splitlines()) < 8
 
 
 def test_an_installation_that_is_interrupted_changes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(trained / "wan_student", tmp_path / "tiny")
+    install(FAMILY, trained / "wan_student", tmp_path / "tiny")
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     copytree = shutil.copytree
 
@@ -144,33 +174,22 @@ def test_an_installation_that_is_interrupted_changes_nothing(
 
     monkeypatch.setattr(shutil, "copytree", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        install(trained / "wan_teacher", tmp_path / "tiny")
+        install(FAMILY, trained / "wan_teacher", tmp_path / "tiny")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
-def test_a_decoder_is_trained_on_a_finished_folder(trained: Path, tmp_path: Path) -> None:
-    """Everything but the decoder stays what it was."""
-    start = trained / "wan_student"
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "decoder", "--start", str(start))
-    before, after = (WanPipeline.from_pretrained(p) for p in (start, tmp_path / "run/wan_student"))
-    for part in ("transformer", "text_encoder", "vae"):
-        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
-        changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
-        assert changed == ({"decoder", "post_quant_conv"} if part == "vae" else set())
 
 
 def test_install_leaves_the_card_and_refuses_what_is_too_large(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "README.md").write_text("card")
-    install(trained / "wan_student", tmp_path)
+    install(FAMILY, trained / "wan_student", tmp_path)
     assert (tmp_path / "README.md").read_text() == "card"
     WanPipeline.from_pretrained(tmp_path)
     with pytest.raises(ModelFolderError, match="turbo_rcm.json"):
-        install(tmp_path / "vae", tmp_path)
+        install(FAMILY, tmp_path / "vae", tmp_path)
     monkeypatch.setattr("training.train._MOST_BYTES", 1000)
     with pytest.raises(ModelFolderError, match="1000 bytes"):
-        install(trained / "wan_student", tmp_path)
+        install(FAMILY, trained / "wan_student", tmp_path)
 
 
 def test_evaluation_writes_its_numbers(trained: Path, tmp_path: Path) -> None:
@@ -180,8 +199,6 @@ def test_evaluation_writes_its_numbers(trained: Path, tmp_path: Path) -> None:
         teacher=trained / "wan_teacher",
         count=3,
         steps=(2,),
-        batch=2,
-        say=lambda _: None,
     )
     saved = json.loads((tmp_path / "evaluation.json").read_text())
     assert saved == results
@@ -195,7 +212,7 @@ def test_evaluation_writes_its_numbers(trained: Path, tmp_path: Path) -> None:
 
 def test_zeroing_an_attention_is_undone(trained: Path) -> None:
     judge = Evaluation.load(
-        trained / "wan_student", count=1, seed=0, batch=1, device="cpu", dtype=torch.float32
+        trained / "wan_student", count=1, seed=0, device="cpu", dtype=torch.float32
     )
     before = next(judge.frames(steps=1))
     with zeroed(judge.pipe.transformer.blocks, "attn2"):

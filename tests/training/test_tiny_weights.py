@@ -21,7 +21,7 @@ ATTRIBUTES = ("colour", "shape", "motion")
 
 @pytest.fixture(scope="module")
 def judge() -> Evaluation:
-    return Evaluation.load(TINY_WAN, count=4, seed=11, batch=4, device="cpu", dtype=torch.bfloat16)
+    return Evaluation.load(TINY_WAN, count=4, seed=11, device="cpu", dtype=torch.bfloat16)
 
 
 def test_it_is_small_and_holds_safetensors_only() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints.convert import _KEPT
 from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.turbodiffusion.convert import _KEPT
 from turbo_rcm_patch.video import Settings
 
 

@@ -15,16 +15,13 @@ from typing import Any
 
 import pytest
 
-import turbo_rcm_patch
-import turbo_rcm_patch.video as public
 from tests.video.micro import SMALL, save
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
+from turbo_rcm_patch.exit_codes import of_verdict
 from turbo_rcm_patch.tiny import prompts
-from turbo_rcm_patch.video import video as video_module
 from turbo_rcm_patch.video.doctor import KernelCheck
 from turbo_rcm_patch.video.environment import python_command
 
@@ -123,36 +120,6 @@ def run_example(name: str, *arguments: str) -> object:
         patch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return stopped.value.code
-
-
-@pytest.mark.parametrize("name", ["wan_t2v.py", "cogvideox_t2v.py"])
-def test_an_example_asks_for_prompts_that_the_shipped_models_know(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[str] = []
-
-    def compare(_: object, given: list[str], **__: object) -> SimpleNamespace:
-        asked.extend(given)
-        return SimpleNamespace(verdict="similar")
-
-    video = SimpleNamespace(frames=0, settings=SimpleNamespace(fps=8), seconds=0.0)
-    monkeypatch.setattr(public, "load_pipeline", lambda _: SimpleNamespace(transformer=None))
-    monkeypatch.setattr(public, "generate", lambda *_, **__: video)
-    monkeypatch.setattr(public, "compare", compare)
-    for module, called in (
-        (turbo_rcm_patch, "patch_model"),
-        (turbo_rcm_patch, "unpatch_model"),
-        (video_module, "enlarge"),
-        (video_module, "write_mp4"),
-    ):
-        monkeypatch.setattr(module, called, lambda *_, **__: None)
-    assert run_example(name) == CHANGED, "the verdict's exit code, so that a script sees it"
-    assert len(asked) >= 3, "the verdict is a median over prompts"
-    for prompt in asked:
-        prompts.parse(prompt)
-    assert run_example(name, "--help") in (None, 0)
-    assert "Load, patch, generate, compare." in capsys.readouterr().out
-    assert len((EXAMPLES / name).read_text().splitlines()) <= 36, "a script to copy is short"
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -15,10 +15,10 @@ from tests.patching.models import with_sla
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched, unload_extra
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import EXTRA_FILE
+from turbo_rcm_patch.checkpoints.extra_file import mark_of_tensors
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import MARK, PROJ_L, attached_proj_l
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE
-from turbo_rcm_patch.turbodiffusion.extra_file import mark_of_tensors
 from turbo_rcm_patch.video.comparison import compare, identify
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline

@@ -1,7 +1,7 @@
-"""The TurboDiffusion examples against its scripts, run from a checkout.
+"""Converted pipelines against TurboDiffusion's own scripts, run from a checkout.
 
 `pytest tests/video/test_turbowan_checkout.py --turbodiffusion PATH`. The scripts run as they
-are, on a CPU; in place of their networks, VAE and text encoder stand those that the examples load.
+are, on a CPU; in place of their networks, VAE and text encoder stand those of the pipelines.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from diffusers import AutoencoderKLWan
 from PIL import Image
 
 from tests.video.turbowan import (
-    EXACT,
     LATENTS,
     PROMPT,
-    decoded,
+    SIZE,
     embedding,
     expert_pths,
     image_base,
-    image_to_video,
     network_of,
     picture,
+    pipeline,
+    sample,
+    stretched,
     text_base,
     text_pth,
-    text_to_video,
 )
-from turbowan.video import adapted_size, fitted
 
-__all__ = ["decoded", "expert_pths", "image_base", "picture", "text_base", "text_pth"]
-
-SIZE = (8 * LATENTS[3], 8 * LATENTS[2])
+__all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pth"]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +156,7 @@ class Converted:
         return self.network(inputs, when, crossattn_emb, return_dict=False)[0]
 
 
-def parts(base: Path, size: tuple[int, int] = SIZE) -> Parts:
+def parts(base: Path, picture: Path | None = None) -> Parts:
     vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
 
     class Tokenizer:
@@ -179,44 +176,36 @@ def parts(base: Path, size: tuple[int, int] = SIZE) -> Parts:
             return latents
 
     def image(opened: Any) -> torch.Tensor:
-        assert isinstance(opened, Image.Image)
-        return (fitted(opened, *size)[0] - 0.5) / 0.5
+        assert isinstance(opened, Image.Image) and picture is not None
+        return (stretched(picture, SIZE)[0] - 0.5) / 0.5
 
     return Parts(Converted, Tokenizer, embedding(base, PROMPT), image, SIZE, torch.float32)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_text_to_video(steps, samples, scripts, text_pth, text_base, tmp_path, decoded) -> None:
-    more = ["--num_steps", str(steps), "--num_samples", str(samples), "--seed", "5"]
-    text_to_video(text_pth, text_base, tmp_path / "video.mp4", *more, *EXACT, "--no_patch")
-    arguments = ["--dit_path", str(text_pth), "--num_frames", "5", *more]
+def test_text_to_video(steps: int, samples: int, scripts, text_pth, text_base) -> None:
+    arguments = ["--dit_path", str(text_pth), "--num_frames", "5"]
+    arguments += ["--num_steps", str(steps), "--num_samples", str(samples)]
     theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(text_base))
+    ours = sample(pipeline([text_pth], text_base), seed=5, samples=samples, steps=steps)
     assert calls == ["model"] * steps
-    torch.testing.assert_close(decoded[0], theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ode", [False, True], ids=["sde", "ode"])
-@pytest.mark.parametrize(("boundary", "adaptive"), [(0.9, False), (0.933, False), (0.9, True)])
+@pytest.mark.parametrize("boundary", [0.9, 0.933])
 def test_image_to_video(
-    ode, boundary, adaptive, scripts, expert_pths, image_base, picture, tmp_path, decoded
+    ode: bool, boundary: float, scripts, expert_pths, image_base, picture
 ) -> None:
-    more = ["--boundary", str(boundary), "--num_samples", "2", "--seed", "5"]
-    more += ["--ode"] if ode else []
-    size = SIZE
-    if adaptive:
-        with Image.open(picture) as opened:
-            portrait = opened.transpose(Image.Transpose.ROTATE_90)
-        picture = tmp_path / "portrait.png"
-        portrait.save(picture)
-        more, size = [*more, "--adaptive_resolution"], adapted_size(portrait.size, SIZE)
-        assert size == (48, 64)
-    out = tmp_path / "video.mp4"
-    image_to_video(expert_pths, image_base, picture, out, *more, *EXACT, "--no_patch")
-    ours = decoded[0]
-    arguments = ["--image_path", str(picture), "--num_frames", "5", *more]
+    arguments = ["--image_path", str(picture), "--num_frames", "5", "--num_samples", "2"]
+    arguments += ["--boundary", str(boundary), *(["--ode"] if ode else [])]
     for name, path in zip(("high", "low"), expert_pths, strict=True):
         arguments += [f"--{name}_noise_model_path", str(path)]
-    theirs, calls = their_loop(scripts / "wan2.2_i2v_infer.py", arguments, parts(image_base, size))
+    script = scripts / "wan2.2_i2v_infer.py"
+    theirs, calls = their_loop(script, arguments, parts(image_base, picture))
+    how = {"seed": 5, "samples": 2, "sigma_max": 200.0, "boundary": boundary, "ode": ode}
+    pipe = pipeline(expert_pths, image_base)
+    ours = sample(pipe, image=stretched(picture, SIZE), **how)
     assert calls == ["high", "high", "low", "low"]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

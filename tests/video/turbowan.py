@@ -1,34 +1,29 @@
-"""What the tests of the TurboDiffusion examples share: checkpoints, calls, and the loop of its
-scripts in plain torch."""
+"""TurboDiffusion's checkpoints in diffusers' pipelines, and its scripts' loop in plain torch."""
 
 from __future__ import annotations
 
 import math
 import re
-import runpy
-import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from PIL import Image
 
-from tests.turbodiffusion.test_convert_command import base_folder
-from tests.turbodiffusion.wan_model import Options, save
-from turbo_rcm_patch import PatchConfig, load_extra, patch_model
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from tests.checkpoints.test_convert_command import base_folder
+from tests.checkpoints.wan_model import Options, save
+from turbo_rcm_patch import PatchConfig, RCMScheduler, load_extra, patch_model
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.video import load_pipeline
+from turbo_rcm_patch.video.rcm_times import rcm_times
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = Options(text=32, sla=True)
 IMAGE = Options(text=32, inputs=12, sla=True)
-#: In fp32 on the CPU, 64 x 48 pixels and 5 frames: 24 tokens.
-SMALL = ["--device", "cpu", "--resolution", "64x48", "--num_frames", "5"]
-EXACT = ["--dtype", "float32"]
+#: Width and height of a picture; 5 frames of it are 24 tokens.
+SIZE = (64, 48)
 PROMPT = "a red circle  moves left"
 
 
@@ -66,46 +61,66 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What VAEs were asked to decode: the latents, because theirs has mean 0 and deviation 1."""
-    latents: list[torch.Tensor] = []
-    decode = AutoencoderKLWan.decode
-
-    def recorded(self: Any, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        latents.append(z.clone())
-        return decode(self, z, *args, **kwargs)
-
-    monkeypatch.setattr(AutoencoderKLWan, "decode", recorded)
-    return latents
+def pipeline(pths: list[Path], base: Path, **how: Any) -> Any:
+    """Convert a checkpoint, or that of each expert, once, and load the pipeline in fp32."""
+    folder = pths[0].with_name(f"{pths[0].stem}-pipeline")
+    if not folder.exists():
+        convert_pipeline(*pths[:1], folder, base=base, low_noise=[*pths, None][1])
+    pipe = load_pipeline(folder, **{"dtype": torch.float32, "device": "cpu", **how})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
-def main_of(example: str) -> Callable[[Sequence[str]], None]:
-    return runpy.run_path(str(EXAMPLES / example))["main"]
-
-
-def text_to_video(pth: Path, base: Path, out: Path, *more: str) -> None:
-    arguments = ["--dit_path", str(pth), "--base", str(base), "--save_path", str(out), *SMALL]
-    main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT, *more])
-
-
-def image_to_video(pths: list[Path], base: Path, picture: Path, out: Path, *more: str) -> None:
-    arguments = ["--high_noise_model_path", str(pths[0]), "--low_noise_model_path", str(pths[1])]
-    arguments += ["--base", str(base), "--save_path", str(out), "--image_path", str(picture)]
-    main_of("turbowan_i2v.py")([*arguments, *SMALL, "--prompt", PROMPT, *more])
-
-
-def movie(path: Path) -> tuple[int, tuple[int, int], float]:
-    """Frames, (width, height) and frames a second."""
-    program = imageio_ffmpeg.get_ffmpeg_exe()
-    done = subprocess.run(
-        [program, "-i", str(path), "-f", "null", "-"], capture_output=True, text=True, check=True
+def stretched(path: Path, size: tuple[int, int]) -> torch.Tensor:
+    """[1, 3, H, W] in 0..1: bilinear with antialiasing on bytes, as the models were distilled."""
+    with Image.open(path) as image:
+        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]
+    pixels = torch.nn.functional.interpolate(
+        pixels, size[::-1], mode="bilinear", antialias=True, align_corners=False
     )
-    width, height, fps = re.search(
-        r"Video: .* (\d+)x(\d+)[ ,].* ([\d.]+) fps", done.stderr
-    ).groups()
-    frames = re.findall(r"frame=\s*(\d+)", done.stderr)[-1]
-    return int(frames), (int(width), int(height)), float(fps)
+    return pixels.float() / 255
+
+
+def sample(
+    pipe: Any,
+    *,
+    seed: int,
+    samples: int = 1,
+    steps: int = 4,
+    sigma_max: float = 80.0,
+    boundary: float = 0.0,
+    ode: bool = False,
+    image: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The latents that a pipeline makes of the noise that TurboDiffusion's script draws."""
+    scheduler = RCMScheduler(
+        sigma_max=sigma_max, sampler="ode" if ode else "sde", timestep_dtype="bfloat16"
+    )
+    pipe.scheduler = scheduler
+    if image is not None:
+        # The loop compares a step's own time with the boundary, a pipeline the rounded one.
+        times = rcm_times(steps, sigma_max)[:-1]
+        rounded = [*((times * 1000).to(torch.bfloat16).double() / 1000).tolist(), -1.0]
+        high = int((times >= boundary).sum())
+        ratio = sum(rounded[high - 1 : high + 1]) / 2 if high else 2.0
+        pipe.register_to_config(boundary_ratio=max(ratio, 0.0))
+    device = pipe._execution_device
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(samples, *LATENTS, generator=generator, device=device)
+    scheduler.set_noise_generator(generator)
+    made: torch.Tensor = pipe(
+        prompt=PROMPT,
+        width=SIZE[0],
+        height=SIZE[1],
+        num_frames=5,
+        num_inference_steps=steps,
+        num_videos_per_prompt=samples,
+        guidance_scale=1.0,
+        latents=scheduler.init_noise(noise),
+        output_type="latent",
+        **({} if image is None else {"image": image}),
+    ).frames
+    return made.float()
 
 
 # The numbers of TurboDiffusion's scripts, in plain torch.
@@ -130,12 +145,7 @@ def embedding(base: Path, prompt: str) -> torch.Tensor:
 def condition(base: Path, path: Path, width: int, height: int, frames: int) -> torch.Tensor:
     """[1, 4 + C, T, H, W]: which latents are given, and the first frame followed by grey."""
     vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
-    with Image.open(path) as image:
-        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]
-    pixels = torch.nn.functional.interpolate(
-        pixels, (height, width), mode="bilinear", antialias=True, align_corners=False
-    )
-    first = (pixels.float() / 255 - 0.5) / 0.5
+    first = (stretched(path, (width, height)) - 0.5) / 0.5
     video = torch.cat([first[:, :, None], torch.zeros(1, 3, frames - 1, height, width)], dim=2)
     latents = vae.encode(video).latent_dist.mode()
     mask = torch.zeros(1, 4, *latents.shape[2:])

@@ -1,6 +1,5 @@
-"""Attention followed by an rCM skip, as modules: two passes in plain torch, or one fused
-operation."""
+"""An example module: attention followed by the skip of a few-step model."""
 
-from turbo_rcm_patch.models.rcm_attention import FusedRCMAttention, RCMAttention
+from turbo_rcm_patch.models.rcm_attention import RCMAttention
 
-__all__ = ["FusedRCMAttention", "RCMAttention"]
+__all__ = ["RCMAttention"]

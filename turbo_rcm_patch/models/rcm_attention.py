@@ -1,23 +1,19 @@
-"""Self-attention followed by the skip of a few-step model: `c_skip(t) * x + c_out(t) * F(x)`.
+"""An example of a user's own module: self-attention followed by the skip of a few-step model,
+`c_skip(t) * x + c_out(t) * F(x)`, in plain torch.
 
-`RCMAttention` computes attention and skip as separate operations of plain torch. It is the
-reference in the tests of `FusedRCMAttention`, which closes the skip in the attention kernel
-(without output projection) or after the projection. Both have the same parameters under
-the same names, so a state dict of one loads into the other.
+`patch_model` closes its skip in the attention kernel (without output projection), or with
+`form="one-launch"` in one launch with the projection, or after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.boundary import EDM
-from turbo_rcm_patch.config import Attention, Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.skip import Coefficient, apply_skip, broadcast_coefficient
 
@@ -148,107 +144,3 @@ class RCMAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, sigma_data={self.sigma_data}"
-
-
-class FusedRCMAttention(RCMAttention):
-    """Self-attention with the skip fused into its kernel or into the pass after its projection.
-
-    Parameters, defaults and result are those of `RCMAttention`, and so are all arguments that are
-    not listed here.
-
-    Args:
-        attention: "exact", "int8", "int4" or "sage"; see `PatchConfig`.
-        impl: "triton", "reference" (plain torch), or "auto", which chooses by the device of x.
-        pv: Element type of the second matrix product; see `PatchConfig`.
-        form: Attention and projection in one launch or two; see `PatchConfig`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        sigma_data: float = 0.5,
-        *,
-        projection: bool = True,
-        bias: bool = True,
-        c_skip: CoefficientOfTime | None = None,
-        c_out: CoefficientOfTime | None = None,
-        attention: Attention = "exact",
-        impl: Impl = "auto",
-        pv: PVDType = "auto",
-        form: Form = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            sigma_data,
-            projection=projection,
-            bias=bias,
-            c_skip=c_skip,
-            c_out=c_out,
-            device=device,
-            dtype=dtype,
-        )
-        if form not in get_args(Form):
-            raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
-        self.spec = ops.AttentionSpec(heads=num_heads, attention=attention, impl=impl, pv=pv)
-        self.form: Form = form
-
-    def forward(self, x: torch.Tensor, t: float | torch.Tensor) -> torch.Tensor:
-        """Compute attention, projection and skip with the fused operations.
-
-        Args:
-            x: [B, N, C], dtype of the parameters (bf16, fp16 or fp32).
-            t: Time: one number, or a tensor [B] with one per sample.
-
-        Returns:
-            [B, N, C], dtype of x.
-        """
-        if torch.is_grad_enabled() and (
-            x.requires_grad or any(p.requires_grad for p in self.parameters())
-        ):
-            return super().forward(x, t)  # the fused operations have no derivative
-        c_skip, c_out = self.coefficients(x, t)
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        if self.proj is None:
-            return ops.attention_skip(
-                q, k, v, self.spec, residual=x, c_skip=c_skip, c_out=c_out, out_dtype=x.dtype
-            )
-        if not _is_plain(self.proj, q.dtype):
-            branch = self.proj(ops.attention_skip(q, k, v, self.spec))
-            return ops.skip(x, branch.to(x.dtype), c_skip, c_out, impl=self.spec.impl)
-        return ops.attention_project_skip(
-            q,
-            k,
-            v,
-            self.proj.weight,
-            self.proj.bias,
-            self.spec,
-            residual=x,
-            c_skip=c_skip,
-            c_out=c_out,
-            form=self.form,
-            out_dtype=x.dtype,
-        )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, attention={self.spec.attention}, impl={self.spec.impl}"
-
-
-def _is_plain(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if a call of the module is exactly x @ weight^T + bias in `dtype`.
-
-    Reading the parameters would lose an adapter, a quantised weight, a hook or an instance
-    forward, and autocast multiplies in another dtype than the weight's. In these cases the module
-    is called, and only the skip after it is fused.
-    """
-    return (
-        type(linear) is nn.Linear
-        and "forward" not in linear.__dict__
-        and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
-        and not linear._backward_pre_hooks
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.dtype == dtype
-    )

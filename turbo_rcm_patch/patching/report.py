@@ -127,14 +127,14 @@ class PairTable(tuple[SkipPair, ...]):
 
     def __str__(self) -> str:
         linears = any(pair.int8_linears for pair in self)
-        rows = [["pairs", "kind", "heads", "skip", "sums in", "W_o", "runs"]]
+        rows = [["pairs", "kind", "heads", "skip", "residual dtype", "W_o", "runs"]]
         rows[0] += ["int8 Linears"] if linears else []
         reasons: list[tuple[str, str]] = []
         for alike in _groups(self, lambda pair: replace(pair, path=_shape(pair.path))):
             pair, path = alike[0], _range([one.path for one in alike])
             row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
             row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
-            row.append("fp32" if pair.cast == "fp32" else "model dtype")
+            row.append("fp32" if pair.fused or pair.cast == "fp32" else "model dtype")
             row.append("yes" if pair.projection else "no")
             row.append(f"{pair.runs}" + (f"  ({len(alike)})" if len(alike) > 1 else ""))
             rows.append(row + ([", ".join(pair.int8_linears) or "-"] if linears else []))

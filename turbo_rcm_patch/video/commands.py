@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 
 from turbo_rcm_patch import __version__, options
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import OK, of_verdict
 from turbo_rcm_patch.extras import require
@@ -19,8 +21,6 @@ from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.turbodiffusion.folder import write_checkpoint
 from turbo_rcm_patch.video import comparison, generation, store
 from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class

@@ -15,6 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.checkpoints.extra_file import (
+    EXTRA_FILE,
+    WEIGHTS,
+    StoredTensors,
+    read_config,
+    weight_files,
+)
+from turbo_rcm_patch.checkpoints.folder import check_product
+from turbo_rcm_patch.checkpoints.keys import blocks_of
+from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
     INT8_MARK,
@@ -23,16 +33,6 @@ from turbo_rcm_patch.patching.int8_weights import (
     Int8Linear,
     mark_int8_only,
 )
-from turbo_rcm_patch.turbodiffusion.extra_file import (
-    EXTRA_FILE,
-    WEIGHTS,
-    StoredTensors,
-    read_config,
-    weight_files,
-)
-from turbo_rcm_patch.turbodiffusion.folder import check_product
-from turbo_rcm_patch.turbodiffusion.keys import blocks_of
-from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
 
 
 def is_int8_only(folder: Path) -> bool:

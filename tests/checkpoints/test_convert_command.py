@@ -11,14 +11,14 @@ import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from PIL import Image
 
+from tests.checkpoints.wan_model import Options, save
 from tests.measures import relative_l2
-from tests.turbodiffusion.wan_model import Options, save
 from tests.video import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE
 from turbo_rcm_patch.video import generation, load, load_pipeline
 
 TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)

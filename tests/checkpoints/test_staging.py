@@ -16,13 +16,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import processes
-from tests.turbodiffusion.test_convert_command import TINY, base_folder, listing
-from tests.turbodiffusion.wan_model import Options, save
+from tests.checkpoints.test_convert_command import TINY, base_folder, listing
+from tests.checkpoints.wan_model import Options, save
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.checkpoints.staging import staged
 from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.turbodiffusion.staging import staged
 
 #: A process whose files may have so many bytes: writing fails as on a full disk.
 LIMITED = """
@@ -33,7 +33,7 @@ sys.exit(main(sys.argv[2:]))
 """
 WAITS = """
 import sys, time; from pathlib import Path
-from turbo_rcm_patch.turbodiffusion.staging import staged
+from turbo_rcm_patch.checkpoints.staging import staged
 with staged(Path(sys.argv[1]), force=True, folder=True) as made:
     (made / "config.json").write_text("half")
     print("writes", flush=True); time.sleep(600)

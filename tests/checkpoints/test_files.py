@@ -22,12 +22,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from tests.turbodiffusion.wan_model import Options, save, state_dict
+from tests.checkpoints.wan_model import Options, save, state_dict
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import read_checkpoint, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
-from turbo_rcm_patch.turbodiffusion import read_checkpoint, write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
-from turbo_rcm_patch.turbodiffusion.extra_file import StoredTensors
 
 WEIGHTS = "diffusion_pytorch_model"
 TINY = Options(layers=1)
@@ -138,7 +138,7 @@ def test_what_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
 
 BOMB = """
 import resource, sys
-from turbo_rcm_patch.turbodiffusion import read_checkpoint
+from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.errors import CheckpointError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:

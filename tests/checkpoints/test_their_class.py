@@ -1,7 +1,7 @@
 """The same weights through both classes: TurboDiffusion's WanModel, run from a checkout of it, and
 diffusers' transformer, loaded from the folder that `convert` wrote.
 
-`pytest tests/turbodiffusion/test_their_class.py --turbodiffusion PATH`. Its imports need einops
+`pytest tests/checkpoints/test_their_class.py --turbodiffusion PATH`. Its imports need einops
 beside the packages of this library.
 """
 
@@ -21,8 +21,8 @@ from diffusers import WanTransformer3DModel
 
 from tests.measures import relative_l2
 from tests.patching.turbodiffusion_checkout import shim
-from turbo_rcm_patch.turbodiffusion import write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.checkpoints import write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 
 #: Its logging and its tools for several GPUs.
 UNUSED = ("imaginaire", "imaginaire.utils")

@@ -122,7 +122,7 @@ class _Row(NamedTuple):
     """A module or parameter under both names.
 
     A shape is made of names of `Sizes`, of "6dim" (six times dim) and of numbers; `part` is the
-    option that the row belongs to; a row that stands `alone` is a parameter and not a module.
+    option that the row belongs to; a row with `parameter` is a parameter and not a module.
     """
 
     theirs: str
@@ -130,7 +130,7 @@ class _Row(NamedTuple):
     weight: tuple[str | int, ...]
     bias: str = ""
     part: str = ""
-    alone: bool = False
+    parameter: bool = False
 
 
 _EMBEDDER: Final = "condition_embedder"
@@ -148,11 +148,13 @@ _OUTSIDE: Final = (
     _Row("img_emb.proj.3", f"{_IMAGE}.ff.net.2", ("dim", "image"), "dim", "image"),
     _Row("img_emb.proj.4", f"{_IMAGE}.norm2", ("dim",), "dim", "image"),
     _Row("head.head", "proj_out", ("patch_out", "dim"), "patch_out"),
-    _Row("head.modulation", "scale_shift_table", (1, 2, "dim"), alone=True),
-    _Row("img_emb.emb_pos", f"{_IMAGE}.pos_embed", _POSITIONS, part="image_tokens", alone=True),
+    _Row("head.modulation", "scale_shift_table", (1, 2, "dim"), parameter=True),
+    _Row(
+        "img_emb.emb_pos", f"{_IMAGE}.pos_embed", _POSITIONS, part="image_tokens", parameter=True
+    ),
 )
 _IN_BLOCK: Final = (
-    _Row("modulation", "scale_shift_table", (1, 6, "dim"), alone=True),
+    _Row("modulation", "scale_shift_table", (1, 6, "dim"), parameter=True),
     _Row("self_attn.q", "attn1.to_q", ("dim", "dim"), "dim"),
     _Row("self_attn.k", "attn1.to_k", ("dim", "dim"), "dim"),
     _Row("self_attn.v", "attn1.to_v", ("dim", "dim"), "dim"),
@@ -301,7 +303,7 @@ def _tensors(row: _Row, sizes: Sizes, prefix: str) -> list[Name]:
         return []
     theirs, ours = prefix + row.theirs, prefix + row.ours
     shape = tuple(_size(word, sizes) for word in row.weight)
-    if row.alone:
+    if row.parameter:
         return [Name(theirs, ours, shape, shape)]
     our_shape = (sizes.dim, sizes.inputs, *PATCH) if row.theirs == "patch_embedding" else shape
     extra = row.part == "sla"

@@ -22,12 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.ops.int8_linear.api import dequantized
-from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
-from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
-from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.extra_file import (
+from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
     WEIGHTS,
@@ -37,7 +32,7 @@ from turbo_rcm_patch.turbodiffusion.extra_file import (
     mark_of_tensors,
     weight_files,
 )
-from turbo_rcm_patch.turbodiffusion.keys import (
+from turbo_rcm_patch.checkpoints.keys import (
     HEAD_DIM,
     PATCH,
     Name,
@@ -46,9 +41,15 @@ from turbo_rcm_patch.turbodiffusion.keys import (
     names,
     sizes_of_config,
 )
-from turbo_rcm_patch.turbodiffusion.pipeline import read_json, write_json
-from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress, Wanted, check_tensors
-from turbo_rcm_patch.turbodiffusion.staging import check_outside, check_target, staged
+from turbo_rcm_patch.checkpoints.pipeline import read_json
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, Wanted, check_tensors
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
+from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
+from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
+from turbo_rcm_patch.patching.sla import MARK
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class _Item:
         return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
 
-def keys_alone(name: Name) -> tuple[str, str]:
+def int8_only_keys(name: Name) -> tuple[str, str]:
     """The keys of an int8 weight and its scales in a folder without their product."""
     linear = name.ours.removesuffix("weight")
     return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
@@ -139,7 +140,7 @@ def _items(
             extra[name.ours] = tensors[name.theirs]
         elif int8_only and pair:
             as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
-            for key, part in zip(keys_alone(name), as_they_are, strict=True):
+            for key, part in zip(int8_only_keys(name), as_they_are, strict=True):
                 items.append(_Item(key, (part,), part.dtype, part.shape))
         else:
             extra |= zip(name.our_int8, pair, strict=bool(pair))
@@ -205,7 +206,7 @@ def write_transformer(
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
-        write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
+        write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing, indent=2, sort_keys=True)
     owners = [key.removesuffix(".weight") for key in extra if key.endswith(".proj_l.weight")]
     proj_l = {
         owner.removesuffix(".proj_l"): (extra[f"{owner}.weight"], extra[f"{owner}.bias"])
@@ -214,7 +215,8 @@ def write_transformer(
     marks: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
     if int8_only:
         marks["quantization_config"] = dict(INT8_MARK)
-    write_json(folder / "config.json", checkpoint.sizes.config() | marks | (config or {}))
+    entries = checkpoint.sizes.config() | marks | (config or {})
+    write_json(folder / "config.json", entries, indent=2, sort_keys=True)
     if extra:
         save_file(_unshared(extra), folder / EXTRA_FILE, metadata=EXTRA_METADATA)
     for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
@@ -298,11 +300,11 @@ def write_checkpoint(
     check_outside(path, config, extra_file, *files)
     stock = StoredTensors(*files)
     extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
-    beside = extra.proj_l()
-    if beside:
-        check_mark(place, beside, None)
+    proj_l = extra.proj_l()
+    if proj_l:
+        check_mark(place, proj_l, None)
     # Folders that others converted have it among the weights.
-    sla = extra if beside else stock
+    sla = extra if proj_l else stock
     has_sla = any(".proj_l." in key for key in sla.listing)
     if mark_of(read_json(config)) and not has_sla:
         _log.warning(
@@ -321,9 +323,11 @@ def write_checkpoint(
     for name in listed:
         int8 = Wanted((name.shape,), torch.int8)
         blocks = blocks_of(name.shape) if name.linear else ()
-        if name.linear and keys_alone(name)[0] in stock:  # Its product is nowhere.
-            sources[name] = stock, keys_alone(name)
-            in_stock |= zip(keys_alone(name), (int8, Wanted((blocks,), torch.int32)), strict=True)
+        if name.linear and int8_only_keys(name)[0] in stock:  # Its product is nowhere.
+            sources[name] = stock, int8_only_keys(name)
+            in_stock |= zip(
+                int8_only_keys(name), (int8, Wanted((blocks,), torch.int32)), strict=True
+            )
             continue
         held = sla if name.extra else stock
         (in_extra if held is extra else in_stock)[name.ours] = Wanted((name.our_shape,))

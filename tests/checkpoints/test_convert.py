@@ -16,13 +16,13 @@ from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 
-from tests.turbodiffusion import wan_model
-from tests.turbodiffusion.wan_model import I2V_21, OPTIONS, Options, save, state_dict
+from tests.checkpoints import wan_model
+from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, save, state_dict
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.keys import sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, read_checkpoint, write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
-from turbo_rcm_patch.turbodiffusion.keys import sizes_of
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -19,6 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.checkpoints.extra_file import (
+    EXTRA_FILE,
+    StoredTensors,
+    check_mark,
+    folder_proj_l,
+    mark_of,
+    mark_of_tensors,
+    write_extra,
+)
+from turbo_rcm_patch.checkpoints.folder import check_product, transformer_folder
+from turbo_rcm_patch.checkpoints.keys import blocks_of
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
     attach_int8,
@@ -28,17 +39,6 @@ from turbo_rcm_patch.patching.int8_weights import (
 )
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, detach_proj_l, held_proj_l
-from turbo_rcm_patch.turbodiffusion.extra_file import (
-    EXTRA_FILE,
-    StoredTensors,
-    check_mark,
-    folder_proj_l,
-    mark_of,
-    mark_of_tensors,
-    write_extra,
-)
-from turbo_rcm_patch.turbodiffusion.folder import check_product, transformer_folder
-from turbo_rcm_patch.turbodiffusion.keys import blocks_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from tests.checkpoints.wan_model import Options, save
 from tests.measures import relative_l2
 from tests.patching import turbodiffusion as stand_in
-from tests.turbodiffusion.wan_model import Options, save
 from turbo_rcm_patch import PatchConfig, load_extra, patched, refresh, unload_extra
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l, held_proj_l
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, PROJ_L, write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 
 QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
 SLA = Options("sla-quant", quant=True, sla=True, dtype=torch.bfloat16)

@@ -7,12 +7,12 @@ attaches.
 
 from __future__ import annotations
 
+from turbo_rcm_patch.checkpoints.extra import Extra, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.extra_file import EXTRA_FILE
+from turbo_rcm_patch.checkpoints.folder import Written, write_checkpoint, write_transformer
+from turbo_rcm_patch.checkpoints.keys import Sizes
+from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.patching.sla import PROJ_L
-from turbo_rcm_patch.turbodiffusion.extra import Extra, load_extra, unload_extra
-from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE
-from turbo_rcm_patch.turbodiffusion.folder import Written, write_checkpoint, write_transformer
-from turbo_rcm_patch.turbodiffusion.keys import Sizes
-from turbo_rcm_patch.turbodiffusion.read import Checkpoint, read_checkpoint
 
 __all__ = [
     "EXTRA_FILE",

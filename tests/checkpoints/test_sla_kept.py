@@ -13,16 +13,16 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints.test_extra import PLAIN, load
+from tests.checkpoints.wan_model import Options, save
 from tests.measures import relative_l2
-from tests.turbodiffusion.test_extra import PLAIN, load
-from tests.turbodiffusion.wan_model import Options, save
 from tests.video import micro
 from turbo_rcm_patch import load_extra, patch_model, patched, unload_extra
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, write_checkpoint
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 from turbo_rcm_patch.video import load_pipeline
 
 OPTIONS = Options("sla-quant", quant=True, sla=True, text=32, dtype=torch.bfloat16)

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.checkpoints.archive import check_archive, check_sums
+from turbo_rcm_patch.checkpoints.keys import Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.interrupts import kept_apart
-from turbo_rcm_patch.turbodiffusion.archive import check_archive, check_sums
-from turbo_rcm_patch.turbodiffusion.keys import Name, Sizes, blocks_of, names, sizes_of
 
 _log = logging.getLogger(__name__)
 

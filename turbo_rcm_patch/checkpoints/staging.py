@@ -1,4 +1,4 @@
-"""Write beside the target and rename at the end, so that a target is complete or absent."""
+"""Write to a temporary path and rename it at the end, so that a target is complete or absent."""
 
 from __future__ import annotations
 
@@ -7,26 +7,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
-
-try:
-    import fcntl
-except ImportError:  # Windows, where a file that a process has open cannot be removed either.
-    import msvcrt
-
-    def lock_file(descriptor: int) -> None:
-        """Lock a file as long as this process lives, or raise an OSError if another has it."""
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-else:
-
-    def lock_file(descriptor: int) -> None:
-        """Lock a file as long as this process lives, or raise an OSError if another has it."""
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
+from turbo_rcm_patch.output import locked
 
 #: A folder may be replaced only if it contains one of these.
 _MODEL: Final = ("config.json", "model_index.json")
@@ -87,10 +73,10 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
 
 @contextmanager
 def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Iterator[Path]:
-    """Give a path beside `target` that becomes `target` when the block ends, and is removed if the
-    block fails.
+    """Give a temporary path that becomes `target` when the block ends, and is removed if the block
+    fails or is interrupted.
 
-    An interruption (Ctrl-C) is a failure too. The target that was there is removed only when the
+    The target that was there is removed only when the
     new one is complete and in its place. The files of a killed process are removed by the next
     one that writes the same target.
 
@@ -106,8 +92,9 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
     """
     target = target.absolute()  # "." has no name, and is its own parent.
     place = target.parent / f".{target.name}.partial"
-    lock = _enter(place, target)
     made, old = place / "new", place / "old"
+    lock = ExitStack()
+    _enter(lock, place, target)
     try:
         _settle(place, target)
         check_target(target, force=force, folder=folder)
@@ -137,38 +124,34 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
             remedy="Free some space, or choose another disk",
         ) from error
     finally:
-        with suppress(OSError):  # The lock goes last: the next process looks for it.
+        with suppress(OSError), lock:
             _settle(place, target)
-            (place / "lock").unlink()
             place.rmdir()
-        os.close(lock)
-        if os.name == "nt":  # No open file can be removed there.
-            shutil.rmtree(place, ignore_errors=True)
 
 
-def _enter(place: Path, target: Path) -> int:
-    """Make the folder of a target's parts, and lock it; return the descriptor of the lock."""
+def _enter(lock: ExitStack, place: Path, target: Path) -> None:
+    """Make the folder of a target's parts, and lock it, on file systems that support locks."""
     while True:
         try:
             place.mkdir(parents=True, exist_ok=True)
-            lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT)
+            before = place.stat().st_ino
+            state = lock.enter_context(locked(place))
+        except FileNotFoundError:  # Its owner finished and removed it meanwhile.
+            continue
         except OSError as error:
             raise OutputExistsError(
                 f"{target.parent} cannot be written to ({error.strerror})",
                 remedy="Choose another path",
             ) from error
-        try:
-            lock_file(lock)
-        except OSError as error:  # Other codes: this file system has no locks.
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-                os.close(lock)
-                raise OutputExistsError(
-                    f"{target} is being written by another process",
-                    remedy="Wait for it, or choose another path",
-                ) from error
-        if os.fstat(lock).st_nlink:
-            return lock
-        os.close(lock)  # Its owner finished and removed it meanwhile.
+        if state == "taken":
+            lock.close()
+            raise OutputExistsError(
+                f"{target} is being written by another process",
+                remedy="Wait for it, or choose another path",
+            )
+        if place.is_dir() and place.stat().st_ino == before:
+            return
+        lock.close()  # The same, between its opening and its lock.
 
 
 def _settle(place: Path, target: Path) -> None:

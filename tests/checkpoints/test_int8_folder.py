@@ -12,19 +12,19 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from tests.turbodiffusion.test_extra import QUANT, SLA, run
-from tests.turbodiffusion.wan_model import OPTIONS, Options, save
+from tests.checkpoints.test_extra import QUANT, SLA, run
+from tests.checkpoints.wan_model import OPTIONS, Options, save
 from turbo_rcm_patch import load_extra, patch_model, patched
-from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
-from turbo_rcm_patch.patching.int8_weights import Int8Linear
-from turbo_rcm_patch.patching.sla import held_proj_l
-from turbo_rcm_patch.turbodiffusion import (
+from turbo_rcm_patch.checkpoints import (
     EXTRA_FILE,
     read_checkpoint,
     write_checkpoint,
 )
-from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
-from turbo_rcm_patch.turbodiffusion.folder import folder_bytes
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.folder import folder_bytes
+from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
+from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import load_int8_only
 
 QUANTS = [option for option in OPTIONS if option.quant and option.name != "t2v-sla-quant"]

@@ -19,11 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.pipeline import read_json
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
@@ -234,5 +234,5 @@ def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     from safetensors.torch import save_file
 
-    with atomic(folder / EXTRA_FILE) as beside:
-        save_file(dict(tensors), beside, metadata=EXTRA_METADATA)
+    with atomic(folder / EXTRA_FILE) as partial:
+        save_file(dict(tensors), partial, metadata=EXTRA_METADATA)

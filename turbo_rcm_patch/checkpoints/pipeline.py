@@ -91,11 +91,6 @@ def read_json(
     return value
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write JSON as diffusers does: sorted and indented."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def stored_settings(folder: str | Path | None) -> dict[str, object]:
     """Return the settings that a model folder brings along, and notes for other readers; empty if
     it brings none."""

@@ -10,22 +10,22 @@ from typing import Final
 
 import torch
 
-from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
-from turbo_rcm_patch.turbodiffusion.folder import (
+from turbo_rcm_patch.checkpoints.folder import (
     SHARD_BYTES,
     Written,
     folder_bytes,
     write_transformer,
 )
-from turbo_rcm_patch.turbodiffusion.pipeline import (
+from turbo_rcm_patch.checkpoints.pipeline import (
     DEFAULTS_FILE,
     check_part,
     read_json,
     stored_settings,
-    write_json,
 )
-from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress, read_checkpoint
-from turbo_rcm_patch.turbodiffusion.staging import check_outside, check_target, staged
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.output import write_json
 
 #: Fraction of the time axis above which the high-noise expert of Wan 2.2 runs.
 _BOUNDARY: Final = 0.9
@@ -252,8 +252,8 @@ def _write_sampler(
     index = index | {"scheduler": [RCMScheduler.__module__, RCMScheduler.__name__]}
     if experts == 2:
         index["boundary_ratio"] = _BOUNDARY
-    write_json(made / "model_index.json", index)
+    write_json(made / "model_index.json", index, indent=2, sort_keys=True)
     # The base may be the teacher, whose guidance no student has.
     kept = {key: value for key, value in defaults.items() if key in _KEPT}
     own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
-    write_json(made / DEFAULTS_FILE, kept | own)
+    write_json(made / DEFAULTS_FILE, kept | own, indent=2, sort_keys=True)

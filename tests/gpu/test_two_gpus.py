@@ -1,0 +1,98 @@
+"""A sequence over two GPUs through NCCL equals the same forward on one. `make test-two-gpus`
+
+The same ranks run on a CPU through gloo, so that the test itself is known to work. Where more than
+two GPUs are visible, two of them run: two heads cannot be dealt out to four ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import ContextParallelConfig
+from diffusers.models.attention_dispatch import attention_backend
+
+from tests.measures import relative_l2
+from tests.patching.models import named, run
+from tests.ranks import on_ranks
+from turbo_rcm_patch import patch_model, register_backend, report_of
+from turbo_rcm_patch.diffusers_backend import BACKEND
+from turbo_rcm_patch.errors import ContextParallelError
+
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=pytest.mark.gpu)]
+)
+#: Case -> options of the patch, degrees, and the relative L2 to one GPU. Sums come in another
+#: order and round to bf16, which decides how some values round to int8.
+CASES: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
+    "exact Ulysses": ({"attention": "exact", "guard": False}, {"ulysses_degree": 2}, 1e-2),
+    "int8 Ulysses": ({"attention": "int8", "guard": False}, {"ulysses_degree": 2}, 2e-2),
+    "int8 Linears": (
+        {"attention": "int8", "linear": "int8", "guard": False},
+        {"ulysses_degree": 2},
+        2e-2,
+    ),
+    "guard on": ({"attention": "int8", "guard": True}, {"ulysses_degree": 2}, 2e-2),
+    "int8 ring": ({"attention": "int8", "guard": False}, {"ring_degree": 2}, 2e-2),
+}
+
+
+def _parallel(model: Any, degrees: dict[str, int]) -> None:
+    # diffusers counts accelerators, of which a CPU machine has none.
+    count = max(2, torch.accelerator.device_count())
+    with mock.patch.object(torch.accelerator, "device_count", return_value=count):
+        model.enable_parallelism(config=ContextParallelConfig(**degrees))
+
+
+def _model(name: str, rank: int, backend: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Two models with the same weights, and inputs, on this rank's device."""
+    device = torch.device("cuda", rank) if "nccl" in backend else torch.device("cpu")
+    row = named(name)
+    inputs = {
+        key: x.to(device) if isinstance(x, torch.Tensor) else x
+        for key, x in row.inputs(dtype=torch.bfloat16).items()
+    }
+    alone, shared = (row.model(torch.bfloat16).to(device) for _ in range(2))
+    return alone, shared, inputs
+
+
+def _shares(rank: int, backend: str, case: str) -> None:
+    options, degrees, near = CASES[case]
+    alone, shared, inputs = _model("t2v", rank, backend)
+    patch_model(alone, **options)
+    expected = run(alone, inputs)
+    register_backend()
+    patch_model(shared, **options)
+    with attention_backend(BACKEND) if "ring_degree" in degrees else nullcontext():
+        _parallel(shared, degrees)
+        made = run(shared, inputs)
+    assert all(words.startswith("fused") for words in report_of(shared).ran().values())
+    assert relative_l2(made, expected) <= near
+    assert "parallel over 2 ranks" in str(report_of(shared))
+
+
+def _refuses(rank: int, backend: str) -> None:
+    _, model, _ = _model("three-heads-of-24", rank, backend)
+    _parallel(model, {"ulysses_degree": 2})
+    with pytest.raises(ContextParallelError, match="3 heads"):
+        patch_model(model)
+
+
+def _on_two(backend: str, function: Any, *args: object) -> None:
+    if "nccl" in backend and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    on_ranks(2, function, backend, *args, backend=backend)
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_does(backend: str, case: str) -> None:
+    _on_two(backend, _shares, case)
+
+
+@BACKENDS
+def test_heads_that_the_ranks_do_not_divide_are_refused(backend: str) -> None:
+    _on_two(backend, _refuses)

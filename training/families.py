@@ -1,0 +1,500 @@
+"""The tiny models: sizes, networks with random weights, and each network read as a flow.
+
+A CogVideoX network predicts v = alpha noise - sigma x0 of a variance-preserving process at whole
+times, with the noise schedule of CogVideoX-2B, whose last time is pure noise. Training knows one
+flow, x_t = (1 - t) x0 + t noise; the two differ by a scale of the state and a name of the time,
+and `CogVideoX.velocity` translates. Its latents are those of the tiny Wan, normalised: one
+autoencoder's space, two networks in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import diffusers
+import torch
+import transformers
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from training.flow import Velocity
+from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.output import merged
+from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
+from turbo_rcm_patch.tiny.prompts import words
+from turbo_rcm_patch.video.rcm_times import rcm_times
+
+SETTINGS_FILE: Final = "turbo_rcm.json"
+_SPECIAL: Final = ("<pad>", "</s>", "<unk>")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Steps of a stage, videos or samples a step, and the largest learning rate."""
+
+    steps: int
+    batch: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Sizes and budgets of a tiny model.
+
+    The autoencoder shrinks by 4 in space and in time, so 17 frames of 128 x 128 are 5 x 32 x 32
+    latents and, with patches of (1, 2, 2), 1,280 tokens.
+
+    Attributes:
+        stages: Budgets in the order of training: "vae", "teacher", "student", and "decoder" where
+            the autoencoder's decoder is trained once more.
+        settings: How the model wants to be sampled, for `turbo_rcm.json`.
+        clips: Encoded clips for teacher and student.
+        guidance: Classifier-free guidance of the teacher.
+        fill: Batches of the teacher before the student's first step.
+        refresh: Steps of the student for each new batch of the teacher.
+    """
+
+    stages: Mapping[str, Budget]
+    settings: Mapping[str, float | str]
+    clips: int
+    fill: int
+    refresh: int = 6
+    guidance: float = 1.5
+    size: int = 128
+    frames: int = 17
+    latent_channels: int = 8
+    vae_channels: tuple[int, ...] = (16, 32, 64)
+    heads: int = 4
+    head_dim: int = 64
+    layers: int = 6
+    ffn_dim: int = 512
+    time_dim: int = 64
+    text_dim: int = 128
+    text_layers: int = 2
+    text_tokens: int = 24
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of one video's latents."""
+        return self.latent_channels, (self.frames - 1) // 4 + 1, self.size // 4, self.size // 4
+
+
+class Family:
+    """What one tiny model does in its own way.
+
+    Attributes:
+        name: Begins the names of the folders that a training writes.
+        shipped: Where the package looks for the trained model.
+        classes: Names of its pipeline, transformer, text encoder and autoencoder.
+        recipe: That of the model that ships.
+        renoises: True if its few-step sampler adds fresh noise; False if it follows the flow.
+        jitter: Spread of the student's network times in training, in rectified-flow time.
+        kept: Modules of the transformer that diffusers keeps in fp32.
+        attentions: Name of a zeroed attention in an evaluation -> the blocks' attribute.
+    """
+
+    name: str
+    shipped: Path
+    classes: tuple[str, str, str, str]
+    recipe: Recipe
+    renoises: bool
+    jitter = 0.0
+    kept: tuple[str, ...] = ()
+    attentions: Mapping[str, str]
+
+    def __init__(self) -> None:
+        pipeline, transformer, encoder, vae = self.classes
+        self.pipeline: Any = getattr(diffusers, pipeline)
+        self.transformer: Any = getattr(diffusers, transformer)
+        self.text_encoder: Any = getattr(transformers, encoder)
+        self.vae: Any = getattr(diffusers, vae)
+
+    def build_vae(self, recipe: Recipe) -> Any:
+        """Return an autoencoder with random weights, 4x in space and in time."""
+        raise NotImplementedError
+
+    def build_transformer(self, recipe: Recipe) -> Any:
+        """Return a transformer that predicts nothing yet, so that no first step explodes."""
+        model = self._random_transformer(recipe)
+        nn.init.zeros_(model.proj_out.weight)
+        nn.init.zeros_(model.proj_out.bias)
+        return model
+
+    def _random_transformer(self, recipe: Recipe) -> Any:
+        raise NotImplementedError
+
+    def build_text_encoder(self, recipe: Recipe) -> Any:
+        """Return a text encoder to be trained with the transformer."""
+        raise NotImplementedError
+
+    def encode_text(self, encoder: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        """Embed captions [B, L] exactly as the pipeline does: [B, L, text_dim]."""
+        raise NotImplementedError
+
+    def blocks(self, transformer: Any) -> Any:
+        """Return the transformer's blocks."""
+        return transformer.blocks
+
+    def velocity(self, transformer: Any, text: Tensor) -> Velocity:
+        """Return the network as a rectified flow, for fixed captions [B, L, text_dim]."""
+        raise NotImplementedError
+
+    def times(self, steps: int) -> tuple[float, ...]:
+        """Rectified-flow times of the few-step sampler, steps + 1 of them, the last one 0."""
+        raise NotImplementedError
+
+    def scheduler(self) -> Any:
+        """Return the scheduler that ships."""
+        raise NotImplementedError
+
+    def export(self, folder: Path, recipe: Recipe, vae: Any, encoder: Any, network: Any) -> None:
+        """Write a pipeline folder of less than 16 MiB, and the settings it was trained for.
+
+        The transformer is stored in bf16 but for the parts that diffusers keeps in fp32, so that
+        loading in bf16 changes nothing; the autoencoder in fp16, whose finer mantissa suits fp32
+        decoding; the text encoder in fp32, because transformers loads a file in its own precision.
+        """
+        parts = {}
+        for name, model, build, dtype, kept in (
+            ("vae", vae, self.vae, torch.float16, ()),
+            ("transformer", network, self.transformer, torch.bfloat16, self.kept),
+        ):
+            fresh = parts[name] = build.from_config(model.config)
+            fresh.load_state_dict({k: v.cpu().contiguous() for k, v in model.state_dict().items()})
+            fresh.register_to_config(_name_or_path="")
+            for key, parameter in fresh.named_parameters():
+                if not set(kept) & set(key.split(".")):
+                    parameter.data = parameter.data.to(dtype)
+        encoder = copy.deepcopy(encoder).cpu()
+        pipe = self.pipeline(
+            **parts,
+            tokenizer=build_tokenizer(recipe),
+            text_encoder=encoder,
+            scheduler=self.scheduler(),
+        )
+        settings = {
+            "height": recipe.size,
+            "width": recipe.size,
+            "num_frames": recipe.frames,
+            **recipe.settings,
+            "max_sequence_length": recipe.text_tokens,
+        }
+        with merged(folder) as made:
+            pipe.save_pretrained(made, safe_serialization=True)
+            (made / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+class Wan(Family):
+    """The tiny Wan: rectified flow, and the rCM sampler with fresh noise in every step."""
+
+    name = "wan"
+    shipped = TINY_WAN
+    classes = ("WanPipeline", "WanTransformer3DModel", "UMT5EncoderModel", "AutoencoderKLWan")
+    recipe = Recipe(
+        stages={
+            "vae": Budget(1520, 16, 1e-3),
+            "teacher": Budget(6220, 128, 1e-3),
+            "student": Budget(2380, 128, 5e-4),
+            "decoder": Budget(1600, 16, 6e-4),
+        },
+        settings={"fps": 8, "steps": 4, "sigma_max": 80, "guidance_scale": 1.0},
+        clips=49152,
+        fill=48,
+    )
+    renoises = True
+    #: Pipelines in bf16 round 1000 t to 8 bits (988, 932, 852, 608): the student must not mind.
+    jitter = 0.002
+    attentions: Mapping[str, str] = {"self": "attn1", "cross": "attn2"}
+    kept = tuple(diffusers.WanTransformer3DModel._keep_in_fp32_modules)
+
+    def build_vae(self, recipe: Recipe) -> Any:
+        first, channels = recipe.vae_channels[0], recipe.latent_channels
+        vae = self.vae(
+            base_dim=first,
+            z_dim=channels,
+            dim_mult=[one // first for one in recipe.vae_channels],
+            num_res_blocks=1,
+            temperal_downsample=[True, True],
+            latents_mean=[0.0] * channels,
+            latents_std=[1.0] * channels,
+            scale_factor_temporal=4,
+            scale_factor_spatial=4,
+        )
+        # A posterior of unit variance would drown the young encoder.
+        nn.init.constant_(vae.quant_conv.bias[channels:], -6.0)
+        return vae
+
+    def _random_transformer(self, recipe: Recipe) -> Any:
+        return self.transformer(
+            patch_size=(1, 2, 2),
+            num_attention_heads=recipe.heads,
+            attention_head_dim=recipe.head_dim,
+            in_channels=recipe.latent_channels,
+            out_channels=recipe.latent_channels,
+            text_dim=recipe.text_dim,
+            freq_dim=256,
+            ffn_dim=recipe.ffn_dim,
+            num_layers=recipe.layers,
+            cross_attn_norm=True,
+            rope_max_seq_len=64,
+        )
+
+    def build_text_encoder(self, recipe: Recipe) -> Any:
+        return self.text_encoder(transformers.UMT5Config(**_text_sizes(recipe)))
+
+    def encode_text(self, encoder: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = encoder(ids, mask).last_hidden_state
+        return hidden * mask[..., None].to(hidden.dtype)
+
+    def velocity(self, transformer: Any, text: Tensor) -> Velocity:
+        dtype = transformer.dtype
+
+        def field(x: Tensor, t: Tensor) -> Tensor:
+            found: Tensor = transformer(
+                x.to(dtype), t * 1000.0, text.to(dtype), return_dict=False
+            )[0]
+            return found
+
+        return field
+
+    def times(self, steps: int) -> tuple[float, ...]:
+        return tuple(rcm_times(steps).tolist())
+
+    def scheduler(self) -> Any:
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True)
+
+
+class CogVideoX(Family):
+    """The tiny CogVideoX: 1,280 video tokens and 24 of text through every attention."""
+
+    name = "cogvideox"
+    shipped = TINY_COGVIDEOX
+    classes = (
+        "CogVideoXPipeline",
+        "CogVideoXTransformer3DModel",
+        "T5EncoderModel",
+        "AutoencoderKLCogVideoX",
+    )
+    recipe = Recipe(
+        stages={
+            "vae": Budget(2000, 8, 1e-3),
+            "teacher": Budget(7880, 128, 1e-3),
+            "student": Budget(1520, 128, 5e-4),
+        },
+        settings={"sampler": "scheduler", "fps": 8, "steps": 4, "guidance_scale": 1.0},
+        clips=24576,
+        fill=32,
+        layers=5,
+    )
+    renoises = False  # DDIM follows the flow
+    attentions: Mapping[str, str] = {"joint": "attn1"}
+
+    def build_vae(self, recipe: Recipe) -> Any:
+        levels = len(recipe.vae_channels)
+        return self.vae(
+            down_block_types=("CogVideoXDownBlock3D",) * levels,
+            up_block_types=("CogVideoXUpBlock3D",) * levels,
+            block_out_channels=recipe.vae_channels,
+            latent_channels=recipe.latent_channels,
+            layers_per_block=1,
+            norm_num_groups=8,
+            sample_height=recipe.size,
+            sample_width=recipe.size,
+            scaling_factor=1.0,  # the space it is taught is normalised already
+        )
+
+    def _random_transformer(self, recipe: Recipe) -> Any:
+        _, frames, rows, columns = recipe.latent_shape
+        return self.transformer(
+            num_attention_heads=recipe.heads,
+            attention_head_dim=recipe.head_dim,
+            in_channels=recipe.latent_channels,
+            out_channels=recipe.latent_channels,
+            time_embed_dim=recipe.time_dim,
+            text_embed_dim=recipe.text_dim,
+            num_layers=recipe.layers,
+            sample_height=rows,
+            sample_width=columns,
+            sample_frames=4 * (frames - 1) + 1,
+            max_text_seq_length=recipe.text_tokens,
+            use_rotary_positional_embeddings=True,
+        )
+
+    def build_text_encoder(self, recipe: Recipe) -> Any:
+        # T5 has the relative positions of umT5's first layer in all of its layers.
+        sizes = _text_sizes(recipe) | {"feed_forward_proj": "gated-gelu"}
+        encoder = self.text_encoder(transformers.T5Config(**sizes))
+        known = transformers.UMT5EncoderModel.from_pretrained(
+            TINY_WAN, subfolder="text_encoder", dtype=torch.float32
+        ).state_dict()
+        encoder.load_state_dict({name: known[name] for name in encoder.state_dict()})
+        return encoder
+
+    def encode_text(self, encoder: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        del mask  # Padding is text like any other.
+        hidden: Tensor = encoder(ids)[0]
+        return hidden
+
+    def blocks(self, transformer: Any) -> Any:
+        return transformer.transformer_blocks
+
+    def velocity(self, transformer: Any, text: Tensor) -> Velocity:
+        own, dtype = transformer.config, transformer.dtype
+
+        def field(x: Tensor, t: Tensor) -> Tensor:
+            sigma, alpha = t, 1 - t
+            size = (sigma.square() + alpha.square()).sqrt()
+            sigma, alpha, size = (one[:, None, None, None, None] for one in (sigma, alpha, size))
+            sigma, alpha = sigma / size, alpha / size
+            state = x / size  # of variance one, as the schedule has it
+            frames, rows, columns = x.shape[2:]
+            grid = frames, rows // own.patch_size, columns // own.patch_size
+            v: Tensor = transformer(
+                hidden_states=state.transpose(1, 2).to(dtype),  # frames before channels
+                encoder_hidden_states=text.to(dtype),
+                timestep=_schedule_time(t),
+                image_rotary_emb=_rotary((*grid, own.attention_head_dim), x.device),
+                return_dict=False,
+            )[0]
+            return (sigma - alpha) * state + (alpha + sigma) * v.transpose(1, 2).float()
+
+        return field
+
+    def times(self, steps: int) -> tuple[float, ...]:
+        own = self.scheduler()
+        own.set_timesteps(steps)
+        return (*_flow_times(torch.device("cpu"))[own.timesteps].tolist(), 0.0)
+
+    def scheduler(self) -> Any:
+        return diffusers.CogVideoXDDIMScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            set_alpha_to_one=True,
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            snr_shift_scale=3.0,
+            timestep_spacing="trailing",
+        )
+
+
+FAMILIES: Final = {"wan": Wan, "cogvideox": CogVideoX}
+
+
+def small(recipe: Recipe, steps: int = 4) -> Recipe:
+    """Return the same model small enough to train a few steps in a unit test."""
+    joint = "sampler" in recipe.settings
+    return replace(
+        recipe,
+        stages={
+            name: Budget(steps, 4 if name in ("teacher", "student") else 2, one.lr)
+            for name, one in recipe.stages.items()
+        },
+        clips=8,
+        fill=3,
+        size=32,
+        frames=9,
+        vae_channels=(8, 8, 8) if joint else (8, 8, 16),
+        heads=1,
+        layers=1,
+        ffn_dim=64,
+        time_dim=16,
+        # That of CogVideoX starts from the tiny Wan's.
+        text_dim=recipe.text_dim if joint else 64,
+    )
+
+
+def family_of_folder(folder: Path) -> Family:
+    """Return the family whose trained pipeline a folder holds.
+
+    Raises:
+        ModelFolderError: It is not the folder of a trained pipeline.
+    """
+    index = folder / "model_index.json"
+    if not (folder / SETTINGS_FILE).is_file() or not index.is_file():
+        raise ModelFolderError(
+            "model",
+            expected=f"a folder with {SETTINGS_FILE} and {index.name}",
+            got=str(folder),
+            remedy="Train it first",
+        )
+    return FAMILIES["cogvideox" if '"CogVideoXPipeline"' in index.read_text() else "wan"]()
+
+
+def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over the caption grammar, in lower case, punctuation dropped."""
+    vocabulary = {word: i for i, word in enumerate((*_SPECIAL, *words()))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(r"[^a-z ]+"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=recipe.text_tokens,
+    )
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, L] int64, padded to `length`."""
+    tokens = tokenizer(
+        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
+    return tokens.input_ids, tokens.attention_mask
+
+
+def _text_sizes(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "vocab_size": 64,
+        "d_model": recipe.text_dim,
+        "d_kv": 32,
+        "num_heads": 4,
+        "d_ff": recipe.text_dim * 5 // 2,
+        "num_layers": recipe.text_layers,
+        "dropout_rate": 0.0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+@cache
+def _flow_times(device: torch.device) -> Tensor:
+    """Rectified-flow time sigma / (alpha + sigma) of CogVideoX's 1,000 times, fp64."""
+    kept: Tensor = CogVideoX().scheduler().alphas_cumprod.double().to(device)
+    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    return sigma / (alpha + sigma)
+
+
+def _schedule_time(t: Tensor) -> Tensor:
+    """Times of CogVideoX's schedule, with fractions, of rectified-flow times [B]; fp32."""
+    table = _flow_times(t.device)
+    wanted = t.double()
+    above = torch.searchsorted(table, wanted).clamp(1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    return (above - 1 + ((wanted - low) / (high - low)).clamp(0, 1)).float()
+
+
+@cache
+def _rotary(grid: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    frames, rows, columns, head_dim = grid
+    cos, sin = get_3d_rotary_pos_embed(
+        head_dim, ((0, 0), (rows, columns)), (rows, columns), frames, device=device
+    )
+    return cos, sin
