@@ -15,6 +15,7 @@ from turbo_rcm_patch.interrupts import TERMINATED, kept_apart
 OK: Final = 0
 CHANGED: Final = 1
 USAGE: Final = 2
+NOT_JUDGED: Final = 3
 INTERRUPTED: Final = 130
 #: 128 plus the number of SIGPIPE, as a shell reports it.
 _PIPE: Final = 141
@@ -26,6 +27,7 @@ exit codes:
   {CHANGED:<4} for compare and demo: the verdict is another one, or the kernels disagree;
        for doctor: something that is needed is missing
   {USAGE:<4} a mistake in the arguments, the model or the files, or another failure
+  {NOT_JUDGED:<4} for compare and demo: not judged, because too little ran as it was asked for
   {INTERRUPTED:<4} interrupted with Ctrl-C
 The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has gone.
 """
@@ -33,7 +35,7 @@ The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the ou
 
 def of_verdict(word: str) -> int:
     """Return the exit code of `compare` for its verdict."""
-    return OK if word == "unchanged" else CHANGED
+    return {"unchanged": OK, "not judged": NOT_JUDGED}.get(word, CHANGED)
 
 
 def run_command(

@@ -369,26 +369,31 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     # A weak reference, so that a kept report does not keep the model's memory.
     held = [(weakref.ref(record.model), record.pairs()) for record in records]
 
+    def blocks() -> list[PatchedBlock]:
+        models = [reference() for reference, _ in held]
+        found = [None if model is None else record_of(model) for model in models]
+        return [block for record in found if record is not None for block in record.blocks]
+
     def live() -> Live:
         pairs: list[SkipPair] = []
-        blocks: list[PatchedBlock] = []
         device = None
         for reference, before in held:
             module = reference()
             record = None if module is None else record_of(module)
             pairs += before if record is None else record.pairs()
-            blocks += [] if record is None else record.blocks
             if module is not None and device is None:
                 device = execution_device(module)
-        ran = {block.path: block.words() for block in blocks if block.last is not None}
-        notes = list(dict.fromkeys(note for block in blocks for note in block.notes()))
+        ran = {block.path: block.words() for block in blocks() if block.last is not None}
+        notes = list(dict.fromkeys(note for block in blocks() for note in block.notes()))
         if device is None:
             return Live(PairTable(pairs), ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
         return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
 
-    return PatchReport(type(model).__name__, config, guard.log if guard else GuardLog(), live)
+    return PatchReport(
+        type(model).__name__, config, guard.log if guard else GuardLog(), live, blocks
+    )
 
 
 @contextmanager

@@ -30,14 +30,16 @@ from turbo_rcm_patch.video.filters import filtered
 from turbo_rcm_patch.video.generation import (
     Conditioning,
     Meter,
+    OnStep,
     Sample,
+    Watched,
     check_seed,
     decode_latents,
     encode,
     sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.judged import check_judged, judged
+from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
     Drift,
@@ -51,7 +53,7 @@ from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Verdict, Word, judge
+from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, Verdict, Word, judge
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
@@ -165,7 +167,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Word:
-        """ "unchanged", "similar", "changed" or "undecided" (see `Verdict`)."""
+        """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
         return self.judgement.word
 
     @property
@@ -198,7 +200,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
-        network, fusion = self.network, self.fusion
+        network, fusion, ran = self.network, self.fusion, self.judgement.ran
         kept = ("attention_backend", "control_backend", "baseline", "times", "patch", "identity")
         return {
             "schema": 1,
@@ -207,6 +209,7 @@ class Comparison:
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
                 for check in self.judgement.checks
             ],
+            "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
             "prompts": [one.as_dict() for one in self.results],
             "patch_table": self.patch_report,
             "missing": self.judgement.missing,
@@ -218,6 +221,7 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
+        lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
@@ -362,7 +366,7 @@ class _Run:
     def sample(
         self,
         variant: Variant,
-        model: AbstractContextManager[PatchReport | None],
+        model: AbstractContextManager[PatchReport | BackendCalls | None],
         *,
         warm: bool = True,
     ) -> None:
@@ -371,7 +375,8 @@ class _Run:
 
         Args:
             variant: The name of the pass.
-            model: Entered for the pass; yields the report of a patched model.
+            model: Entered for the pass; yields the report of a patched model, or the calls of a
+                backend.
             warm: False leaves the first call and runs/VARIANT.json out.
         """
         shared, store, steps = self.processes, self.store, self.settings.steps_run
@@ -386,7 +391,8 @@ class _Run:
         mine = shared.share(missing)
         for i in mine:  # outside the model: only the transformer's attention differs
             self.encode(i)
-        with model as report:
+        with model as watched:
+            report = watched if isinstance(watched, PatchReport) else None
             first = self._generate(mine[0]).seconds if mine and warm else None
             for start in range(0, len(missing), shared.ranks.world):
                 now = missing[start : start + shared.ranks.world]
@@ -396,7 +402,7 @@ class _Run:
                     def on_step(step: int, _: int, at: int = done, n: int = len(now)) -> None:
                         self.progress(variant, at + n * step, total)
 
-                    sample = self._generate(now[shared.ranks.rank], on_step)
+                    sample = self._generate(now[shared.ranks.rank], on_step, watched)
                 done += len(now) * steps
                 came = shared.gathered((sample, str(report or "")))
                 if came and warm:
@@ -418,7 +424,9 @@ class _Run:
                     store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
 
-    def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
+    def _generate(
+        self, i: int, on_step: OnStep | None = None, watched: Watched | None = None
+    ) -> Sample:
         return sample_latents(
             self.pipe,
             self.encoded(i),
@@ -426,6 +434,7 @@ class _Run:
             settings=self.settings,
             keep_trajectory=True,
             on_step=on_step,
+            watched=watched,
         )
 
     def sample_control(self) -> str:
@@ -518,6 +527,7 @@ class _Run:
             network_ratio=network.ratio if network else None,
             fusion=fusion,
             missing=[f"the network number ({why})"] if why else [],
+            ran=self.ran(),
         )
         patch = self.store.read_json("runs/patched.json") or {}
         comparison = Comparison(
@@ -539,6 +549,15 @@ class _Run:
         )
         write_report(comparison)
         return comparison
+
+    def ran(self) -> Ran | None:
+        """Return in which form the blocks of the judged model ran; None if nobody counted."""
+        videos = [self.store.load_sample(key, "patched").forms for key in self.keys]
+        config, by_name = self.config, {"exact": "exact attention", "sage": "sageattention"}
+        own = "int8" if config.attention == "auto" or self.attention_backend else config.attention
+        asked = by_name.get(own, f"{own} attention")
+        asked += " and int8 Linears" if config.linear != "as-is" else ""
+        return Ran.of(asked, self.attention_backend is None, videos)
 
     def _finished(self, key: str) -> PromptResult | None:
         """Return the numbers of a finished prompt: its record and all its videos are there."""

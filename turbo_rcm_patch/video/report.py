@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,9 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         "kernel_check": kernel_check,
         "facts": facts,
         "chips": _chips(comparison, facts),
+        "ran": comparison.judgement.ran,
+        "most": lambda forms: max(forms, key=forms.get, default=""),
+        "in_words": _forms_in_words,
         "measures": _measures(comparison),
         "unmeasured": sorted({one.unmeasured for one in results} - {""}),
     }
@@ -134,6 +137,12 @@ def shown_command(command: str) -> str:
         return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
 
     return shlex.join(map(shown, shlex.split(command)))
+
+
+def _forms_in_words(forms: Mapping[str, int], ran: verdict.Ran) -> str:
+    """Describe in which forms a block ran in a step, over all prompts."""
+    names = {form: verdict.FORMS.get(form, ran.asked) for form in forms}
+    return ", ".join(f"{names[form]} ({calls})" for form, calls in forms.items()) or "not run"
 
 
 def _runs(comparison: Comparison) -> dict[str, list[Drift]]:

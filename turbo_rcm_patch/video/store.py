@@ -121,6 +121,7 @@ class Store:
         for i, step in enumerate(sample.trajectory):
             tensors[f"step.{i:03d}"] = step.contiguous()
         note = {"seconds": repr(sample.seconds), "peak_bytes": str(sample.peak_bytes or "")}
+        note["forms"] = json.dumps(sample.forms)
         with atomic(self._latents(key, variant)) as path:
             path.write_bytes(save(tensors, metadata=note))
 
@@ -134,7 +135,8 @@ class Store:
             tensors: dict[str, torch.Tensor] = {k: file.get_tensor(k) for k in sorted(file.keys())}
             latents, peak = tensors.pop("latents"), note["peak_bytes"]
             steps, seconds = tuple(tensors.values()), float(note["seconds"])
-            return Sample(latents, steps, seconds, int(peak) if peak else None)
+            forms = tuple(json.loads(note["forms"]))
+            return Sample(latents, steps, seconds, int(peak) if peak else None, forms=forms)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the folder; None if it was not written yet."""
