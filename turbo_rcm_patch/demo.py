@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def demo(given: Demo) -> int:
             fresh=fresh,
             observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
+            tell=partial(print, flush=True),
             command=given.command_line,
         )
     print(comparison)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,6 +267,7 @@ def compare(given: options.Compare) -> int:
                 network_number=given.network_number,
                 fresh=given.fresh,
                 progress=progress,
+                tell=partial(print, flush=True),
                 command=given.command_line,
                 processes=processes,
                 **more,

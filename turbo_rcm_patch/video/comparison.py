@@ -9,9 +9,11 @@ writes the folder, and does the rest.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -198,13 +200,39 @@ class Comparison:
         }
         return counts if seen else None
 
+    @property
+    def emulated(self) -> bool:
+        """True if plain torch ran in the place of the kernels, so that its time means nothing."""
+        ours = (
+            self.attention_backend == "turbo_rcm_int8" and not self.times["patched"]["peak_bytes"]
+        )
+        return ours or self.patch.get("impl") == "reference"
+
+    @property
+    def speed(self) -> str:
+        """Seconds a video and peak memory, unpatched and changed, in words."""
+        decode = statistics.median(one.decode_seconds for one in self.results)
+        runs = [self.times[name] for name in ("baseline", "patched")]
+        old, new = ((one["median_seconds"] or 0.0) + decode for one in runs)
+        words = (
+            f"{old:.3g} s a video unpatched, {new:.3g} s {self.attention_backend or 'patched'} "
+        )
+        words += f"({old / new:.2f} times as fast), denoised and decoded on "
+        words += str(self.identity["device"])
+        peaks = [one["peak_bytes"] / 2**30 for one in runs if one["peak_bytes"]]
+        if len(peaks) == len(runs):
+            words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
+        if self.emulated:
+            words += ". On a CPU the patch is no faster: plain torch stands in for its kernels"
+        return words
+
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
         network, fusion, ran = self.network, self.fusion, self.judgement.ran
         kept = ("attention_backend", "control_backend", "baseline", "times", "patch", "identity")
         return {
             "schema": 1,
-            **{name: getattr(self, name) for name in ("verdict", *kept, "command")},
+            **{name: getattr(self, name) for name in ("verdict", "speed", *kept, "command")},
             "checks": [
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
                 for check in self.judgement.checks
@@ -222,6 +250,7 @@ class Comparison:
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
         lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
+        lines += [f"  {self.speed}"]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
@@ -252,6 +281,7 @@ def compare(
     fresh: bool = False,
     observer: Observer | None = None,
     progress: Progress | None = None,
+    tell: Callable[[str], object] | None = None,
     command: str = "",
     processes: Processes | None = None,
     **overrides: object,
@@ -281,6 +311,7 @@ def compare(
             is replaced, the others until this comparison is done.
         observer: Describes the videos. The report shows it; the verdict ignores it.
         progress: Called as the work proceeds.
+        tell: Called after the first step with an estimate of time and memory, in words.
         command: The command line, for the report.
         processes: Those that share the work, each of which calls this with the same arguments and
             its own pipeline; by default this one alone.
@@ -312,7 +343,7 @@ def compare(
         store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
             pipe, sources, inputs, seed, settings, config, attention_backend, store, identity,
-            progress or (lambda *_: None), processes,
+            progress or (lambda *_: None), tell or (lambda _: None), processes,
         )  # fmt: skip
         run.sample("baseline", run.unpatched())
         run.sample("patched", judged(pipe, config, attention_backend))
@@ -336,6 +367,7 @@ class _Run:
     store: Store
     identity: dict[str, Any]
     progress: Progress
+    tell: Callable[[str], object]
     processes: Processes
 
     def __post_init__(self) -> None:
@@ -393,7 +425,13 @@ class _Run:
             self.encode(i)
         with model as watched:
             report = watched if isinstance(watched, PatchReport) else None
-            first = self._generate(mine[0]).seconds if mine and warm else None
+            began, told = time.perf_counter(), variant != "baseline" or not shared.first
+
+            def estimate(step: int, _: int) -> None:
+                if step == 1 and not told:
+                    self.tell(self.estimated(time.perf_counter() - began))
+
+            first = self._generate(mine[0], estimate).seconds if mine and warm else None
             for start in range(0, len(missing), shared.ranks.world):
                 now = missing[start : start + shared.ranks.world]
                 sample = None
@@ -423,6 +461,22 @@ class _Run:
                         )
                     store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
+
+    def estimated(self, seconds: float) -> str:
+        """Return how long all will take if every step takes as long as the first, and what will be
+        written."""
+        count, steps = 3 * len(self.keys), self.settings.steps_run
+        left = timedelta(seconds=round(seconds * count * steps / self.processes.ranks.world))
+        device = self.pipe._execution_device
+        peak = ""
+        if device.type == "cuda":
+            peak = f" and {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
+        return (
+            f"The first step took {seconds:.2g} s{peak}. "
+            f"{count} videos of {steps} steps take {left} at this pace; decoding them comes after "
+            f"that. {self.store.out} gets report.html, report.md, metrics.json and a folder of "
+            "videos for each prompt."
+        )
 
     def _generate(
         self, i: int, on_step: OnStep | None = None, watched: Watched | None = None
@@ -485,19 +539,18 @@ class _Run:
         why = why_no_network(self.pipe, wanted)
         if why:
             return None, why
-        self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0], "baseline").latents
         try:
             number = measure_network(
                 self.pipe, self.encoded(0), clean, self.settings, self.config,
                 attention_backend=self.attention_backend,
+                progress=partial(self.progress, "network"),
             )  # fmt: skip
         except torch.OutOfMemoryError:
             return None, "one call of it in fp32 does not fit the device's memory"
         if number.unpatched == 0:
             return None, "unpatched it has no error: it runs in fp32"
         self.store.write_json("runs/network.json", asdict(number))
-        self.progress("network", 1, 1)
         return number, ""
 
     def fusion(self) -> float | None:
