@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.extras import missing
 from turbo_rcm_patch.interrupts import TERMINATED, kept_apart
 
 OK: Final = 0
@@ -76,7 +77,7 @@ def run_command(
         _discard_stdout()
         return _failed(f"The system refused: {error}")
     except ModuleNotFoundError as error:
-        return _failed(f"{error.name} is not installed for {sys.executable}: `pip install .`")
+        return _failed(tell(missing("this command", str(error.name).partition(".")[0])))
     except Exception as error:
         # The first is torch's, which may not be imported here; the second of its CPU allocator.
         kinds = ("OutOfMemoryError", "MemoryError")

@@ -71,6 +71,9 @@ from turbo_rcm_patch.video.video import (
 
 Variant = Literal["baseline", "patched", "control"]
 
+#: Said beside the time of a patched model whose kernels did not run.
+EMULATED: Final = "On a CPU the patch is no faster: plain torch stands in for its kernels"
+
 _BACKENDS: Final = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -223,7 +226,7 @@ class Comparison:
         if len(peaks) == len(runs):
             words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
         if self.emulated:
-            words += ". On a CPU the patch is no faster: plain torch stands in for its kernels"
+            words += f". {EMULATED}"
         return words
 
     def as_dict(self) -> dict[str, object]:

@@ -510,6 +510,13 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
         if wrong:
             what, got = f"{name} of a {type(pipe).__name__}", repr(getattr(settings, name))
             raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+    network: Any = getattr(pipe, "transformer", None) or getattr(pipe, "transformer_2", None)
+    positions = getattr(network.config, "rope_max_seq_len", None)
+    for name, axis in (("height", 1), ("width", 2)) if positions else ():
+        most = positions * network.config.patch_size[axis] * pipe.vae_scale_factor_spatial  # type: ignore[attr-defined]
+        if getattr(settings, name) > most:
+            got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
+            raise ConfigError(f"{name} of this model", expected=expected, got=got)
     made = family.frames_made(pipe, settings.num_frames)
     if made != settings.num_frames:
         _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")

@@ -194,16 +194,11 @@ def _judged_in_words(comparison: Comparison) -> str:
     patch, config = comparison.patch, comparison.identity["config"]
     if not patch:
         return f"The unpatched model on the attention backend {comparison.attention_backend}."
-    options = PatchConfig(**config)
-    chosen = str(options).removeprefix("PatchConfig").strip("()")
-    text = f"The model after patch_model with {chosen or 'its defaults'}. Of its {len(patch['pairs'])} branches "
-    text += f"{patch['fused']} run fused with the sum into the residual."
-    if options.guard:
-        decided = sum(one["verdict"] != "kept" for one in patch["guard"])
-        text += f" The guard compared blocks with their authors' code {len(patch['guard'])} times "
-        text += f"and made {decided or 'none'} of them run more exactly."
-    if patch["prediction"] is not None:
-        text += f" It predicts {patch['prediction']:.2f} times the unpatched network's error."
+    chosen = str(PatchConfig(**config)).removeprefix("PatchConfig").strip("()")
+    text = f"The model after patch_model with {chosen or 'its defaults'}: {patch['fused']} of its "
+    text += f"{len(patch['pairs'])} branches run fused with the sum into the residual."
+    if config["guard"]:
+        text += f" The guard compared blocks with their authors' code {len(patch['guard'])} times."
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -117,34 +117,25 @@ class Ran:
 
     asked: str
     length_asked: bool
-    calls: Mapping[str, Sequence[Mapping[str, int]]]
+    calls: Mapping[str, Sequence[Counter[str]]]
 
     @classmethod
     def of(
-        cls,
-        asked: str,
-        length_asked: bool,
-        videos: Iterable[Sequence[Mapping[str, str]]],
+        cls, asked: str, length_asked: bool, videos: Sequence[Sequence[Mapping[str, str]]]
     ) -> Ran | None:
         """Count the forms of videos: of each video and step, block -> form. None if no block was
         watched."""
-        calls: dict[str, dict[int, Counter[str]]] = {}
-        for video in videos:
-            for step, forms in enumerate(video):
-                for block, form in forms.items():
-                    calls.setdefault(block, {}).setdefault(step, Counter())[form] += 1
-        steps = range(max((step + 1 for one in calls.values() for step in one), default=0))
-        rows: dict[str, list[Mapping[str, int]]]
-        rows = {block: [one.get(step, {}) for step in steps] for block, one in calls.items()}
-        return cls(asked, length_asked, rows) if rows else None
+        blocks = dict.fromkeys(block for steps in videos for forms in steps for block in forms)
+        steps = list(zip(*videos, strict=True))
+        calls = {
+            b: [Counter(one[b] for one in step if b in one) for step in steps] for b in blocks
+        }
+        return cls(asked, length_asked, calls) if calls else None
 
     @property
     def forms(self) -> Counter[str]:
-        """How many calls ran in which form, the most frequent first."""
-        found = Counter[str]()
-        for one in (step for steps in self.calls.values() for step in steps):
-            found.update(one)
-        return Counter(dict(found.most_common()))
+        """How many calls ran in which form."""
+        return sum((one for steps in self.calls.values() for one in steps), Counter())
 
     @property
     def share(self) -> float:
@@ -153,24 +144,20 @@ class Ran:
         return (forms["asked"] + self.length_asked * forms["length"]) / forms.total()
 
     def __str__(self) -> str:
-        parts, total = [], len(self.calls)
-        for form in self.forms:
-            if form == "asked":
-                continue
-            its = [Counter[str]() for _ in self.calls]
-            for counts, steps in zip(its, self.calls.values(), strict=True):
-                for step in steps:
-                    counts.update(step)
-            its = [counts for counts in its if counts[form]]
+        blocks = [sum(steps, Counter[str]()) for steps in self.calls.values()]
+        parts = []
+        for form in [form for form in FORMS if self.forms[form]]:
+            its = [one for one in blocks if one[form]]
             share = sum(one[form] for one in its) / sum(one.total() for one in its)
+            count = f"{len(its)} of {len(blocks)}" if len(its) < len(blocks) else f"All {len(its)}"
             often = "" if share == 1 else f" in {share:.0%} of their calls"
-            parts.append(f"{len(its)} of {total} blocks ran {FORMS[form]}{often}")
+            parts.append(f"{count} blocks ran {FORMS[form]}{often}")
         if not parts:
-            return f"All {total} blocks ran {self.asked} in every step"
-        words = "; ".join(parts)
-        if self.share < ASKED_SHARE or not self.forms["asked"]:
-            return f"{words}: this is not a verdict on {self.asked}"
-        return f"{words}; the rest ran {self.asked}"
+            return f"All {len(blocks)} blocks ran {self.asked} in every step"
+        if self.share >= ASKED_SHARE and self.forms["asked"]:
+            return f"{'; '.join(parts)}; the rest ran {self.asked}"
+        how = " (guard=False judges it)" if self.forms["exact"] or self.forms["wide"] else ""
+        return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
 
 
 Word = Literal["unchanged", "similar", "changed", "undecided", "not judged"]

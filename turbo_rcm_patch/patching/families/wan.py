@@ -355,5 +355,6 @@ def attend_of(found: Found, config: PatchConfig) -> Attend:
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
-            check_attention(f"{found.path}.{name}", head_dim, linears)
+            named = {key.removeprefix(f"{name}."): one for key, one in linears.items()}
+            check_attention(f"{found.path}.{name}", head_dim, named)
     return Attend.of(config, heads, head_dim)
