@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -135,10 +135,7 @@ def generate(given: options.Generate) -> int:
     find_ffmpeg()
     common = common_source(given, lines)
     remove_leftovers(paths[lines[0]].parent)
-    with processes.joined(given.device), ExitStack() as until_done:
-        if given.out.expanduser() not in paths.values():  # a folder
-            lock = store.in_use(given.out)
-            processes.from_first(lambda: until_done.enter_context(lock))
+    with processes.joined(given.device):
         failed = _write_share(given, common, paths, processes)
     if failed:
         raise SamplingError(
@@ -192,7 +189,9 @@ def _write_share(
     if not given.patch:
         _say_dense(pipe)
     made: list[tuple[float, float, int]] = []
-    with patched(pipe, given.config) if given.patch else nullcontext() as report:
+    folder = given.out.expanduser() not in paths.values()
+    lock = store.in_use(given.out) if folder and processes.first else nullcontext()
+    with lock, patched(pipe, given.config) if given.patch else nullcontext() as report:
         with _shown(processes) as progress:
             for done, line in enumerate(work):
 
