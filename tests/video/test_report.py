@@ -180,7 +180,7 @@ def test_the_page_says_first_what_ran(found: Comparison, tmp_path: Path) -> None
     )
     mostly = {name: [Counter(exact=2), Counter(asked=1, exact=1)] for name in ran.calls}
     given = [[one.patched for one in found.results], [one.control for one in found.results]]
-    judgement = verdict.judge(*given, ran=replace(ran, calls=mostly))
+    judgement = verdict.judge(*given, fusion=0.0, ran=replace(ran, calls=mostly))
     text, short = rewritten(found, tmp_path, judgement=judgement)
     head = text[text.index('class="verdict not-judged"') : text.index('class="chips"')]
     assert "<b>Not judged</b>" in head and "All 2 blocks ran exact attention" in head
@@ -201,27 +201,6 @@ def test_speed_stands_above_and_files_beside(found: Comparison) -> None:
 
 def test_a_shipped_model_goes_by_its_name() -> None:
     assert report._model_in_words(str(TINY_WAN)) == "tiny, trained on moving shapes"
-
-
-@in_a_browser
-def test_a_reader_blinks_zooms_and_finds_the_worst_frame(found: Comparison, tab: Browser) -> None:
-    tab.open(found.report, width=1280)
-    tab.wait_for(READY)
-    tab.js(f"{PLAYER}.pause()")
-    values = found.results[0].patched.frame_psnr
-    tab.click("[data-part=worst]")
-    tab.wait_for(f"{PLAYER}.frame === {values.index(min(values))}")
-    tab.click("[data-part=blink]")
-    assert tab.js("document.querySelector('[data-part=blink]').textContent") == "A/B: Baseline"
-    tab.js("document.querySelector('figure').focus()")
-    tab.press("b", 66)
-    tab.wait_for("document.querySelector('[data-part=blink]').textContent === 'A/B: Patched'")
-    tab.js(f"{PLAYER}.set('view', 'side')")
-    before = pixels(tab, "baseline")
-    tab.click("[data-part=zoom]")
-    assert pixels(tab, "baseline") != before, "a part of the picture fills the pane"
-    tab.click("[data-part=zoom]")
-    assert pixels(tab, "baseline") == before
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -444,6 +423,27 @@ def test_a_reader_clicks_and_seeks(found: Comparison, tab: Browser, tmp_path: Pa
     becomes(tab, f"{PLAYER}.halves", ["baseline", "control difference"])
     assert tab.screenshot(tmp_path / "quarter.png") != before
     assert tab.complaints == []
+
+
+@in_a_browser
+def test_a_reader_blinks_zooms_and_finds_the_worst_frame(found: Comparison, tab: Browser) -> None:
+    tab.open(found.report, width=1280)
+    tab.wait_for(READY)
+    tab.js(f"{PLAYER}.pause()")
+    values = found.results[0].patched.frame_psnr
+    tab.click("[data-part=worst]")
+    tab.wait_for(f"{PLAYER}.frame === {values.index(min(values))}")
+    tab.click("[data-part=blink]")
+    assert tab.js("document.querySelector('[data-part=blink]').textContent") == "A/B: Baseline"
+    tab.js("document.querySelector('figure').focus()")
+    tab.press("b", 66)
+    tab.wait_for("document.querySelector('[data-part=blink]').textContent === 'A/B: Patched'")
+    tab.js(f"{PLAYER}.set('view', 'side')")
+    before = pixels(tab, "baseline")
+    tab.click("[data-part=zoom]")
+    assert pixels(tab, "baseline") != before, "a part of the picture fills the pane"
+    tab.click("[data-part=zoom]")
+    assert pixels(tab, "baseline") == before
 
 
 @in_a_browser

@@ -58,9 +58,10 @@ def patch_model(
     Args:
         model: A module of a known class, a module that contains one, or a diffusers pipeline
             (both experts of Wan 2.2 are patched, or neither).
-        config: The options; by default int8 attention with the guard on.
-        **options: Fields of `PatchConfig`, e.g. `attention="exact"`. They replace the same fields
-            of `config`.
+        config: The options; by default `PatchConfig()`: attention "auto", with the guard on.
+        **options: Fields of `PatchConfig` (see there), which replace those of `config`: attention
+            ("auto", "int8", "exact", "sage", "int4"), linear ("as-is", "int8", "int8-only"), pv,
+            smooth_k, impl, form, guard, fidelity, sla_topk.
 
     Returns:
         The report, to be printed: every pair, how it runs, and why it runs as its author wrote it
