@@ -28,11 +28,8 @@ from turbo_rcm_patch.usage import add_fields, given_fields
 from turbo_rcm_patch.video.settings import Settings
 
 #: How this program is called: by its name, or as a module where it was not installed.
-_PROGRAM: Final = (
-    "turbo-rcm-patch"
-    if Path(sys.argv[0]).stem == "turbo-rcm-patch"
-    else "python -m turbo_rcm_patch"
-)
+_NAME: Final = "turbo-rcm-patch"
+_PROGRAM: Final = _NAME if Path(sys.argv[0]).stem == _NAME else "python -m turbo_rcm_patch"
 #: `Settings` has a field `form` too.
 _PATCH_NAMES: Final = {"form": "pair_form"}
 #: The option `--lora` is of the model; in `Settings` it is for the record.
@@ -92,21 +89,18 @@ def _run(command: Command) -> int:
     return code
 
 
-def _by_name(text: str | None) -> str:
-    return str(text).replace("turbo-rcm-patch", _PROGRAM)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description=_by_name(__doc__),
+        description=str(__doc__).replace(_NAME, _PROGRAM),
         epilog=TABLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"turbo_rcm_patch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, cls in COMMANDS.items():
-        text = inspect.cleandoc(_by_name(cls.__doc__)).partition("\nAttributes:\n")[0]
+        text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0]
+        text = text.replace(_NAME, _PROGRAM)
         one = commands.add_parser(
             name,
             help=text.partition("\n")[0],

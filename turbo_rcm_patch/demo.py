@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def demo(given: Demo) -> int:
             fresh=fresh,
             observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
-            tell=partial(print, flush=True),
+            tell=lambda text: print(text, flush=True),
             command=given.command_line,
         )
     print(comparison)

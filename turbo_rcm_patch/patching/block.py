@@ -133,11 +133,10 @@ class PatchedBlock:
             return "author" if self.last or self.left else ""
         if self.level:
             return "exact" if self.level == Level.EXACT else "wide"
-        if self.config.attention != "auto" or self.beside():  # SLA has no exact sparse kernel
-            return "asked"
-        device = next(self.block.parameters()).device
-        one = ops.resolved(self.attend.spec(), device, *self.last)
-        return "length" if one.attention == "exact" else "asked"
+        auto = (
+            self.config.attention == "auto" and not self.beside()
+        )  # SLA is never exact by length
+        return "length" if auto and "exact" in self.words() else "asked"
 
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""

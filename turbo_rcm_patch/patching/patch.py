@@ -371,9 +371,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     held = [(weakref.ref(record.model), record.pairs()) for record in records]
 
     def blocks() -> list[PatchedBlock]:
-        models = [reference() for reference, _ in held]
-        found = [None if model is None else record_of(model) for model in models]
-        return [block for record in found if record is not None for block in record.blocks]
+        records = [record_of(model) for ref, _ in held if (model := ref()) is not None]
+        return [block for record in records if record is not None for block in record.blocks]
 
     def live() -> Live:
         pairs: list[SkipPair] = []

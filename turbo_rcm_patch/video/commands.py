@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -253,9 +252,9 @@ def _write_video(
     write_mp4(as_bytes(video.frames), path, settings.fps)
     frames = len(video.frames)
     store.note_made(path, {**identity, "frames": frames})
-    seconds, decode = video.seconds, video.decode_seconds
-    print(f"{path}  {frames} frames, {seconds:.2f} s, and {decode:.2f} s to decode")
-    return seconds, decode, video.peak_bytes or 0
+    decode = video.decode_seconds
+    print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
+    return video.seconds, decode, video.peak_bytes or 0
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -294,7 +293,7 @@ def compare(given: options.Compare) -> int:
                 network_number=given.network_number,
                 fresh=given.fresh,
                 progress=progress,
-                tell=partial(print, flush=True),
+                tell=lambda text: print(text, flush=True),
                 command=given.command_line,
                 processes=processes,
                 **more,

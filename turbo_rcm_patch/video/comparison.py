@@ -471,11 +471,10 @@ class _Run:
         count, steps = 3 * len(self.keys), self.settings.steps_run
         left = timedelta(seconds=round(seconds * count * steps / self.processes.ranks.world))
         device = self.pipe._execution_device
-        peak = ""
-        if device.type == "cuda":
-            peak = f" and {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
         return (
-            f"The first step took {seconds:.2g} s{peak}. "
+            f"The first step took {seconds:.2g} s{memory}. "
             f"{count} videos of {steps} steps take {left} at this pace; decoding them comes after "
             f"that. {self.store.out} gets report.html, report.md, metrics.json and a folder of "
             "videos for each prompt."
@@ -609,10 +608,9 @@ class _Run:
     def ran(self) -> Ran | None:
         """Return in which form the blocks of the judged model ran; None if nobody counted."""
         videos = [self.store.load_sample(key, "patched").forms for key in self.keys]
-        config, by_name = self.config, {"exact": "exact attention", "sage": "sageattention"}
-        own = "int8" if config.attention == "auto" or self.attention_backend else config.attention
-        asked = by_name.get(own, f"{own} attention")
-        asked += " and int8 Linears" if config.linear != "as-is" else ""
+        auto = self.config.attention == "auto" or self.attention_backend
+        asked = f"{'int8' if auto else self.config.attention} attention"
+        asked += " and int8 Linears" if self.config.linear != "as-is" else ""
         return Ran.of(asked, self.attention_backend is None, videos)
 
     def _finished(self, key: str) -> PromptResult | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,29 +17,27 @@ from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
 from turbo_rcm_patch.patching.find import execution_device, parts_of
 
 
-@dataclass
-class BackendCalls:
-    """The forms in which the self-attentions of a model ran on "turbo_rcm_int8", for `Watched`.
+class BackendCalls(list[str]):
+    """The forms in which the self-attentions of a model ran on "turbo_rcm_int8", in order.
 
-    Attributes:
-        blocks: The number of blocks, which run in order.
-        found: The forms, in the order of the calls.
+    Args:
+        blocks: The number of blocks.
     """
 
-    blocks: int
-    found: list[str] = field(default_factory=list)
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self._blocks = blocks
 
     def counted(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of the backend, which counts its calls by the rule of `sageattn`. A
         cross-attention, over a prompt, is not counted: it is exact in a patched model too."""
 
         def call(query: torch.Tensor, key: torch.Tensor, **inputs: Any) -> Any:
-            n_q, n_kv = query.shape[1], key.shape[1]
-            if n_q == n_kv:
-                one = resolved(AttentionSpec(heads=1, attention="auto"), query.device, n_q, n_kv)
-                int8 = n_kv >= INT8_MIN_KEYS and one.attention == "int8"
+            if (n := query.shape[1]) == key.shape[1]:
+                one = resolved(AttentionSpec(heads=1, attention="auto"), query.device, n, n)
+                int8 = n >= INT8_MIN_KEYS and one.attention == "int8"
                 masked = inputs.get("attn_mask") is not None
-                self.found.append("mask" if masked else "asked" if int8 else "length")
+                self.append("mask" if masked else "asked" if int8 else "length")
             return own(query=query, key=key, **inputs)
 
         return call
@@ -47,14 +45,12 @@ class BackendCalls:
     def forms(self) -> dict[str, str]:
         """Return the form of each block; of two calls under guidance one that was not asked."""
         forms: dict[str, str] = {}
-        for i, form in enumerate(self.found):
-            name = f"blocks.{i % self.blocks}"
+        for i, form in enumerate(self):
+            name = f"blocks.{i % self._blocks}"
             forms[name] = form if form != "asked" else forms.get(name, form)
         return forms
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self.found.clear()
+    forget = list.clear
 
 
 @contextmanager

@@ -67,9 +67,8 @@ def bars() -> Iterator[Progress]:
                 printed[stage] = math.inf if done >= total else now
                 elapsed = display.tasks[tasks[stage]].elapsed or 0.0
                 left = timedelta(seconds=round(elapsed * (total - done) / max(1, done)))
-                more = f", {left} left" if 0 < done < total else ""
-                more = f" after {timedelta(seconds=round(elapsed))}" if done >= total else more
-                text = f"{words}: {done} of {total}{more}"
+                after = f" after {timedelta(seconds=round(elapsed))}" if done >= total else ""
+                text = f"{words}: {done} of {total}" + (after or f", {left} left" * (done > 0))
                 console.print(text, markup=False, highlight=False)
 
         yield update

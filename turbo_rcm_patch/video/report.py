@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -98,8 +98,6 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         "facts": facts,
         "chips": _chips(comparison, facts),
         "ran": comparison.judgement.ran,
-        "most": lambda forms: max(forms, key=forms.get, default=""),
-        "in_words": _forms_in_words,
         "measures": _measures(comparison),
         "unmeasured": sorted({one.unmeasured for one in results} - {""}),
     }
@@ -139,12 +137,6 @@ def shown_command(command: str) -> str:
         return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
 
     return shlex.join(map(shown, shlex.split(command)))
-
-
-def _forms_in_words(forms: Mapping[str, int], ran: verdict.Ran) -> str:
-    """Describe in which forms a block ran in a step, over all prompts."""
-    names = {form: verdict.FORMS.get(form, ran.asked) for form in forms}
-    return ", ".join(f"{names[form]} ({calls})" for form, calls in forms.items()) or "not run"
 
 
 def _runs(comparison: Comparison) -> dict[str, list[Drift]]:
@@ -197,8 +189,6 @@ def _judged_in_words(comparison: Comparison) -> str:
     chosen = str(PatchConfig(**config)).removeprefix("PatchConfig").strip("()")
     text = f"The model after patch_model with {chosen or 'its defaults'}: {patch['fused']} of its "
     text += f"{len(patch['pairs'])} branches run fused with the sum into the residual."
-    if config["guard"]:
-        text += f" The guard compared blocks with their authors' code {len(patch['guard'])} times."
     return text
 
 
