@@ -28,13 +28,13 @@ BELOW_VIDEO = WORDS | {"ops", "models", "patching", "checkpoints", "diffusers_ba
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
-    "lazy": set(),
+    "lazy": {"extras"},
     "config": {"errors"},
     "skip": {"errors", "config"},
     "boundary": {"errors", "config", "skip"},
     "extras": {"errors"},
     "interrupts": set(),
-    "exit_codes": {"errors", "interrupts"},
+    "exit_codes": {"errors", "extras", "interrupts"},
     "output": {"errors"},
     "options": {"errors", "config"},
     "usage": set(),

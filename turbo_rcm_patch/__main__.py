@@ -2,10 +2,10 @@
 videos changed.
 
 examples:
-  python -m turbo_rcm_patch demo
-  python -m turbo_rcm_patch compare --model tiny \\
+  turbo-rcm-patch demo
+  turbo-rcm-patch compare --model tiny \\
       --prompt 'a large red circle moving left on a black background'
-  python -m turbo_rcm_patch compare --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
+  turbo-rcm-patch compare --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
       --sampler scheduler --steps 30 --prompts prompts.txt --out outputs/wan
 """
 
@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from turbo_rcm_patch import __version__
@@ -26,6 +27,9 @@ from turbo_rcm_patch.options import COMMANDS, Command, Convert, Demo, Doctor, Ru
 from turbo_rcm_patch.usage import add_fields, given_fields
 from turbo_rcm_patch.video.settings import Settings
 
+#: How this program is called: by its name, or as a module where it was not installed.
+_NAME: Final = "turbo-rcm-patch"
+_PROGRAM: Final = _NAME if Path(sys.argv[0]).stem == _NAME else "python -m turbo_rcm_patch"
 #: `Settings` has a field `form` too.
 _PATCH_NAMES: Final = {"form": "pair_form"}
 #: The option `--lora` is of the model; in `Settings` it is for the record.
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parser.parse_args(given)
         except SystemExit as stop:  # argparse has printed help or a usage error
             return int(stop.code or 0)
-        command = _command(arguments, shlex.join(["python", "-m", "turbo_rcm_patch", *given]))
+        command = _command(arguments, f"{_PROGRAM} {shlex.join(given)}")
         return _run(command)
 
     return run_command(run, interrupted=lambda: command.interrupted)
@@ -87,8 +91,8 @@ def _run(command: Command) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m turbo_rcm_patch",
-        description=__doc__,
+        prog=_PROGRAM,
+        description=str(__doc__).replace(_NAME, _PROGRAM),
         epilog=TABLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -96,11 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, cls in COMMANDS.items():
         text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0]
+        text = text.replace(_NAME, _PROGRAM)
         one = commands.add_parser(
             name,
             help=text.partition("\n")[0],
             description=text,
-            usage=f"python -m turbo_rcm_patch {name} [options]" + " SOURCE OUT" * (cls is Convert),
+            usage=f"{_PROGRAM} {name} [options]" + " SOURCE OUT" * (cls is Convert),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         one.set_defaults(run=name)

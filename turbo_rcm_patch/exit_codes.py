@@ -10,11 +10,13 @@ from contextlib import suppress
 from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.extras import missing
 from turbo_rcm_patch.interrupts import TERMINATED, kept_apart
 
 OK: Final = 0
 CHANGED: Final = 1
 USAGE: Final = 2
+NOT_JUDGED: Final = 3
 INTERRUPTED: Final = 130
 #: 128 plus the number of SIGPIPE, as a shell reports it.
 _PIPE: Final = 141
@@ -26,6 +28,7 @@ exit codes:
   {CHANGED:<4} for compare and demo: the verdict is another one, or the kernels disagree;
        for doctor: something that is needed is missing
   {USAGE:<4} a mistake in the arguments, the model or the files, or another failure
+  {NOT_JUDGED:<4} for compare and demo: not judged, because too little ran as it was asked for
   {INTERRUPTED:<4} interrupted with Ctrl-C
 The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has gone.
 """
@@ -33,7 +36,7 @@ The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the ou
 
 def of_verdict(word: str) -> int:
     """Return the exit code of `compare` for its verdict."""
-    return OK if word == "unchanged" else CHANGED
+    return {"unchanged": OK, "not judged": NOT_JUDGED}.get(word, CHANGED)
 
 
 def run_command(
@@ -74,7 +77,7 @@ def run_command(
         _discard_stdout()
         return _failed(f"The system refused: {error}")
     except ModuleNotFoundError as error:
-        return _failed(f"{error.name} is not installed for {sys.executable}: `pip install .`")
+        return _failed(tell(missing("this command", str(error.name).partition(".")[0])))
     except Exception as error:
         # The first is torch's, which may not be imported here; the second of its CPU allocator.
         kinds = ("OutOfMemoryError", "MemoryError")

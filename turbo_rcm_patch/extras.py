@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from turbo_rcm_patch.errors import MissingPackageError
@@ -33,6 +34,32 @@ _INCLUDED: Final = {
 DIFFUSERS: Final = ("0.42", "0.43")
 
 
+def install(extra: str) -> str:
+    """Return the command that installs this package with an extra. It is on no package index, so
+    the command names the clone that this is, or says what to put there."""
+    source = Path(__file__).resolve().parents[1]
+    if (source / "pyproject.toml").is_file():
+        return f"pip install '{source}[{extra}]'"
+    return f"pip install 'PATH[{extra}]', where PATH is the clone or archive of turbo_rcm_patch"
+
+
+def missing(purpose: str, *modules: str, extra: str = "") -> MissingPackageError:
+    """Return the error about modules that are not installed.
+
+    Args:
+        purpose: The feature that needs them.
+        modules: Their names.
+        extra: The extra to install; by default that of the first module.
+    """
+    own = extra or next((one for one, names in EXTRAS.items() if modules[0] in names), "")
+    return MissingPackageError(
+        purpose,
+        expected=f"the packages of the extra [{own}]" if own else "a package of another project",
+        got=f"no {', '.join(modules)}",
+        remedy=install(own) if own else f"pip install {modules[0]}",
+    )
+
+
 def require(extra: str, purpose: str, *packages: str) -> None:
     """Check that packages of an extra are installed, without importing them.
 
@@ -45,11 +72,9 @@ def require(extra: str, purpose: str, *packages: str) -> None:
         MissingPackageError: Some are missing; the message names them and the extra to install.
     """
     names = [name for one in (*_INCLUDED.get(extra, ()), extra) for name in EXTRAS[one]]
-    missing = [name for name in packages or names if find_spec(name) is None]
-    if missing:
-        wanted, got = f"turbo_rcm_patch[{extra}]", f"no {', '.join(missing)}"
-        expected, remedy = f"the packages of {wanted}", f"pip install '{wanted}'"
-        raise MissingPackageError(purpose, expected=expected, got=got, remedy=remedy)
+    absent = [name for name in packages or names if find_spec(name) is None]
+    if absent:
+        raise missing(purpose, *absent, extra=extra)
 
 
 def check_diffusers(purpose: str) -> None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
+from turbo_rcm_patch.extras import missing
+
 
 def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package, which loads a name when it is first used.
@@ -19,7 +21,10 @@ def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], obj
     def find(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value: object = getattr(import_module(f"{package}.{home[name]}"), name)
+        try:
+            value: object = getattr(import_module(f"{package}.{home[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise missing(f"{package}.{name}", str(error.name).partition(".")[0]) from error
         setattr(sys.modules[package], name, value)
         return value
 

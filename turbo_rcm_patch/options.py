@@ -118,11 +118,11 @@ class Generate(Run):
     every process makes its share of the prompts, on the GPU of its number.
 
     examples:
-      python -m turbo_rcm_patch generate --out circle.mp4 \\
+      turbo-rcm-patch generate --out circle.mp4 \\
           --prompt 'a large red circle moving left on a black background'
-      python -m turbo_rcm_patch generate --model PATH --steps 50 \\
+      turbo-rcm-patch generate --model PATH --steps 50 \\
           --guidance-scale 5 --offload model --prompt 'a cat on a skateboard' --out outputs/cat
-      python -m turbo_rcm_patch generate --model PATH --lora LIGHTX2V.safetensors:0.8 \\
+      turbo-rcm-patch generate --model PATH --lora LIGHTX2V.safetensors:0.8 \\
           --prompts prompts.txt --out outputs/many --resume
       torchrun --nproc-per-node 8 -m turbo_rcm_patch generate \\
           --model PATH --prompts prompts.txt --out outputs/many --resume
@@ -150,17 +150,18 @@ class Compare(Run):
 
     Generates every prompt three times from the same noise: unpatched, patched, and unpatched with
     another exact attention backend. Judges whether anything visible changed. The verdict is a
-    median over prompts, and one prompt scatters by some 5 dB: give ten. Writes videos, plots,
+    median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
+    blocks did not run what was asked for (the guard made them exact). Writes videos, plots,
     metrics.json, report.html and report.md. If it was interrupted, the same command continues.
     Under torchrun the processes share the sampling, and the first one writes.
 
     examples:
-      python -m turbo_rcm_patch compare --out outputs/circle \\
+      turbo-rcm-patch compare --out outputs/circle \\
           --prompt 'a large red circle moving left on a black background'
-      python -m turbo_rcm_patch compare --attention int4 --prompts prompts.txt  # shows what fails
-      python -m turbo_rcm_patch compare --model PATH --steps 30 \\
+      turbo-rcm-patch compare --attention int4 --no-guard --prompts prompts.txt  # "changed"
+      turbo-rcm-patch compare --model PATH --steps 30 \\
           --offload model --prompts prompts.txt --out outputs/wan
-      python -m turbo_rcm_patch compare --model PATH --attention-backend sage \\
+      turbo-rcm-patch compare --model PATH --attention-backend sage \\
           --prompts prompts.txt --out outputs/sage
 
     Attributes:
@@ -193,8 +194,8 @@ class Pairs(Model):
     """List the skip pairs of a model and how each would run.
 
     examples:
-      python -m turbo_rcm_patch pairs --model tiny
-      python -m turbo_rcm_patch pairs --model PATH
+      turbo-rcm-patch pairs --model tiny
+      turbo-rcm-patch pairs --model PATH
     """
 
 
@@ -208,12 +209,12 @@ class Convert(Command):
     the weights. Nothing in a checkpoint is executed. If the conversion fails, nothing is left.
 
     examples:
-      python -m turbo_rcm_patch convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer
-      python -m turbo_rcm_patch convert TurboWan2.1-T2V-1.3B-480P-quant.pth turbowan \\
+      turbo-rcm-patch convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer
+      turbo-rcm-patch convert TurboWan2.1-T2V-1.3B-480P-quant.pth turbowan \\
           --base Wan2.1-T2V-1.3B-Diffusers
-      python -m turbo_rcm_patch convert TurboWan2.2-I2V-A14B-high-720P.pth turbowan22 \\
+      turbo-rcm-patch convert TurboWan2.2-I2V-A14B-high-720P.pth turbowan22 \\
           --low-noise TurboWan2.2-I2V-A14B-low-720P.pth --base Wan2.2-I2V-A14B-Diffusers
-      python -m turbo_rcm_patch convert --back turbowan back.pth
+      turbo-rcm-patch convert --back turbowan back.pth
 
     Attributes:
         source: The .pth file; with --back the folder.
@@ -266,7 +267,7 @@ class Doctor(Command):
     what is wrong. Exit code 1 if something that is needed is missing.
 
     examples:
-      python -m turbo_rcm_patch doctor
+      turbo-rcm-patch doctor
     """
 
 
@@ -276,11 +277,12 @@ class Demo(Command):
 
     Generates 10 prompts with a shipped model: unpatched, patched, and unpatched with another exact
     attention. Judges the videos, then runs one attention through the Triton kernels. Exit
-    code 0 only if the verdict is "unchanged" and the kernels are right.
+    code 0 only if the verdict is "unchanged" and the kernels are right. The guard makes most
+    blocks of tiny-cogvideox exact, so that its videos are "not judged".
 
     examples:
-      python -m turbo_rcm_patch demo --out outputs/demo
-      python -m turbo_rcm_patch demo --model tiny-cogvideox --out outputs/cogvideox
+      turbo-rcm-patch demo --out outputs/demo
+      turbo-rcm-patch demo --model tiny-cogvideox --out outputs/cogvideox
 
     Attributes:
         model: "tiny" (the shipped Wan), "tiny-cogvideox", or a folder with such a model.

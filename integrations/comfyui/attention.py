@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec
+from turbo_rcm_patch.ops.dispatch import INT8_AUTO_TOKENS
 from turbo_rcm_patch.ops.sageattn import attention_of_heads
 
 __all__ = ["OVERRIDE", "SETTINGS", "Override", "Settings", "add_settings"]
@@ -34,31 +35,34 @@ class Settings:
     """How the attentions of a model run, and how they did run.
 
     Attributes:
-        attention: "int8" or "exact".
+        attention: "int8", "exact", or "auto": int8 on a CPU, and from 4,096 keys on on a GPU, as
+            `patch_model` does.
         pv: Element type of the second product: "auto", "fp8", "bf16" or "fp16".
         min_keys: Attentions over fewer keys stay exact, because that is faster.
         fuse_wan: Run the norms and the rotary embedding of Wan in the attention's kernels.
         ran: How many attentions ran in which way, and why, since the last report.
     """
 
-    attention: str = "int8"
+    attention: str = "auto"
     pv: str = "auto"
     min_keys: int = INT8_MIN_KEYS
     fuse_wan: bool = True
     ran: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def spec(self, heads: int, n_kv: int, **more: Any) -> AttentionSpec:
+    def spec(self, heads: int, n_kv: int, device: torch.device, **more: Any) -> AttentionSpec:
         """Return the options of an attention over `n_kv` keys, and count it."""
         pv: Any = self.pv
-        why = self.why_exact(n_kv)
+        why = self.why_exact(n_kv, device)
         self.count("exact" if why else "in int8", why)
         return AttentionSpec(heads=heads, attention="exact" if why else "int8", pv=pv, **more)
 
-    def why_exact(self, n_kv: int) -> str:
+    def why_exact(self, n_kv: int, device: torch.device) -> str:
         """Return why an attention over `n_kv` keys is exact, or ""."""
         if self.attention == "exact":
             return "as chosen"
-        return f"fewer than {self.min_keys} keys" if n_kv < self.min_keys else ""
+        auto = self.attention == "auto" and device.type == "cuda"
+        least = max(self.min_keys, INT8_AUTO_TOKENS) if auto else self.min_keys
+        return f"fewer than {least} keys" if n_kv < least else ""
 
     def count(self, how: str, why: str = "") -> None:
         """Count one attention. A compiled graph would be compiled again for each count."""
@@ -180,7 +184,7 @@ def _int8(
         scale: Factor on the logits.
         **kwargs: Those of newer versions of ComfyUI.
     """
-    why = settings.why_exact(k.shape[-2])
+    why = settings.why_exact(k.shape[-2], k.device)
     if why:
         return why
     unknown = [name for name, value in kwargs.items() if name not in _NEUTRAL and value]
@@ -211,8 +215,8 @@ def _int8(
         if found is None:
             return "a mask of more than keys"
         order, lengths = found
-        if order.shape[1] < settings.min_keys:
-            return f"fewer than {settings.min_keys} keys"
+        if few := settings.why_exact(order.shape[1], k.device):
+            return few
         where = order[:, None, :, None] if skip_reshape else order[:, :, None, None]
         k, v = (torch.take_along_dim(x, where, dim=tokens_at) for x in (k, v))
     pv: Any = settings.pv

@@ -111,7 +111,7 @@ class WanSelfAttention:
             eps = 1e-6 if weights[0] is None else attn.norm_q.eps
         norms = {"norm_q": weights[0], "norm_k": weights[1]}
         if self.sparse is None:
-            spec = settings.spec(attn.num_heads, k.shape[1], eps=eps)
+            spec = settings.spec(attn.num_heads, k.shape[1], k.device, eps=eps)
             return attn.o(attention_skip(q, k, v, spec, rotary=rotary, **norms))
         settings.count("in SLA")
         spec = AttentionSpec(heads=attn.num_heads, pv=self.settings.pv, eps=eps)

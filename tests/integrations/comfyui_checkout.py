@@ -1,6 +1,6 @@
 """The nodes inside ComfyUI's own code and its server, on a CPU: `python comfyui_checkout.py PATH`.
 
-It needs the packages of ComfyUI's `requirements.txt`, in an environment of its own.
+It needs the packages of ComfyUI's `requirements.txt` and requests, in an environment of its own.
 torchvision and torchaudio, which only other models use, are stand-ins where they are missing.
 """
 

@@ -316,3 +316,29 @@ def test_a_release_that_returns_noise_on_hopper_is_refused(
     broken_sage.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     assert not broken_sage()
+
+
+def test_it_takes_the_place_of_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' Wan and Flux pass query, key and value by name."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = torch.randn(3, 1, 65, 2, 64)
+    expected = dispatch_attention_fn(q, k, v)
+    calls: list[set[str]] = []
+
+    def replaced(**given: Any) -> Any:
+        calls.append({*given})
+        return sageattn(**given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replaced)
+    assert relative_l2(dispatch_attention_fn(q, k, v), expected) < 1e-5
+    assert {"query", "key", "value"} <= calls[0]
+    with pytest.raises(errors.ConfigError, match="query"):
+        sageattn(q, k, v, query=q)
+
+
+def test_a_type_checker_knows_that_one_tensor_comes_back() -> None:
+    from typing import get_overloads
+
+    returns = [inspect.signature(one).return_annotation for one in get_overloads(names.sageattn)]
+    assert returns == ["Tensor", "Result"]

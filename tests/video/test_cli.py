@@ -36,7 +36,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
     if command == "compare":
         assert "a median over prompts" in " ".join(text.split()), "one prompt is too few"
     if command == "":
-        assert re.findall(r"^  (\d+) ", text, re.MULTILINE) == ["0", "1", "2", "130"]
+        assert re.findall(r"^  (\d+) ", text, re.MULTILINE) == ["0", "1", "2", "3", "130"]
 
 
 def test_every_field_of_the_configuration_and_of_the_settings_has_an_option(
@@ -144,6 +144,10 @@ def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, ca
     captured = capsys.readouterr()
     [word] = re.findall(r"^verdict: (\w+)", captured.out, re.MULTILINE)
     assert code == (0 if word == "unchanged" else 1)
+    assert re.search(r"^The first step took .* \d:\d\d:\d\d at this pace", captured.out, re.M)
+    assert re.search(r"s a video unpatched, .* On a CPU the patch is no faster", captured.out)
+    assert re.search(r"^unpatched: 2 of 2 after", captured.err, re.M), "no terminal, so lines"
+    assert "network against fp32: 0 of" in captured.err
     report = tmp_path / "out" / "report.html"
     assert str(report) in captured.out
     assert "python -m turbo_rcm_patch compare --model" in report.read_text()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
     broken.transformer.proj_out.bias.data.fill_(float("nan"))
     with pytest.raises(SamplingError, match="NaN"):
         compare(broken, RED, **given)
-    with in_use(tmp_path), pytest.raises(OutputExistsError, match="in use by another comparison"):
+    with in_use(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
         compare(pipe, RED, **given, fresh=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="Not a directory.*--out"):
@@ -263,6 +264,43 @@ def test_any_backend_of_diffusers_is_judged(pipe, tmp_path: Path, backend: str, 
     assert f"{backend}, median" in short
 
 
+def test_a_backend_that_ran_nothing_in_int8_is_not_judged(pipe, tmp_path: Path) -> None:
+    """Of 64 tokens, where it is exact; under guidance each block runs twice a step."""
+    guided: dict[str, Any] = {"sampler": "scheduler", "guidance_scale": 4.0}
+    found = compare(
+        pipe, RED, out=tmp_path, settings=ONE_STEP, attention_backend="turbo_rcm_int8",
+        network_number=False, **guided,
+    )  # fmt: skip
+    assert found.verdict == "not judged" and "few tokens" in str(found.judgement.ran)
+    assert sorted(found.judgement.ran.calls) == ["blocks.0", "blocks.1"]
+    assert json.loads(found.metrics.read_text())["ran"]["share_as_asked"] == 0
+
+
+def test_what_the_guard_made_exact_is_not_judged(pipe, tmp_path: Path) -> None:
+    """int4 with the guard on: the videos are those of exact attention, and no verdict on int4."""
+    given: dict[str, Any] = {"out": tmp_path, "network_number": False}
+    config = PatchConfig(attention="int4")
+    settings = replace(ONE_STEP, steps=3)
+    found = compare(pipe, RED, settings=settings, config=config, **given)
+    report = found.judgement.ran
+    assert found.verdict == "not judged" and report.share == 0
+    assert "verdict: not judged\n  All 2 blocks ran exact attention" in str(found)
+    assert [len(steps) for steps in report.calls.values()] == [3, 3]
+    again = compare(pipe, PROMPTS, settings=settings, config=config, **given)
+    assert report.forms.total() == 6 and again.judgement.ran.forms.total() == 12, "kept, and more"
+
+
+def test_each_step_counts_for_the_expert_that_ran(settings, tmp_path: Path) -> None:
+    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
+    found = compare(
+        pipe, PROMPTS, out=tmp_path / "out", settings=settings, network_number=False,
+        config=PatchConfig(attention="int8", guard=False),
+    )  # fmt: skip
+    for step in range(2):
+        ran = {name for name, steps in found.judgement.ran.calls.items() if steps[step]}
+        assert len({name.partition(".")[0] for name in ran}) == 1, (step, ran)
+
+
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
@@ -286,7 +324,8 @@ def test_a_backend_that_cannot_run_is_refused_with_the_names(
 def test_a_backend_is_refused_where_it_would_change_nothing(pipe, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attention, guard"):
         config = PatchConfig(attention="int4", guard=False)
-        compare(pipe, RED, out=tmp_path, config=config, attention_backend="native")
+        given: dict[str, Any] = {"settings": ONE_STEP, "attention_backend": "native"}
+        compare(pipe, RED, out=tmp_path, config=config, **given)
     with pytest.raises(ConfigError, match="asks for no backend"):
         tiny = load_pipeline("tiny-cogvideox", device="cpu")
         compare(tiny, RED, out=tmp_path, attention_backend="native")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(
 def test_resume_keeps_a_video_that_was_made_from_the_same(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is finished when the file and its note are there; another note means another video."""
+    """It is finished when the file and its note are there. One that was made otherwise stays."""
     video = tmp_path / "v.mp4"
     given = [*command, "--out", str(video), "--resume", "--prompt"]
 
@@ -58,8 +59,15 @@ def test_resume_keeps_a_video_that_was_made_from_the_same(
         return "was there" in capsys.readouterr().out
 
     assert not was_there("a circle") and was_there("a circle")
-    assert not was_there("a circle", "--seed", "1") and was_there("a circle", "--seed", "1")
-    assert not was_there("a circle", "--linear", "int8-only"), "other weights, patched or not"
+    before = video.read_bytes()
+    for more, name in (
+        (["--seed", "1"], "seed=0, now 1"),
+        (["--num-frames", "9"], "settings.num_frames=5, now 9"),
+        (["--linear", "int8-only"], 'weights="as stored", now "int8"'),
+    ):
+        assert main([*given, "a circle", *more]) == 2
+        assert name in capsys.readouterr().err.replace("\n            ", " ")
+    assert video.read_bytes() == before
     video.with_suffix(".json").write_text("{")
     assert main([*given, "a circle"]) == 2, "another file has the name of the note"
     video.with_suffix(".json").unlink()
@@ -246,3 +254,55 @@ def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(
         left = sorted(path.suffix for path in tmp_path.iterdir())
         at_work.kill()
     assert left == ["", ".json", ".mp4", ".mp4"]
+
+
+def test_the_note_says_how_many_frames_were_made(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*command, "--prompt", "a circle", "--num-frames", "8", "--out", str(tmp_path)]
+    assert main(given) == 0
+    assert ".mp4  5 frames, " in capsys.readouterr().out
+    (note,) = tmp_path.glob("*.json")
+    assert json.loads(note.read_text())["frames"] == 5
+    assert main([*given, "--resume"]) == 0 and "was there" in capsys.readouterr().out
+
+
+def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Path, capsys) -> None:
+    given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
+    with store.in_use(tmp_path):
+        assert main(given) == 2
+    assert "in use by another run" in capsys.readouterr().err and not list(tmp_path.glob("*"))
+    assert main(given) == 0
+
+
+def test_a_reader_that_has_gone_is_no_failed_video(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """As with `| head -1`."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(commands, "_write_video", closed)
+    given = [*command, "--prompt", "a circle", "--prompt", "a square", "--out", str(tmp_path)]
+    monkeypatch.setattr("turbo_rcm_patch.exit_codes._discard_stdout", lambda: None)
+    assert main(given) == 141
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_a_size_beyond_the_models_positions_is_told(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*command, "--prompt", "a circle", "--width", "1024", "--out", str(tmp_path)]
+    assert main(given) == 2
+    assert "width of this model" in (said := capsys.readouterr().err) and "at most 256" in said
+
+
+def test_generate_says_how_long_a_video_took(
+    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(micro_folder), "--device", "cpu", "--steps", "1", *SMALL]
+    assert main(["generate", *given, "--prompt", "a circle", "--out", str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"[\d.e-]+ s a video \(.* denoising, .* decoding; median of 1\) on ", last)
+    assert last.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")

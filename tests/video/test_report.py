@@ -8,6 +8,7 @@ import re
 import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ import pytest
 from tests.browser import MISSING, Browser, browser, find_chromium
 from tests.video.micro import SMALL
 from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video import report, verdict
 from turbo_rcm_patch.video.comparison import Comparison, compare
 from turbo_rcm_patch.video.report import without_places, write_report
@@ -168,6 +170,40 @@ def test_the_short_form_is_markdown_without_surprises(found: Comparison) -> None
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_the_page_says_first_what_ran(found: Comparison, tmp_path: Path) -> None:
+    ran = found.judgement.ran
+    assert ran is not None and str(ran) in found.short_report.read_text()
+    text = found.report.read_text()
+    assert "All 2 blocks ran int8 attention in every step" in text and 'class="exact"' not in text
+    assert (
+        len(re.findall(r'<td class="asked" title="step [12]: int8 attention \(2\)">', text)) == 4
+    )
+    mostly = {name: [Counter(exact=2), Counter(asked=1, exact=1)] for name in ran.calls}
+    given = [[one.patched for one in found.results], [one.control for one in found.results]]
+    judgement = verdict.judge(*given, fusion=0.0, ran=replace(ran, calls=mostly))
+    text, short = rewritten(found, tmp_path, judgement=judgement)
+    head = text[text.index('class="verdict not-judged"') : text.index('class="chips"')]
+    assert "<b>Not judged</b>" in head and "All 2 blocks ran exact attention" in head
+    assert text.count('<td class="exact"') == 4 and "<b>not judged" not in short
+    assert "this is not a verdict on int8 attention" in short
+
+
+def test_speed_stands_above_and_files_beside(found: Comparison) -> None:
+    page = Page(text := found.report.read_text())
+    head = text[text.index('class="verdict') : text.index('class="cards"')]
+    assert re.search(r"s a video unpatched, .* s patched \(.* times as fast\)", head)
+    assert "On a CPU the patch is no faster" in head
+    assert "s a video unpatched" in found.short_report.read_text()
+    links = [one["href"] for one in page.all("a")]
+    assert len(links) == 4 * len(found.results)
+    assert all((found.out / str(link)).is_file() for link in links)
+
+
+def test_a_shipped_model_goes_by_its_name() -> None:
+    assert report._model_in_words(str(TINY_WAN)) == "tiny, trained on moving shapes"
+
+
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("word", ["similar", "changed", "undecided"])
 def test_other_verdicts_name_what_is_outside(found: Comparison, tmp_path: Path, word: str) -> None:
     control = [one.control for one in found.results]
@@ -265,6 +301,12 @@ def test_the_page_fits_and_asks_the_network_for_nothing(
         "nothing sticks out"
     )
     assert tab.js("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+    leaves = tab.js(
+        "[...document.querySelectorAll('.verdict *, .card *, figure *')]"
+        ".filter((e) => e.checkVisibility() && e.getBoundingClientRect().right > 1 + "
+        "e.parentElement.closest('.verdict, .card, figure').getBoundingClientRect().right).length"
+    )
+    assert leaves == 0, "nothing leaves its card"
     # No part of the player lies on another: at 400 pixels the controls covered the picture.
     overlaps = tab.js(
         """(() => {
@@ -381,6 +423,27 @@ def test_a_reader_clicks_and_seeks(found: Comparison, tab: Browser, tmp_path: Pa
     becomes(tab, f"{PLAYER}.halves", ["baseline", "control difference"])
     assert tab.screenshot(tmp_path / "quarter.png") != before
     assert tab.complaints == []
+
+
+@in_a_browser
+def test_a_reader_blinks_zooms_and_finds_the_worst_frame(found: Comparison, tab: Browser) -> None:
+    tab.open(found.report, width=1280)
+    tab.wait_for(READY)
+    tab.js(f"{PLAYER}.pause()")
+    values = found.results[0].patched.frame_psnr
+    tab.click("[data-part=worst]")
+    tab.wait_for(f"{PLAYER}.frame === {values.index(min(values))}")
+    tab.click("[data-part=blink]")
+    assert tab.js("document.querySelector('[data-part=blink]').textContent") == "A/B: Baseline"
+    tab.js("document.querySelector('figure').focus()")
+    tab.press("b", 66)
+    tab.wait_for("document.querySelector('[data-part=blink]').textContent === 'A/B: Patched'")
+    tab.js(f"{PLAYER}.set('view', 'side')")
+    before = pixels(tab, "baseline")
+    tab.click("[data-part=zoom]")
+    assert pixels(tab, "baseline") != before, "a part of the picture fills the pane"
+    tab.click("[data-part=zoom]")
+    assert pixels(tab, "baseline") == before
 
 
 @in_a_browser

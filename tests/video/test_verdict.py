@@ -21,6 +21,7 @@ from turbo_rcm_patch.video.verdict import (
     SIMILAR_WORST_FRAME_MARGIN_DB,
     WORST_FRAME_FLOOR_DB,
     WORST_FRAME_MARGIN_DB,
+    Ran,
     judge,
 )
 
@@ -173,3 +174,58 @@ def test_each_condition_says_both_limits() -> None:
     (check,) = (c for c in checks if "network" in c.name)
     assert (check.accepted, check.accepted_similar) == ("at most 2", "at most 4")
     assert not check.passed and check.similar
+
+
+# --- what ran ------------------------------------------------------------------------------------
+
+
+def ran(*forms: str, asked: str = "int8 attention", length_asked: bool = True) -> Ran:
+    """Two videos of two steps; a form a block, "a|b" where its second step ran in another."""
+    steps = [{f"blocks.{i}": one.split("|")[step % len(one.split("|"))] for i, one in
+              enumerate(forms)} for step in range(2)]  # fmt: skip
+    found = Ran.of(asked, length_asked, [steps, steps])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "word", "said"),
+    [
+        pytest.param(ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every "
+                     "step", id="all"),
+        pytest.param(ran("exact", *["asked"] * 4), "unchanged", "1 of 5 blocks ran exact "
+                     "attention, by the guard's decision; the rest ran int8 attention", id="most"),
+        pytest.param(ran("author", "asked"), "unchanged", "1 of 2 blocks ran its author's code; "
+                     "the rest ran int8 attention", id="half"),
+        pytest.param(ran("exact|asked", "exact"), "not judged", "All 2 blocks ran exact "
+                     "attention, by the guard's decision in 75% of their calls: this is not a "
+                     "verdict on int8 attention (guard=False judges it)", id="three-quarters"),
+        pytest.param(ran(*["exact"] * 4, "asked"), "not judged", "4 of 5 blocks ran exact "
+                     "attention, by the guard's decision: this is not a verdict on int8 "
+                     "attention (guard=False judges it)", id="cogvideox"),
+        pytest.param(ran("wide", "wide", asked="exact attention and int8 Linears"), "not judged",
+                     "All 2 blocks ran exact attention and Linears in 16 bits, by the guard's "
+                     "decision: this is not a verdict on exact attention and int8 Linears "
+                     "(guard=False judges it)", id="linears"),
+        # "auto" takes exact attention for few tokens, so that is what was asked for.
+        pytest.param(ran("length", "length"), "unchanged", "All 2 blocks ran exact attention, "
+                     "because there are few tokens: this is not a verdict on int8 attention",
+                     id="auto-and-short"),
+        pytest.param(ran("length", "length", length_asked=False), "not judged", "All 2 blocks ran "
+                     "exact attention, because there are few tokens: this is not a verdict on "
+                     "int8 attention", id="int8-and-short"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_about_what_was_asked_for(given: Ran, word: str, said: str) -> None:
+    found = judge([one(35.0)] * 3, CONTROL, ran=given)
+    assert (found.word, str(found.ran)) == (word, said)
+    assert found.reasons == ((said,) if word == "not judged" else ())
+
+
+def test_what_did_not_run_is_not_called_changed_either() -> None:
+    found = judge([one(5.0)] * 3, CONTROL, ran=ran("exact"))
+    assert found.word == "not judged" and len(found.reasons) > 1, "and the numbers are said"
+
+
+def test_nobody_counts_the_calls_of_another_backend() -> None:
+    assert Ran.of("int8 attention", True, [(), ()]) is None

@@ -10,7 +10,7 @@ import: `sageattn_varlen` and `sageattn_qk_int8_pv_*`.
 from __future__ import annotations
 
 import warnings
-from typing import Final, Literal
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor
@@ -55,10 +55,24 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 _KEYWORDS: Final = "tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, scale"
 
 
+@overload
 def sageattn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: Layout | None = ..., is_causal: bool = ...,
+    sm_scale: float | None = ..., return_lse: Literal[False] = ..., *,
+    attn_mask: Tensor | None = ..., smooth_k: bool = ..., scale: float | None = ...,
+    **neutral: object,
+) -> Tensor: ...  # fmt: skip
+@overload
+def sageattn(
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: Layout | None = ..., is_causal: bool = ...,
+    sm_scale: float | None = ..., return_lse: bool = ..., *,
+    attn_mask: Tensor | None = ..., smooth_k: bool = ..., scale: float | None = ...,
+    **neutral: object,
+) -> Result: ...  # fmt: skip
+def sageattn(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     tensor_layout: Layout | None = "HND",
     is_causal: bool = False,
     sm_scale: float | None = None,
@@ -88,7 +102,7 @@ def sageattn(
             to the logits. Computed exactly by torch, with one warning. Not with is_causal or
             return_lse.
         smooth_k: Subtract the mean over tokens from k before quantising. Softmax is the same.
-        scale: torch's name of sm_scale.
+        scale: torch's name of sm_scale. q, k and v also go by torch's names query, key and value.
         **neutral: dropout_p=0.0, enable_gqa, pv_accum_dtype, qk_quant_gran, quantization_backend
             and smooth_v=False are taken and change nothing. Other values and names are refused.
 
@@ -100,6 +114,10 @@ def sageattn(
         ConfigError: An unknown keyword, or a value that would change the result.
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`).
     """
+    torchs: Any = neutral
+    q = torchs.pop("query", None) if q is None else q
+    k = torchs.pop("key", None) if k is None else k
+    v = torchs.pop("value", None) if v is None else v
     if scale is not None:
         if sm_scale is not None:
             raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
@@ -258,9 +276,9 @@ def sageattn_varlen(
 
 
 def _sage(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     layout: Layout | None,
     is_causal: bool,
     sm_scale: float | None,

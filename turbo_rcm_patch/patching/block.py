@@ -147,6 +147,19 @@ class PatchedBlock:
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
 
+    def form(self) -> str:
+        """Return in which form the last call outside a compiler ran: "asked"; "length", where
+        attention="auto" took exact attention; "exact" or "wide" by the guard; "author"; "" before
+        the first."""
+        if not isinstance(self.last, tuple):
+            return "author" if self.last or self.left else ""
+        if self.level:
+            return "exact" if self.level == Level.EXACT else "wide"
+        auto = (
+            self.config.attention == "auto" and not self.beside()
+        )  # SLA is never exact by length
+        return "length" if auto and "exact" in self.words() else "asked"
+
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None

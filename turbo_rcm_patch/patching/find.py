@@ -149,7 +149,8 @@ def find_targets(model: object) -> list[Target]:
             if served
             else NOT_SERVED.get(names[0])
             or "If it is part of a transformer, pass the transformer. A subclass is not patched, "
-            "because it may run another forward",
+            "because it may run another forward. For the attention alone of any diffusers model: "
+            "register_backend()",
         )
     # A network may be held under two names.
     every = [target for targets in found.values() for target in targets]

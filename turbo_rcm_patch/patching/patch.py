@@ -58,9 +58,10 @@ def patch_model(
     Args:
         model: A module of a known class, a module that contains one, or a diffusers pipeline
             (both experts of Wan 2.2 are patched, or neither).
-        config: The options; by default int8 attention with the guard on.
-        **options: Fields of `PatchConfig`, e.g. `attention="exact"`. They replace the same fields
-            of `config`.
+        config: The options; by default `PatchConfig()`: attention "auto", with the guard on.
+        **options: Fields of `PatchConfig` (see there), which replace those of `config`: attention
+            ("auto", "int8", "exact", "sage", "int4"), linear ("as-is", "int8", "int8-only"), pv,
+            smooth_k, impl, form, guard, fidelity, sla_topk.
 
     Returns:
         The report, to be printed: every pair, how it runs, and why it runs as its author wrote it
@@ -369,26 +370,30 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     # A weak reference, so that a kept report does not keep the model's memory.
     held = [(weakref.ref(record.model), record.pairs()) for record in records]
 
+    def blocks() -> list[PatchedBlock]:
+        records = [record_of(model) for ref, _ in held if (model := ref()) is not None]
+        return [block for record in records if record is not None for block in record.blocks]
+
     def live() -> Live:
         pairs: list[SkipPair] = []
-        blocks: list[PatchedBlock] = []
         device = None
         for reference, before in held:
             module = reference()
             record = None if module is None else record_of(module)
             pairs += before if record is None else record.pairs()
-            blocks += [] if record is None else record.blocks
             if module is not None and device is None:
                 device = execution_device(module)
-        ran = {block.path: block.words() for block in blocks if block.last is not None}
-        notes = list(dict.fromkeys(note for block in blocks for note in block.notes()))
+        ran = {block.path: block.words() for block in blocks() if block.last is not None}
+        notes = list(dict.fromkeys(note for block in blocks() for note in block.notes()))
         if device is None:
             return Live(PairTable(pairs), ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
         return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
 
-    return PatchReport(type(model).__name__, config, guard.log if guard else GuardLog(), live)
+    return PatchReport(
+        type(model).__name__, config, guard.log if guard else GuardLog(), live, blocks
+    )
 
 
 @contextmanager

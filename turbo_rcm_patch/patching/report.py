@@ -14,6 +14,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.block import PatchedBlock
     from turbo_rcm_patch.patching.guard import Guard
 
 _T = TypeVar("_T")
@@ -203,6 +204,7 @@ class PatchReport:
     config: PatchConfig
     guard: GuardLog
     _live: Callable[[], Live]
+    _blocks: Callable[[], list[PatchedBlock]]
 
     def __repr__(self) -> str:
         pairs = self.pairs
@@ -224,6 +226,16 @@ class PatchReport:
         Blocks that have not run are missing.
         """
         return dict(self._live().ran)
+
+    def forms(self) -> dict[str, str]:
+        """Return in which form each block ran since `forget`, by its path: "asked", or another
+        word of `PatchedBlock.form`."""
+        return {block.path: form for block in self._blocks() if (form := block.form())}
+
+    def forget(self) -> None:
+        """Forget how blocks ran, so that `ran` and `forms` tell of later forwards alone."""
+        for block in self._blocks():
+            block.last = None
 
     @property
     def last_forward(self) -> dict[str, int]:

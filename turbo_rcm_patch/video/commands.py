@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.video import comparison, generation, store
+from turbo_rcm_patch.video import comparison, environment, generation, store
 from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
@@ -181,9 +182,15 @@ def _write_share(
         "weights": "int8" if given.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
+    for line in work if given.resume else []:  # Nothing is replaced if one was made otherwise.
+        identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
+        store.is_made(paths[line], identity, but_for="inputs")
     if not given.patch:
         _say_dense(pipe)
-    with patched(pipe, given.config) if given.patch else nullcontext() as report:
+    made: list[tuple[float, float, int]] = []
+    folder = given.out.expanduser() not in paths.values()
+    lock = store.in_use(given.out) if folder and processes.first else nullcontext()
+    with lock, patched(pipe, given.config) if given.patch else nullcontext() as report:
         with _shown(processes) as progress:
             for done, line in enumerate(work):
 
@@ -200,7 +207,9 @@ def _write_share(
                             print(f"{path}  was there")
                             on_step(settings.steps_run, 0)
                         else:
-                            _write_video(pipe, source, settings, on_step, path, identity)
+                            made += [_write_video(pipe, source, settings, on_step, path, identity)]
+                except BrokenPipeError:
+                    raise
                 except Exception as error:
                     if len(paths) == 1:
                         raise
@@ -211,7 +220,22 @@ def _write_share(
             print(report)
         elif report is not None and any(one.verdict != "kept" for one in report.guard):
             print(f"process {ranks.rank}, {report.guard}")
+        if made:
+            device = environment.device_name(pipe._execution_device)
+            print(_speed(made, device, report.impl if report is not None else ""))
     return failed
+
+
+def _speed(made: list[tuple[float, float, int]], device: str, impl: str) -> str:
+    """Describe time and memory of videos: of each the seconds of both parts, and the peak."""
+    denoise, decode = (statistics.median(one[i] for one in made) for i in range(2))
+    text = (
+        f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding; "
+    )
+    text += f"median of {len(made)}) on {device}"
+    if peak := max(one[2] for one in made):
+        text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
+    return text + f". {comparison.EMULATED}" * (impl == "reference")
 
 
 def _write_video(
@@ -221,13 +245,16 @@ def _write_video(
     on_step: Callable[[int, int], None],
     path: Path,
     identity: Mapping[str, Any],
-) -> None:
+) -> tuple[float, float, int]:
     seed = identity["seed"]
     video = generation.generate(pipe, source, seed=seed, settings=settings, on_step=on_step)
     store.forget_made(path)  # A note never stands beside another video.
     write_mp4(as_bytes(video.frames), path, settings.fps)
-    store.note_made(path, identity)
-    print(f"{path}  {video.seconds:.2f} s, and {video.decode_seconds:.2f} s to decode")
+    frames = len(video.frames)
+    store.note_made(path, {**identity, "frames": frames})
+    decode = video.decode_seconds
+    print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
+    return video.seconds, decode, video.peak_bytes or 0
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -266,6 +293,7 @@ def compare(given: options.Compare) -> int:
                 network_number=given.network_number,
                 fresh=given.fresh,
                 progress=progress,
+                tell=lambda text: print(text, flush=True),
                 command=given.command_line,
                 processes=processes,
                 **more,

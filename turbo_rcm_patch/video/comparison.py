@@ -9,9 +9,11 @@ writes the folder, and does the rest.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -30,14 +32,16 @@ from turbo_rcm_patch.video.filters import filtered
 from turbo_rcm_patch.video.generation import (
     Conditioning,
     Meter,
+    OnStep,
     Sample,
+    Watched,
     check_seed,
     decode_latents,
     encode,
     sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.judged import check_judged, judged
+from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
     Drift,
@@ -51,7 +55,7 @@ from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Verdict, Word, judge
+from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, Verdict, Word, judge
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
@@ -66,6 +70,9 @@ from turbo_rcm_patch.video.video import (
 )
 
 Variant = Literal["baseline", "patched", "control"]
+
+#: Said beside the time of a patched model whose kernels did not run.
+EMULATED: Final = "On a CPU the patch is no faster: plain torch stands in for its kernels"
 
 _BACKENDS: Final = {
     "math": SDPBackend.MATH,
@@ -165,7 +172,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Word:
-        """ "unchanged", "similar", "changed" or "undecided" (see `Verdict`)."""
+        """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
         return self.judgement.word
 
     @property
@@ -196,17 +203,44 @@ class Comparison:
         }
         return counts if seen else None
 
+    @property
+    def emulated(self) -> bool:
+        """True if plain torch ran in the place of the kernels, so that its time means nothing."""
+        ours = (
+            self.attention_backend == "turbo_rcm_int8" and not self.times["patched"]["peak_bytes"]
+        )
+        return ours or self.patch.get("impl") == "reference"
+
+    @property
+    def speed(self) -> str:
+        """Seconds a video and peak memory, unpatched and changed, in words."""
+        decode = statistics.median(one.decode_seconds for one in self.results)
+        runs = [self.times[name] for name in ("baseline", "patched")]
+        old, new = ((one["median_seconds"] or 0.0) + decode for one in runs)
+        words = (
+            f"{old:.3g} s a video unpatched, {new:.3g} s {self.attention_backend or 'patched'} "
+        )
+        words += f"({old / new:.2f} times as fast), denoised and decoded on "
+        words += str(self.identity["device"])
+        peaks = [one["peak_bytes"] / 2**30 for one in runs if one["peak_bytes"]]
+        if len(peaks) == len(runs):
+            words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
+        if self.emulated:
+            words += f". {EMULATED}"
+        return words
+
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
-        network, fusion = self.network, self.fusion
+        network, fusion, ran = self.network, self.fusion, self.judgement.ran
         kept = ("attention_backend", "control_backend", "baseline", "times", "patch", "identity")
         return {
             "schema": 1,
-            **{name: getattr(self, name) for name in ("verdict", *kept, "command")},
+            **{name: getattr(self, name) for name in ("verdict", "speed", *kept, "command")},
             "checks": [
                 asdict(check) | {"passed": check.passed, "similar": check.similar}
                 for check in self.judgement.checks
             ],
+            "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
             "prompts": [one.as_dict() for one in self.results],
             "patch_table": self.patch_report,
             "missing": self.judgement.missing,
@@ -218,6 +252,8 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
+        lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
+        lines += [f"  {self.speed}"]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
@@ -248,6 +284,7 @@ def compare(
     fresh: bool = False,
     observer: Observer | None = None,
     progress: Progress | None = None,
+    tell: Callable[[str], object] | None = None,
     command: str = "",
     processes: Processes | None = None,
     **overrides: object,
@@ -277,6 +314,7 @@ def compare(
             is replaced, the others until this comparison is done.
         observer: Describes the videos. The report shows it; the verdict ignores it.
         progress: Called as the work proceeds.
+        tell: Called after the first step with an estimate of time and memory, in words.
         command: The command line, for the report.
         processes: Those that share the work, each of which calls this with the same arguments and
             its own pipeline; by default this one alone.
@@ -308,7 +346,7 @@ def compare(
         store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
             pipe, sources, inputs, seed, settings, config, attention_backend, store, identity,
-            progress or (lambda *_: None), processes,
+            progress or (lambda *_: None), tell or (lambda _: None), processes,
         )  # fmt: skip
         run.sample("baseline", run.unpatched())
         run.sample("patched", judged(pipe, config, attention_backend))
@@ -332,6 +370,7 @@ class _Run:
     store: Store
     identity: dict[str, Any]
     progress: Progress
+    tell: Callable[[str], object]
     processes: Processes
 
     def __post_init__(self) -> None:
@@ -362,7 +401,7 @@ class _Run:
     def sample(
         self,
         variant: Variant,
-        model: AbstractContextManager[PatchReport | None],
+        model: AbstractContextManager[PatchReport | BackendCalls | None],
         *,
         warm: bool = True,
     ) -> None:
@@ -371,7 +410,8 @@ class _Run:
 
         Args:
             variant: The name of the pass.
-            model: Entered for the pass; yields the report of a patched model.
+            model: Entered for the pass; yields the report of a patched model, or the calls of a
+                backend.
             warm: False leaves the first call and runs/VARIANT.json out.
         """
         shared, store, steps = self.processes, self.store, self.settings.steps_run
@@ -386,8 +426,15 @@ class _Run:
         mine = shared.share(missing)
         for i in mine:  # outside the model: only the transformer's attention differs
             self.encode(i)
-        with model as report:
-            first = self._generate(mine[0]).seconds if mine and warm else None
+        with model as watched:
+            report = watched if isinstance(watched, PatchReport) else None
+            began, told = time.perf_counter(), variant != "baseline" or not shared.first
+
+            def estimate(step: int, _: int) -> None:
+                if step == 1 and not told:
+                    self.tell(self.estimated(time.perf_counter() - began))
+
+            first = self._generate(mine[0], estimate).seconds if mine and warm else None
             for start in range(0, len(missing), shared.ranks.world):
                 now = missing[start : start + shared.ranks.world]
                 sample = None
@@ -396,7 +443,7 @@ class _Run:
                     def on_step(step: int, _: int, at: int = done, n: int = len(now)) -> None:
                         self.progress(variant, at + n * step, total)
 
-                    sample = self._generate(now[shared.ranks.rank], on_step)
+                    sample = self._generate(now[shared.ranks.rank], on_step, watched)
                 done += len(now) * steps
                 came = shared.gathered((sample, str(report or "")))
                 if came and warm:
@@ -418,7 +465,24 @@ class _Run:
                     store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
 
-    def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
+    def estimated(self, seconds: float) -> str:
+        """Return how long all will take if every step takes as long as the first, and what will be
+        written."""
+        count, steps = 3 * len(self.keys), self.settings.steps_run
+        left = timedelta(seconds=round(seconds * count * steps / self.processes.ranks.world))
+        device = self.pipe._execution_device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
+        return (
+            f"The first step took {seconds:.2g} s{memory}. "
+            f"{count} videos of {steps} steps take {left} at this pace; decoding them comes after "
+            f"that. {self.store.out} gets report.html, report.md, metrics.json and a folder of "
+            "videos for each prompt."
+        )
+
+    def _generate(
+        self, i: int, on_step: OnStep | None = None, watched: Watched | None = None
+    ) -> Sample:
         return sample_latents(
             self.pipe,
             self.encoded(i),
@@ -426,6 +490,7 @@ class _Run:
             settings=self.settings,
             keep_trajectory=True,
             on_step=on_step,
+            watched=watched,
         )
 
     def sample_control(self) -> str:
@@ -476,19 +541,18 @@ class _Run:
         why = why_no_network(self.pipe, wanted)
         if why:
             return None, why
-        self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0], "baseline").latents
         try:
             number = measure_network(
                 self.pipe, self.encoded(0), clean, self.settings, self.config,
                 attention_backend=self.attention_backend,
+                progress=partial(self.progress, "network"),
             )  # fmt: skip
         except torch.OutOfMemoryError:
             return None, "one call of it in fp32 does not fit the device's memory"
         if number.unpatched == 0:
             return None, "unpatched it has no error: it runs in fp32"
         self.store.write_json("runs/network.json", asdict(number))
-        self.progress("network", 1, 1)
         return number, ""
 
     def fusion(self) -> float | None:
@@ -518,6 +582,7 @@ class _Run:
             network_ratio=network.ratio if network else None,
             fusion=fusion,
             missing=[f"the network number ({why})"] if why else [],
+            ran=self.ran(),
         )
         patch = self.store.read_json("runs/patched.json") or {}
         comparison = Comparison(
@@ -539,6 +604,14 @@ class _Run:
         )
         write_report(comparison)
         return comparison
+
+    def ran(self) -> Ran | None:
+        """Return in which form the blocks of the judged model ran; None if nobody counted."""
+        videos = [self.store.load_sample(key, "patched").forms for key in self.keys]
+        auto = self.config.attention == "auto" or self.attention_backend
+        asked = f"{'int8' if auto else self.config.attention} attention"
+        asked += " and int8 Linears" if self.config.linear != "as-is" else ""
+        return Ran.of(asked, self.attention_backend is None, videos)
 
     def _finished(self, key: str) -> PromptResult | None:
         """Return the numbers of a finished prompt: its record and all its videos are there."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.extras import missing
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import sage
 from turbo_rcm_patch.video.environment import numbers, python_command, version_of
@@ -128,7 +129,8 @@ def check_version(name: str, version: str | None) -> Finding:
     if version is None:
         if name == "safetensors" or (name == "triton" and sys.platform == "linux"):
             return Finding(name, "missing", "not installed", remedy)
-        return Finding(name, "note", "not installed", "pip install 'turbo_rcm_patch[video]'")
+        there = missing(name, name.replace("-", "_")).remedy if name != "triton" else remedy
+        return Finding(name, "note", "not installed", there)
     if numbers(version) < numbers(least):
         return Finding(name, "missing", f"{version}, but {least} is the least that works", remedy)
     if untested and numbers(version) >= numbers(untested):

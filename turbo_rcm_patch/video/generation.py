@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -88,6 +88,16 @@ class Conditioning:
         return frames[: settings.num_frames]
 
 
+class Watched(Protocol):
+    """Something that knows in which form attentions ran: a `PatchReport`, for instance."""
+
+    def forms(self) -> dict[str, str]:
+        """Return the form of each block that ran since `forget`, by its name."""
+
+    def forget(self) -> None:
+        """Begin anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Denoised latents.
@@ -98,12 +108,14 @@ class Sample:
             asked for.
         seconds: Time of the denoising loop.
         peak_bytes: Peak memory of the denoising loop.
+        forms: Of each step the form in which each block ran, if that was watched.
     """
 
     latents: torch.Tensor
     trajectory: tuple[torch.Tensor, ...]
     seconds: float
     peak_bytes: int | None
+    forms: tuple[dict[str, str], ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +308,7 @@ def sample_latents(
     settings: Settings,
     keep_trajectory: bool = False,
     on_step: OnStep | None = None,
+    watched: Watched | None = None,
 ) -> Sample:
     """Denoise from seeded noise with the pipeline's own loop.
 
@@ -306,6 +319,7 @@ def sample_latents(
         settings: How to sample.
         keep_trajectory: Keep the latents after the `trajectory_steps`.
         on_step: Called after every step with (done, total).
+        watched: Asked after every step in which form the blocks ran.
 
     Returns:
         Latents, time and peak memory.
@@ -313,6 +327,7 @@ def sample_latents(
     family, device = family_of(pipe), pipe._execution_device
     _check_settings(pipe, family, settings)
     kept: list[torch.Tensor] = []
+    forms: list[dict[str, str]] = []
     wanted = trajectory_steps(settings.steps_run) if keep_trajectory else ()
 
     def after_step(
@@ -320,10 +335,16 @@ def sample_latents(
     ) -> dict[str, torch.Tensor]:
         if step in wanted:  # stays on the device: copying here would wait for it
             kept.append(tensors["latents"].clone())
+        if watched is not None:
+            forms.append(watched.forms())
+            if len(forms) < settings.steps_run:  # The report shows how the last step ran.
+                watched.forget()
         if on_step is not None:
             on_step(step + 1, settings.steps_run)
         return {}
 
+    if watched is not None:
+        watched.forget()
     with (
         _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
         _private_rng(device, seed),
@@ -337,6 +358,7 @@ def sample_latents(
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
         seconds=meter.seconds,
         peak_bytes=meter.peak_bytes,
+        forms=tuple(forms),
     )
 
 
@@ -488,6 +510,13 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
         if wrong:
             what, got = f"{name} of a {type(pipe).__name__}", repr(getattr(settings, name))
             raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+    network: Any = getattr(pipe, "transformer", None) or getattr(pipe, "transformer_2", None)
+    positions = getattr(network.config, "rope_max_seq_len", None)
+    for name, axis in (("height", 1), ("width", 2)) if positions else ():
+        most = positions * network.config.patch_size[axis] * pipe.vae_scale_factor_spatial  # type: ignore[attr-defined]
+        if getattr(settings, name) > most:
+            got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
+            raise ConfigError(f"{name} of this model", expected=expected, got=got)
     made = family.frames_made(pipe, settings.num_frames)
     if made != settings.num_frames:
         _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -11,14 +11,52 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.ops import AttentionSpec, resolved
+from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
 from turbo_rcm_patch.patching.find import execution_device, parts_of
+
+
+class BackendCalls(list[str]):
+    """The forms in which the self-attentions of a model ran on "turbo_rcm_int8", in order.
+
+    Args:
+        blocks: The number of blocks.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def counted(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of the backend, which counts its calls by the rule of `sageattn`. A
+        cross-attention, over a prompt, is not counted: it is exact in a patched model too."""
+
+        def call(query: torch.Tensor, key: torch.Tensor, **inputs: Any) -> Any:
+            if (n := query.shape[1]) == key.shape[1]:
+                one = resolved(AttentionSpec(heads=1, attention="auto"), query.device, n, n)
+                int8 = n >= INT8_MIN_KEYS and one.attention == "int8"
+                masked = inputs.get("attn_mask") is not None
+                self.append("mask" if masked else "asked" if int8 else "length")
+            return own(query=query, key=key, **inputs)
+
+        return call
+
+    def forms(self) -> dict[str, str]:
+        """Return the form of each block; of two calls under guidance one that was not asked."""
+        forms: dict[str, str] = {}
+        for i, form in enumerate(self):
+            name = f"blocks.{i % self._blocks}"
+            forms[name] = form if form != "asked" else forms.get(name, form)
+        return forms
+
+    forget = list.clear
 
 
 @contextmanager
 def judged(
     model: object, config: PatchConfig, attention_backend: str | None
-) -> Iterator[PatchReport | None]:
+) -> Iterator[PatchReport | BackendCalls | None]:
     """Turn a model into the judged one for the length of a `with` block.
 
     Args:
@@ -28,7 +66,7 @@ def judged(
             takes, or this package's "turbo_rcm_int8". The model stays unpatched then.
 
     Yields:
-        The report of the patched model; None with an attention backend.
+        The report of the patched model; with "turbo_rcm_int8" its calls, with another one None.
 
     Raises:
         ConfigError: No such backend, or the model or the machine cannot use it.
@@ -38,8 +76,8 @@ def judged(
         with patched(model, config) as report:
             yield report
         return
-    with sla_as_defined(model, config.sla_topk), _on_backend(model, attention_backend):
-        yield None
+    with sla_as_defined(model, config.sla_topk), _on_backend(model, attention_backend) as calls:
+        yield calls
 
 
 def check_judged(model: object, config: PatchConfig, attention_backend: str | None) -> None:
@@ -81,7 +119,7 @@ def _try_backend(network: torch.nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _on_backend(model: object, name: str) -> Iterator[None]:
+def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
     """Set a diffusers attention backend on every network, and restore afterwards the backends of
     its processors and of the process, which `set_attention_backend` sets too."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
@@ -94,7 +132,7 @@ def _on_backend(model: object, name: str) -> Iterator[None]:
     if not before:
         raise _unusable(name, f"a {type(networks[0]).__name__}, which asks for no backend")
     active = registry._active_backend
-    adds = name == BACKEND and name not in _names()
+    adds, own = name == BACKEND and name not in _names(), None
     if adds:
         register_backend()
     try:
@@ -103,10 +141,17 @@ def _on_backend(model: object, name: str) -> Iterator[None]:
                 network.set_attention_backend(name)
         except (ValueError, RuntimeError, ImportError) as error:
             raise _unusable(name, str(error)) from error
-        yield
+        calls = None
+        if name == BACKEND:
+            member = registry._active_backend
+            own, calls = registry._backends[member], BackendCalls(networks[0].config.num_layers)
+            registry._backends[member] = calls.counted(own)
+        yield calls
     finally:
-        for processor, own in before:
-            processor._attention_backend = own
+        if own is not None:
+            registry._backends[member] = own
+        for processor, backend in before:
+            processor._attention_backend = backend
         registry.set_active_backend(active)
         if adds:
             unregister_backend()

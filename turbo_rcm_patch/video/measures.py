@@ -4,6 +4,7 @@ videos, the distance of one network call from the truth, and the change by the f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.generation import (
     Conditioning,
+    OnStep,
     Sample,
     initial_noise,
     recorded_calls,
@@ -240,6 +242,7 @@ def network_number(
     config: PatchConfig | None = None,
     *,
     attention_backend: str | None = None,
+    progress: OnStep = lambda done, total: None,
 ) -> NetworkNumber:
     """Measure a transformer, which is unpatched before and after.
 
@@ -249,12 +252,18 @@ def network_number(
         inputs: The keyword arguments of each call, in bf16 or another low precision.
         config: How to patch. The guard decides on the first call, as in a video.
         attention_backend: As for `compare`.
+        progress: Called before and after each call of the network with (done, total).
     """
     config = config or PatchConfig()
+    done, total = itertools.count(), 3 * len(inputs)
 
     def outputs(calls: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        given = ({**call, "return_dict": False} for call in calls)
-        return [transformer(**call)[0].float().cpu() for call in given]
+        found = []
+        for call in calls:
+            progress(next(done), total)
+            given = {**call, "return_dict": False}
+            found.append(transformer(**given)[0].float().cpu())
+        return found
 
     with sla_as_defined(transformer, config.sla_topk):
         unpatched = outputs(inputs)
@@ -262,6 +271,7 @@ def network_number(
         changed = outputs(inputs)
     with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
         truth = outputs([_fp32(call) for call in inputs])
+    progress(total, total)
     return NetworkNumber(_mean_error(unpatched, truth), _mean_error(changed, truth))
 
 
@@ -273,6 +283,7 @@ def measure_network(
     config: PatchConfig,
     *,
     attention_backend: str | None = None,
+    progress: OnStep = lambda done, total: None,
 ) -> NetworkNumber:
     """Measure `network_number` of a pipeline's (high-noise) transformer.
 
@@ -283,6 +294,7 @@ def measure_network(
         settings: Shape of the video.
         config: How to patch.
         attention_backend: As for `compare`.
+        progress: Called before and after each call of the network with (done, total).
     """
     family, device = family_of(pipe), pipe.transformer.device
     states = []
@@ -290,7 +302,9 @@ def measure_network(
         noise = initial_noise(pipe, seed, settings, conditioning).to(device)
         states += family.noised(pipe, clean.to(device), noise)
     calls = recorded_calls(pipe, conditioning, settings, states)
-    return network_number(pipe.transformer, calls, config, attention_backend=attention_backend)
+    return network_number(
+        pipe.transformer, calls, config, attention_backend=attention_backend, progress=progress
+    )
 
 
 def _fp32(value: Any) -> Any:

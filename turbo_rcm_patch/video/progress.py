@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Final
 
 from turbo_rcm_patch.extras import require
+
+#: Seconds between two lines of a stage.
+_EVERY: Final = 15.0
 
 #: Called with (what is being done, units done, units in all).
 Progress = Callable[[str, int, int], None]
@@ -27,13 +33,14 @@ _WORDS: Final = {
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """One bar for each stage, drawn on stderr as stages begin; elsewhere than on a terminal a line
-    for each, and the bars at the end."""
+    """Draw a bar for each stage on stderr. Elsewhere than on a terminal, print a line when a stage
+    begins and ends and each `_EVERY` seconds, with what is left."""
     require("video", "progress bars", "rich")
     from rich import progress as rich
     from rich.console import Console
 
     tasks: dict[str, rich.TaskID] = {}
+    printed: dict[str, float] = {}
     columns = (
         rich.TextColumn("{task.description:<24}"),
         rich.BarColumn(bar_width=32),
@@ -45,14 +52,23 @@ def bars() -> Iterator[Progress]:
     # What is printed meanwhile goes above the bars on a terminal, and into a pipe if that is it.
     console = Console(stderr=True)
     shared = sys.stdout.isatty()
-    with rich.Progress(*columns, console=console, redirect_stdout=shared) as display:
+    lines = not console.is_terminal
+    with rich.Progress(
+        *columns, console=console, redirect_stdout=shared, disable=lines
+    ) as display:
 
         def update(stage: str, done: int, total: int) -> None:
+            words = _WORDS.get(stage, stage)
             if stage not in tasks:
-                words = _WORDS.get(stage, stage)
                 tasks[stage] = display.add_task(words, total=total)
-                if not display.console.is_terminal:  # A file gets the bars when all is done.
-                    display.console.print(f"{words} ...", markup=False, highlight=False)
             display.update(tasks[stage], completed=done, total=total)
+            now, due = time.monotonic(), printed.get(stage, -math.inf) + _EVERY
+            if lines and due < math.inf and (done >= total or now >= due):
+                printed[stage] = math.inf if done >= total else now
+                elapsed = display.tasks[tasks[stage]].elapsed or 0.0
+                left = timedelta(seconds=round(elapsed * (total - done) / max(1, done)))
+                after = f" after {timedelta(seconds=round(elapsed))}" if done >= total else ""
+                text = f"{words}: {done} of {total}" + (after or f", {left} left" * (done > 0))
+                console.print(text, markup=False, highlight=False)
 
         yield update

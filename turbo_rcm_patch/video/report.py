@@ -16,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from turbo_rcm_patch import tiny
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.output import atomic, write_json, write_text
 from turbo_rcm_patch.video import verdict
 from turbo_rcm_patch.video.generation import trajectory_steps
+from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.store import to_json
 from turbo_rcm_patch.video.video import PANES, pane_size
 
@@ -94,6 +97,7 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         "kernel_check": kernel_check,
         "facts": facts,
         "chips": _chips(comparison, facts),
+        "ran": comparison.judgement.ran,
         "measures": _measures(comparison),
         "unmeasured": sorted({one.unmeasured for one in results} - {""}),
     }
@@ -104,9 +108,8 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         plots=_draw_plots(comparison),
         checks={check.name: check for check in comparison.judgement.checks},
         guarded=comparison.attention_backend is None and comparison.identity["config"]["guard"],
-        # Plain torch ran in the place of the kernels, so that its time means nothing.
-        emulated=comparison.patch.get("impl") == "reference",
         patch_report=without_places(comparison.patch_report),
+        judged=_judged_in_words(comparison),
         limits=verdict,
     )
     write_text(comparison.report, page)
@@ -157,7 +160,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     }
     facts = {
         "command": shown_command(comparison.command) or "called from Python",
-        "model": Path(model).name if Path(model).is_absolute() else model,
+        "model": _model_in_words(model),
         "machine": identity["device"],
         "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
         "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
@@ -168,6 +171,25 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
     }
     return {name: without_places(text) for name, text in facts.items()}
+
+
+def _model_in_words(model: str) -> str:
+    """Return the name of a model, without the folders that it lies in."""
+    for name, attribute in SHIPPED.items():
+        if Path(model) == getattr(tiny, attribute):
+            return f"{name}, trained on moving shapes"
+    return Path(model).name if Path(model).is_absolute() else model
+
+
+def _judged_in_words(comparison: Comparison) -> str:
+    """Describe the judged model in a few sentences."""
+    patch, config = comparison.patch, comparison.identity["config"]
+    if not patch:
+        return f"The unpatched model on the attention backend {comparison.attention_backend}."
+    chosen = str(PatchConfig(**config)).removeprefix("PatchConfig").strip("()")
+    text = f"The model after patch_model with {chosen or 'its defaults'}: {patch['fused']} of its "
+    text += f"{len(patch['pairs'])} branches run fused with the sum into the residual."
+    return text
 
 
 def _chips(comparison: Comparison, facts: dict[str, str]) -> list[str]:

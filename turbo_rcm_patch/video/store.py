@@ -75,12 +75,7 @@ class Store:
             there, new = found.get("inputs", {}), wanted.get("inputs", {})
             if all(there.get(key, digest) == digest for key, digest in new.items()):
                 wanted["inputs"] = found["inputs"] = there | new
-            differing = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
-            if differing:
-                expected = f"the same {', '.join(differing)}"
-                got = ", ".join(f"{k}={json.dumps(found.get(k))[:60]}" for k in differing)
-                what = f"{self.out} holds a comparison made with other settings"
-                raise SamplingError(what, expected=expected, got=got, remedy=_AGAIN)
+            _refuse_other(f"{self.out} holds a comparison", found, wanted, _AGAIN)
         self.write_json(_SETTINGS, wanted)
 
     def _remove_all(self) -> None:
@@ -121,6 +116,7 @@ class Store:
         for i, step in enumerate(sample.trajectory):
             tensors[f"step.{i:03d}"] = step.contiguous()
         note = {"seconds": repr(sample.seconds), "peak_bytes": str(sample.peak_bytes or "")}
+        note["forms"] = json.dumps(sample.forms)
         with atomic(self._latents(key, variant)) as path:
             path.write_bytes(save(tensors, metadata=note))
 
@@ -134,7 +130,8 @@ class Store:
             tensors: dict[str, torch.Tensor] = {k: file.get_tensor(k) for k in sorted(file.keys())}
             latents, peak = tensors.pop("latents"), note["peak_bytes"]
             steps, seconds = tuple(tensors.values()), float(note["seconds"])
-            return Sample(latents, steps, seconds, int(peak) if peak else None)
+            forms = tuple(json.loads(note["forms"]))
+            return Sample(latents, steps, seconds, int(peak) if peak else None, forms=forms)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the folder; None if it was not written yet."""
@@ -193,7 +190,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
 
 @contextmanager
 def in_use(out: str | Path) -> Iterator[None]:
-    """Let no other process compare into this folder, where its file system has locks.
+    """Let no other process write videos into this folder, where its file system has locks.
 
     Raises:
         OutputExistsError: Another process does.
@@ -202,7 +199,7 @@ def in_use(out: str | Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) as state:
         if state == "taken":
-            what, expected = f"{folder} is in use by another comparison", "a folder of its own"
+            what, expected = f"{folder} is in use by another run", "a folder of its own"
             remedy = "Wait until it is done, or choose another folder"
             raise OutputExistsError(what, expected=expected, remedy=remedy)
         try:
@@ -223,6 +220,22 @@ def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
     except damage as error:
         what, got = f"{path} was changed since it was written", f"{type(error).__name__}: {error}"
         raise SamplingError(what, got=got, remedy=_AGAIN) from error
+
+
+def _refuse_other(what: str, found: Any, wanted: Any, remedy: str) -> None:
+    """Raise a `SamplingError` that names the entries in which two records differ."""
+
+    def differing(old: Any, new: Any, name: str) -> list[str]:
+        if not (isinstance(old, dict) and isinstance(new, dict)):
+            return [] if old == new else [f"{name}={json.dumps(old)}, now {json.dumps(new)}"]
+        keys = sorted({*old, *new})
+        pairs = ((old.get(k), new.get(k), f"{name}.{k}" if name else k) for k in keys)
+        return [one for pair in pairs for one in differing(*pair)]
+
+    if others := differing(found, wanted, ""):
+        expected = f"the same {', '.join(one.partition('=')[0] for one in others)}"
+        what, got = f"{what} made with other settings", "; ".join(others)
+        raise SamplingError(what, expected=expected, got=got, remedy=remedy)
 
 
 def check_note(video: Path) -> None:
@@ -249,11 +262,20 @@ def forget_made(video: Path) -> None:
         video.with_suffix(".json").unlink(missing_ok=True)
 
 
-def is_made(video: Path, identity: Mapping[str, object]) -> bool:
-    """Return True if a video is there and was made from just this."""
-    return _read(video.with_suffix(".json")) == json.loads(json.dumps(identity)) and (
-        video.is_file()
-    )
+def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -> bool:
+    """Return True if a video is there and was made from just this, `but_for` one entry.
+
+    Raises:
+        SamplingError: A finished video was made with other settings.
+    """
+    note = video.with_suffix(".json")
+    if not (video.is_file() and _made_by_us(note)):
+        return False
+    found, wanted = _read(note), json.loads(json.dumps(identity))
+    found = {name: value for name, value in found.items() if name not in ("frames", but_for)}
+    remedy = "Leave --resume out to replace it, or choose another --out"
+    _refuse_other(f"{video} is a video", found, wanted, remedy)
+    return True
 
 
 def _read(path: Path) -> Any:

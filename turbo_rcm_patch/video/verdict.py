@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -32,6 +33,18 @@ SIMILAR_WORST_FRAME_MARGIN_DB: Final = 15.0
 SIMILAR_NETWORK_LIMIT: Final = 4.0
 #: Relative L2 of fused against unfused, fp32 in and out, over the same quantised attention.
 FUSION_LIMIT: Final = 3e-6
+
+#: The least share of the calls of blocks that have to run in the form that was asked for. Below it
+#: the videos say little about that form.
+ASKED_SHARE: Final = 0.5
+#: Form in which a block ran (`PatchedBlock.form`) -> words. "asked" is as it was asked for.
+FORMS: Final = {
+    "length": "exact attention, because there are few tokens",
+    "mask": "exact attention, because of a mask",
+    "exact": "exact attention, by the guard's decision",
+    "wide": "exact attention and Linears in 16 bits, by the guard's decision",
+    "author": "its author's code",
+}
 
 #: Names of the conditions.
 MEDIAN: Final = "median PSNR over prompts"
@@ -92,7 +105,62 @@ class Check:
         return f"{self.name} {self.value:.4g}{self.unit}, {words}"
 
 
-Word = Literal["unchanged", "similar", "changed", "undecided"]
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """In which form the blocks of the judged model ran, over all prompts.
+
+    Attributes:
+        asked: The form that was asked for, in words.
+        length_asked: True if exact attention for few tokens is part of it (attention="auto").
+        calls: Block -> of each step how many calls ran in which form.
+    """
+
+    asked: str
+    length_asked: bool
+    calls: Mapping[str, Sequence[Counter[str]]]
+
+    @classmethod
+    def of(
+        cls, asked: str, length_asked: bool, videos: Sequence[Sequence[Mapping[str, str]]]
+    ) -> Ran | None:
+        """Count the forms of videos: of each video and step, block -> form. None if no block was
+        watched."""
+        blocks = dict.fromkeys(block for steps in videos for forms in steps for block in forms)
+        steps = list(zip(*videos, strict=True))
+        calls = {
+            b: [Counter(one[b] for one in step if b in one) for step in steps] for b in blocks
+        }
+        return cls(asked, length_asked, calls) if calls else None
+
+    @property
+    def forms(self) -> Counter[str]:
+        """How many calls ran in which form."""
+        return sum((one for steps in self.calls.values() for one in steps), Counter())
+
+    @property
+    def share(self) -> float:
+        """The share of the calls that ran as it was asked for."""
+        forms = self.forms
+        return (forms["asked"] + self.length_asked * forms["length"]) / forms.total()
+
+    def __str__(self) -> str:
+        blocks = [sum(steps, Counter[str]()) for steps in self.calls.values()]
+        parts = []
+        for form in [form for form in FORMS if self.forms[form]]:
+            its = [one for one in blocks if one[form]]
+            share = sum(one[form] for one in its) / sum(one.total() for one in its)
+            count = f"{len(its)} of {len(blocks)}" if len(its) < len(blocks) else f"All {len(its)}"
+            often = "" if share == 1 else f" in {share:.0%} of their calls"
+            parts.append(f"{count} blocks ran {FORMS[form]}{often}")
+        if not parts:
+            return f"All {len(blocks)} blocks ran {self.asked} in every step"
+        if self.share >= ASKED_SHARE and self.forms["asked"]:
+            return f"{'; '.join(parts)}; the rest ran {self.asked}"
+        how = " (guard=False judges it)" if self.forms["exact"] or self.forms["wide"] else ""
+        return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
+
+
+Word = Literal["unchanged", "similar", "changed", "undecided", "not judged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +171,24 @@ class Verdict:
         word: "unchanged" if every condition holds, "similar" if the wider limits hold, else
             "changed". It is "undecided" in place of the first two if one condition could not be
             measured, and in place of the first if the control itself is below an absolute limit,
-            so that a comparison with it says nothing.
+            so that a comparison with it says nothing. It is "not judged" whatever was measured if
+            fewer than `ASKED_SHARE` of the blocks' calls ran in the form that was asked for.
         checks: The conditions.
         missing: The numbers that could not be measured, and why.
+        ran: In which form the blocks ran; None if that was not watched.
     """
 
     word: Word
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
+    ran: Ran | None = None
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The failed conditions and the missing numbers, as text; empty if unchanged."""
-        failed = tuple(str(check) for check in self.checks if not check.passed)
+        """Why nothing was judged, the failed conditions and the missing numbers, as text; empty if
+        unchanged."""
+        failed: tuple[str, ...] = (str(self.ran),) if self.word == "not judged" else ()
+        failed += tuple(str(check) for check in self.checks if not check.passed)
         return failed + tuple(f"not measured: {what}" for what in self.missing)
 
 
@@ -126,6 +199,7 @@ def judge(
     network_ratio: float | None = None,
     fusion: float | None = None,
     missing: Sequence[str] = (),
+    ran: Ran | None = None,
 ) -> Verdict:
     """Compare the drift of a changed model with that of the same model under another exact
     attention backend.
@@ -137,6 +211,7 @@ def judge(
         fusion: Relative L2 of fused against unfused, if it was measured.
         missing: The numbers that could not be measured, and why. A number that was left out on
             request is not missing.
+        ran: In which form the blocks ran, if that was watched.
 
     Raises:
         SamplingError: The runs are not paired, or the control equals the baseline or holds NaN.
@@ -180,7 +255,9 @@ def judge(
         word = "unchanged" if decided else "undecided"
     elif all(check.similar for check in checks):
         word = "undecided" if missing else "similar"
-    return Verdict(word, checks, tuple(missing))
+    if ran is not None and ran.share < ASKED_SHARE:
+        word = "not judged"
+    return Verdict(word, checks, tuple(missing), ran)
 
 
 def median(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.errors import DeviceError, MaskError, MissingPackageError, ShapeError
+from turbo_rcm_patch.extras import install
 
 _HEAD_DIMS: Final = (64, 96, 128)
 #: Release 1.x lets the padded keys of its last block of 64 into the softmax with logit 0. Up to
@@ -72,7 +73,7 @@ def refuse_unusable_sage(device: torch.device) -> None:
             'attention="sage"',
             expected="the sageattention package",
             got=f"{type(error).__name__}: {error}",
-            remedy="pip install 'turbo_rcm_patch[sage]', or use attention=\"int8\"",
+            remedy=f'{install("sage")}, or use attention="int8"',
         ) from error
     why = broken_sage()
     if why:

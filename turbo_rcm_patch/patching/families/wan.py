@@ -361,5 +361,6 @@ def heads_of(found: Found) -> tuple[int, int]:
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
-            check_attention(f"{found.path}.{name}", head_dim, linears)
+            named = {key.removeprefix(f"{name}."): one for key, one in linears.items()}
+            check_attention(f"{found.path}.{name}", head_dim, named)
     return heads, head_dim

@@ -44,6 +44,8 @@
       this.view = "side";
       this.differences = { side: true, slider: false };
       this.gain = this.given.gain;
+      this.zoom = false; // A quarter of each pane's width and height fills it, around this.spot.
+      this.spot = [0.5, 0.5];
       this.video.after(template.content.cloneNode(true));
       this.parts = Object.fromEntries([...figure.querySelectorAll("[data-part]")].map((e) => [e.dataset.part, e]));
       this.video.hidden = true;
@@ -76,6 +78,7 @@
       this.parts.wipe.prepend(...this.ends);
       for (const one of gains) this.parts.gain.add(new Option(`× ${one}`, one, false, one === gain));
       this.parts.time.max = frames - 1;
+      this.parts.judged.textContent = panes.patched.label;
       this.plot();
     }
 
@@ -128,6 +131,16 @@
       click("side", () => this.set("view", "side"));
       click("slider", () => this.set("view", "slider"));
       click("difference", () => this.differ());
+      click("blink", () => this.blink());
+      click("worst", () => this.worst());
+      click("zoom", () => this.set("zoom", !this.zoom));
+      for (const part of ["grid", "wipe"]) parts[part].addEventListener("pointermove", (event) => {
+        const box = (event.target.closest("canvas") ?? parts.wipe).getBoundingClientRect();
+        if (!this.zoom || !box.width) return;
+        const inside = (share) => Math.min(1, Math.max(0, share));
+        this.spot = [inside((event.clientX - box.left) / box.width), inside((event.clientY - box.top) / box.height)];
+        this.draw();
+      });
       parts.gain.addEventListener("change", () => this.set("gain", Number(parts.gain.value)));
       parts.speed.addEventListener("change", () => { video.playbackRate = Number(parts.speed.value); });
       parts.time.addEventListener("input", () => { this.pause(); this.seek(Number(parts.time.value)); });
@@ -183,6 +196,9 @@
         End: range ? null : () => this.step(Infinity),
         d: () => this.differ(),
         s: () => this.set("view", this.view === "side" ? "slider" : "side"),
+        b: () => this.blink(),
+        w: () => this.worst(),
+        z: () => this.set("zoom", !this.zoom),
         "+": () => this.louder(1),
         "-": () => this.louder(-1),
       };
@@ -195,6 +211,21 @@
     // Each view has its own switch: side by side the differences stand below, in the slider in the place of the right half.
     get difference() { return this.differences[this.view]; }
     differ() { this.differences[this.view] = !this.difference; this.show(); }
+
+    // The slider at its end shows one of its two halves alone.
+    blink() {
+      const { split } = this.parts;
+      const right = this.view === "slider" && split.value === "100";
+      this.view = "slider";
+      this.differences.slider = false;
+      split.value = right ? 0 : 100;
+      this.show();
+    }
+
+    worst() {
+      const values = this.given.patched.map((v) => (typeof v === "number" ? v : v === null ? Infinity : -Infinity));
+      this.step(values.indexOf(Math.min(...values)) - this.frame);
+    }
 
     louder(by) {
       const { gains } = this.given;
@@ -266,6 +297,9 @@
       parts.side.setAttribute("aria-pressed", !slider);
       parts.slider.setAttribute("aria-pressed", slider);
       parts.difference.setAttribute("aria-pressed", this.difference);
+      parts.zoom.setAttribute("aria-pressed", this.zoom);
+      const end = slider ? { 0: "right", 100: "left" }[parts.split.value] : undefined;
+      parts.blink.textContent = end ? `A/B: ${given.panes[this.end(end)].label}` : "A/B";
       parts.play.textContent = video.paused ? "▶" : "❚❚";
       parts.play.setAttribute("aria-label", video.paused ? "Play" : "Pause");
       parts.wipe.style.setProperty("--at", `${parts.split.value}%`);
@@ -293,7 +327,11 @@
       const put = (canvas, name) => {
         const { width, height } = given;
         const { column, row } = given.panes[name];
-        canvas.getContext("2d").drawImage(video, column * width, row * height, width, height, 0, 0, width, height);
+        const pen = canvas.getContext("2d");
+        pen.imageSmoothingEnabled = !this.zoom;
+        const [w, h] = this.zoom ? [width / 4, height / 4] : [width, height];
+        const x = column * width + this.spot[0] * (width - w), y = row * height + this.spot[1] * (height - h);
+        pen.drawImage(video, x, y, w, h, 0, 0, width, height);
       };
       if (this.view === "slider") this.halves.forEach((name, i) => put(this.ends[i], name));
       else for (const name of Object.keys(given.panes)) put(canvases[name], name);
