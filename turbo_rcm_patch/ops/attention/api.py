@@ -735,7 +735,7 @@ def _norm_rotated(
 
 
 def _projected(
-    a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: str, cast: str
+    a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: str, cast: Cast
 ) -> Tensor:
     """Compute an attention, its projection and its skip, in one launch or in three."""
     spec = a.spec

@@ -193,7 +193,7 @@ def _either(tensor: Tensor | None, value: float) -> float | Tensor:
 
 def _skip_norm_body(x: list[Tensor], branch: Tensor | None, *tensors: Any) -> list[Tensor]:
     gate, factor, offset, weight, bias, one, eps, dtype, norm_dtype, impl = tensors
-    given = [None if not part else part[0] if len(part) == 1 else tuple(part)
+    given: list[Any] = [None if not part else part[0] if len(part) == 1 else tuple(part)
              for part in (x, gate, factor, offset)]  # fmt: skip
     return list(
         _implementation(impl, given[0])(
@@ -414,4 +414,6 @@ def _norm(
     check_same_device(x.device, scale=parts[0], shift=parts[1])
     refuse_gradient("norm_modulate", (x, *parts))
     modulates = form == "modulation"
-    return Norm(*parts, eps=eps) if modulates else Norm(weight=parts[0], bias=parts[1], eps=eps)
+    if modulates:
+        return Norm(scale=parts[0], shift=parts[1], eps=eps)
+    return Norm(weight=parts[0], bias=parts[1], eps=eps)

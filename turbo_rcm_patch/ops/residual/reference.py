@@ -41,10 +41,11 @@ def layer_norm(
 ) -> Tensor:
     """Compute layer_norm(x) * (one + factor) + offset in fp32."""
     row = (1, 1, x.shape[-1])
-    if one == 0.0 and factor is not None and offset is not None:
-        if factor.shape == offset.shape == row:  # weight and bias: the bits of torch's layer norm
-            weight, bias = factor.flatten().float(), offset.flatten().float()
-            return F.layer_norm(x.float(), row[2:], weight, bias, eps)
+    whole = factor is not None and offset is not None and factor.shape == offset.shape == row
+    if one == 0.0 and whole:  # weight and bias: the bits of torch's layer norm
+        assert factor is not None and offset is not None
+        weight, bias = factor.flatten().float(), offset.flatten().float()
+        return F.layer_norm(x.float(), row[2:], weight, bias, eps)
     y = F.layer_norm(x.float(), row[2:], eps=eps)
     if factor is not None:
         y = y * (one + factor.float())
@@ -88,8 +89,8 @@ def skip_norm(
     streams = _each(x)
     sums: tuple[Tensor, ...] = ()
     if branch is not None:
-        parts = branch.split([part.shape[1] for part in streams], dim=1)
-        gates = _each(gate) or (1.0,) * len(streams)
+        parts = torch.split(branch, [part.shape[1] for part in streams], dim=1)
+        gates: tuple[float | Tensor, ...] = _each(gate) or (1.0,) * len(streams)
         streams = sums = tuple(
             close_skip(part, out, 1.0, c, cast="fp32", out_dtype=dtype).contiguous()
             for part, out, c in zip(streams, parts, gates, strict=True)
