@@ -6,9 +6,10 @@ This module does not import triton.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 MEAN_SAMPLES = 256  # tokens whose mean is subtracted from k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
@@ -32,6 +33,17 @@ class Rows(NamedTuple):
 
     int8: torch.Tensor
     scale: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        """Compute the product of a Linear whose int8 forward was removed while rows were on their
+        way to it."""
+        assert func is F.linear
+        (int8, scale), weight, bias = args
+        x = int8[..., : weight.shape[1]] * scale.unsqueeze(-1)
+        return F.linear(x.to(weight.dtype), weight, bias)
 
 
 def padded_channels(channels: int) -> int:

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.int8_linears import Int8Forward
+from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 from turbo_rcm_patch.patching.pieces import Attend, Notes
-from turbo_rcm_patch.patching.plain import author_class, compiling, why_not_inference
+from turbo_rcm_patch.patching.plain import (
+    GRADIENT,
+    author_class,
+    capturing,
+    compiling,
+    foreign,
+    why_not_inference,
+)
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -58,14 +65,15 @@ class PatchedBlock:
         guard: Compares the block with its author's code now and then; None without a guard.
         index: The number of the block among the patched ones, in the order in which they run.
         int8: The int8 forwards of its Linears.
+        copies: The int8 copies of the model's weights; None without any.
         last: Why the last call outside a compiler ran the author's forward, or the numbers of
             queries and of keys of a fused call.
         backend: The attention backend that was chosen and not used on that call, or "".
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "index", "int8",
-        "last", "left", "level", "path", "reason",
+        "__weakref__", "_asked", "_exact", "backend", "block", "config", "copies", "guard", "index",
+        "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -79,6 +87,7 @@ class PatchedBlock:
         self.guard: Guard | None = None
         self.index = 0
         self.int8: list[Int8Forward] = []
+        self.copies: Int8Copies | None = None
         self.last: str | tuple[int, int] | None = None
 
     @property
@@ -98,11 +107,21 @@ class PatchedBlock:
         self.last = why or self.lengths(*inputs)
         self.backend = "" if why else self.unused_backend()
         guard = self.guard
+        self.renew_copies(why, self.streams(inputs)[0])
         if why:
             return self.author(*inputs)
         if guard is None or not guard.wants(self, inputs):
             return self.fast(None, *inputs)
         return guard.compare(self, inputs)
+
+    def renew_copies(self, why: str, x: Tensor) -> None:
+        """Drop int8 copies of weights that may have moved, at a forward's first block."""
+        if why == GRADIENT:
+            for forward in self.int8:
+                forward.forget()
+        elif self.copies is not None and self.copies.begins(self.index) and not capturing(x):
+            if self.guard is None or not self.guard.within_video():
+                self.copies.follow()
 
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
@@ -124,6 +143,10 @@ class PatchedBlock:
         one = ops.resolved(attend.spec(), device, *self.last)
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
+
+    def foreign(self) -> str:
+        """Return what keeps the guard from running the author's forward a second time, or ""."""
+        return foreign(self.block)
 
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""

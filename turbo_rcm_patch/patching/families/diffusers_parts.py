@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.plain import (
     bare,
-    class_replaced,
     drops,
     hook_names,
+    own_function,
     plain_linear,
 )
 
@@ -86,7 +86,7 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
     if processors is None:
         return f"{name} is a {type(attn).__qualname__}"
     processor = attn.processor
-    if type(processor) not in processors or class_replaced(processor, "__call__"):
+    if type(processor) not in processors or not own_function(type(processor), "__call__"):
         return f"the processor of {name} is a {type(processor).__qualname__} of its own"
     forward = attn.__dict__.get("forward")
     stands = stand_in is not None and type(forward) is stand_in
