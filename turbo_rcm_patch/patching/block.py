@@ -18,7 +18,7 @@ from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 from turbo_rcm_patch.patching.pieces import Attend, Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
-    author_class,
+    author_forward,
     capturing,
     compiling,
     foreign,
@@ -125,8 +125,7 @@ class PatchedBlock:
 
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
-        forward: Any = author_class(self.block).forward
-        return forward(self.block, *inputs)
+        return author_forward(self.block)(self.block, *inputs)
 
     def raise_level(self, level: Level, reason: str) -> None:
         """Run the block at this level from now on, if it is higher than the present one."""
@@ -146,7 +145,18 @@ class PatchedBlock:
 
     def foreign(self) -> str:
         """Return what keeps the guard from running the author's forward a second time, or ""."""
-        return foreign(self.block)
+        replaced = self.replaced_attention()
+        return foreign(self.block) or (replaced and f"{replaced} was replaced")
+
+    def replaced_attention(self) -> str:
+        """Return the attention that the author's code would call if other code replaced it, or
+        ""."""
+        return ""
+
+    def why_replaced(self) -> str:
+        """Return why the author's forward runs where exact attention has been replaced, or ""."""
+        replaced = self.config.attention == "exact" and self.replaced_attention()
+        return f"{replaced} was replaced" if replaced else ""
 
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""
@@ -159,10 +169,11 @@ class PatchedBlock:
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
         chosen = self.unused_backend() or self.backend
-        if not chosen:
+        if not chosen or self.why_replaced():
             return []
+        kind = "function" if "." in chosen else "backend"
         return [
-            f"the attention backend {chosen!r} is chosen and not used, because the model is "
+            f"the attention {kind} {chosen!r} is chosen and not used, because the model is "
             f"patched with attention={self.config.attention!r}; attention='exact' uses it"
         ]
 

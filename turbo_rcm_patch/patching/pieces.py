@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, Sparsity, unchecked
 from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_linears import int8_forward
-from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
+from turbo_rcm_patch.patching.plain import bare, compiling, own_function, plain_linear, readable
 
 WIDE: Final = torch.float32
 
@@ -380,7 +380,8 @@ def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
     projected = getattr(first, "proj", None)
     if projected is not None:  # diffusers' GELU holds its Linear
         tanh = type(first).__name__ == "GELU" and first.approximate == "tanh"
-        return (projected, rest) if tanh and bare(first) else (None, [first, *rest])
+        plain = tanh and bare(first) and own_function(type(first), "gelu")
+        return (projected, rest) if plain else (None, [first, *rest])
     if type(rest[0]) is nn.GELU and rest[0].approximate == "tanh" and bare(rest[0]):
         return first, rest[1:]
     return None, [first, *rest]

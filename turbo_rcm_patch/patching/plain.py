@@ -53,10 +53,23 @@ def author_class(module: Any) -> type[nn.Module]:
     return cls.__bases__[1] if sharded and len(cls.__bases__) == 2 else cls
 
 
+def author_forward(module: Any) -> Any:
+    """Return the forward that a module's author wrote, to be called with the module.
+
+    A compiler cannot read it from a class that is allowed in its graphs, so it gets the one that
+    was judged last.
+    """
+    cls = author_class(module)
+    judged = _judged.get((cls, "forward")) if compiling() else None
+    return cls.forward if judged is None else judged[0]
+
+
 def judge_classes(model: nn.Module) -> None:
     """Judge the functions of the classes of a model's modules, which a compiler cannot do."""
     for module in model.modules():
-        own_function(type(module), "forward")
+        for name in ("forward", "gelu"):
+            if hasattr(type(module), name):
+                own_function(type(module), name)
         processor = module.__dict__.get("processor")
         if processor is not None:
             own_function(type(processor), "__call__")
@@ -75,19 +88,19 @@ def own_function(cls: type, name: str) -> bool:
     if compiling():
         return found is None
     owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    own = owner is None or _wrote(owner.__module__, name, vars(owner)[name])
+    own = owner is None or wrote(owner.__module__, name, vars(owner)[name])
     _judged[cls, name] = now, own
     return own
 
 
-def _wrote(file: str, name: str, function: Any) -> bool:
-    """Return True if a function was defined under this name in the file of a module."""
+def wrote(file: str, name: str, function: Any) -> bool:
+    """Return True if a function was defined under this name in a module, or in a package."""
     code, there = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     home = str(there.get("__name__"))
-    inner = getattr(function, "__wrapped__", None)
-    if inner is not None and home.partition(".")[0] in ("torch", file.partition(".")[0]):
-        return _wrote(file, name, inner)  # a decorator of torch or of the author
-    return home == file and (code is None or code.co_name == name)
+    inner, package = getattr(function, "__wrapped__", None), home.partition(".")[0]
+    if inner is not None and package in ("torch", file.partition(".")[0]):
+        return wrote(file, name, inner)  # a decorator of torch or of the author
+    return file in (home, package) and (code is None or code.co_name == name)
 
 
 def replaced_functions() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch.nn.functional as F
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
@@ -15,10 +16,16 @@ from turbo_rcm_patch.patching.plain import (
     hook_names,
     own_function,
     plain_linear,
+    torchs_own,
+    wrote,
 )
 
 #: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
+
+#: Functions that a processor looks up in its file.
+_CALLED: Final = ("dispatch_attention_fn", "_get_qkv_projections", "_get_added_kv_projections")
+_NATIVE: Final = "_native_attention"
 
 
 # --- what a block calls --------------------------------------------------------------------------
@@ -110,12 +117,29 @@ def why_feed_forward(name: str, ff: Any) -> str:
 
 def chosen_backend(processor: Any) -> str:
     """Return the attention backend that the user chose (`set_attention_backend`,
-    `attention_backend`), or "" for torch's own."""
+    `attention_backend`), the function that replaced torch's own, or ""."""
     chosen = getattr(processor, "_attention_backend", None)
     if chosen is None:
         chosen = _AttentionBackendRegistry._active_backend
     name: str = getattr(chosen, "value", chosen)
-    return "" if name == AttentionBackendName.NATIVE.value else name
+    if name == AttentionBackendName.NATIVE.value:
+        return replaced_attention(processor)
+    return name
+
+
+def replaced_attention(processor: Any) -> str:
+    """Return the function of a processor's attention that other code replaced, or ""."""
+    if not torchs_own(F.scaled_dot_product_attention, "scaled_dot_product_attention"):
+        return "torch.nn.functional.scaled_dot_product_attention"
+    call = getattr(type(processor), "__call__", None)
+    file: dict[str, Any] = getattr(call, "__globals__", {})
+    called = {name: file[name] for name in _CALLED if name in file}
+    if called:
+        called[_NATIVE] = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+    for name, function in called.items():
+        if not wrote("diffusers", name, function):
+            return f"{file['__name__']}.{name}"
+    return ""
 
 
 # --- for the report and for int8 Linears ---------------------------------------------------------
