@@ -32,7 +32,13 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Copies, Int8Forward, why_not_int8
+from turbo_rcm_patch.patching.int8_linears import (
+    WRITERS,
+    DropsCopies,
+    Int8Copies,
+    Int8Forward,
+    why_not_int8,
+)
 from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import judge_classes
 from turbo_rcm_patch.patching.record import PatchRecord, record_of
@@ -44,7 +50,17 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 _log = logging.getLogger(__name__)
 
 #: Serialises threads that patch or unpatch one model at once.
-_LOCK: Final = threading.RLock()
+_LOCK = threading.RLock()
+
+
+def _new_lock() -> None:
+    """Replace the lock in a forked child, where the thread that may hold it does not exist."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def patch_model(
