@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.measures import relative_l2
-from tests.patching.models import MODELS, classes, named, run
+from tests.patching.models import MODELS, named, run
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NothingToPatchError
 
@@ -63,7 +63,9 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
 @pytest.mark.parametrize("first", [True, False], ids=["replaced-first", "patched-first"])
-@pytest.mark.parametrize(("one", "cls", "name"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("one", "cls", "name"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_a_function_that_replaced_a_classs_is_called(
     one: Any, cls: Any, name: str, first: bool, linear: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +95,11 @@ def test_a_function_that_replaced_a_classs_is_called(
     fresh = one.model()
     report = patch_model(fresh, attention="exact", linear=linear, guard=False)
     assert relative_l2(run(fresh, inputs), before) <= (TIGHT if linear == "as-is" else 0.05)
-    assert report.fused == sum(pair.runs != "as-written" for pair in report.pairs) == len(report.pairs)
+    assert (
+        report.fused
+        == sum(pair.runs != "as-written" for pair in report.pairs)
+        == len(report.pairs)
+    )
 
 
 @pytest.mark.parametrize("one", MODELS, ids=str)
@@ -284,7 +290,9 @@ def test_a_replaced_function_of_torch_is_called(
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
 def test_a_function_mode_sees_what_the_author_calls(linear: Any) -> None:
     class Sees(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
             return made * 1.25 if func is F.scaled_dot_product_attention else made
 

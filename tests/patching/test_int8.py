@@ -217,9 +217,7 @@ def test_every_third_of_a_weight_is_looked_at(dtype: Any, shape: tuple[int, int]
     with torch.no_grad():
         for axis in (0, 1) if shape[0] > 8 else (0,):
             for start in range(0, shape[axis], size[axis]):
-                part = linear.weight.data.narrow(
-                    axis, start, min(size[axis], shape[axis] - start)
-                )
+                part = linear.weight.data.narrow(axis, start, min(size[axis], shape[axis] - start))
                 for value in (part * 2, part * float("nan"), torch.ones_like(part)):
                     copies.follow()
                     forward.run(x)

@@ -72,6 +72,9 @@ _CANNOT: Final = (
 )
 
 
+_NOTHING: Final = Shares(0.0, 0.0)
+
+
 @dataclass(slots=True)
 class _Forward:
     """The forward that one thread is in.
@@ -275,29 +278,29 @@ class Guard:
             # All ranks that share a sequence go the same way.
             error, skip = self._agree(block, [found.error if found else 0.0, float(not found)])
             if skip or found is None:
-                here.stopped = True
+                here.stopped, self._asked = True, self._asked or here.every
                 if failed:
                     words = f"its author's code failed: {type(failed).__name__}: {failed}"
                     self._skip(block, here, words)
                 return out
-            if block.level != level:  # Another thread raised it while this one computed.
-                continue
             if error > BUDGET and not fresh and block.copies is not None:
                 block.copies.forget()  # A weight may have changed behind its int8 copy.
                 fresh = True
                 continue
-            share, reason = self._share(block, found, notes, dtype, here, first)
             if error > BUDGET:
-                reason = f"{error:.3g} off in {found.where}, budget {BUDGET:g}"
-            level = _next_level(block, notes) if reason else level
-            if level == block.level:
+                share, reason = _NOTHING, f"{error:.3g} off in {found.where}, budget {BUDGET:g}"
+            else:
+                share, reason = self._share(block, found, notes, dtype, here, first)
+            higher = _next_level(block, notes) if reason else level
+            if block.level == level < higher:  # else another thread raised it meanwhile
+                block.raise_level(higher, reason)
+                if not first:  # The fault began later, perhaps in other blocks too.
+                    here.every = self._asked = True
+                self._add(block, here, first, found, LEVEL_WORDS[higher], reason)
+            if block.level == Level.AUTHOR:
+                out, share = expected, _NOTHING
                 break
-            block.raise_level(level, reason)
-            if not first:  # The fault began later, perhaps in other blocks too.
-                here.every = self._asked = True
-            self._add(block, here, first, found, LEVEL_WORDS[level], reason)
-            if level == Level.AUTHOR:
-                out, share = expected, Shares(0.0, 0.0)
+            if block.level == level:
                 break
         if block.level != Level.AUTHOR:
             self._add(block, here, first, found, "kept", found.where)
@@ -320,12 +323,12 @@ class Guard:
     ) -> tuple[Shares, str]:
         """Return the shares of a block, and why it has to run more exactly for the target, or
         ""."""
-        if not first or self._target is None or found.error > BUDGET:
-            return Shares(0.0, 0.0), ""
+        if not first or self._target is None:
+            return _NOTHING, ""
         int8 = any(forward.on for forward in block.int8)
         one = Shares(*self._agree(block, [*shares(found, notes.errors, dtype, int8)]))
         if not math.isfinite(one.author + one.fast):
-            return Shares(0.0, 0.0), ""
+            return _NOTHING, ""
         seen = _sum(here.shares)
         predicted = ((seen.fast + one.fast) / max(seen.author + one.author, 1e-60)) ** 0.5
         if predicted > _AIM * self._target and _next_level(block, notes) < Level.AUTHOR:

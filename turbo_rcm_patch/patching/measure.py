@@ -91,9 +91,7 @@ def _rows_of(length: int) -> tuple[int, int]:
     return every, min(_LAST_ROWS, max(1, length // 16))
 
 
-def measure(
-    fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.dtype
-) -> Measure:
+def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:

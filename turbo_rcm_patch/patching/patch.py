@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
