@@ -72,8 +72,8 @@ class PatchedBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "copies", "guard", "index",
-        "int8", "last", "left", "level", "path", "reason",
+        "__weakref__", "_asked", "_exact", "backend", "block", "config", "copies", "guard",
+        "index", "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -119,9 +119,12 @@ class PatchedBlock:
         if why == GRADIENT:
             for forward in self.int8:
                 forward.forget()
-        elif self.copies is not None and self.copies.begins(self.index) and not capturing(x):
-            if self.guard is None or not self.guard.within_video():
-                self.copies.follow()
+            return
+        copies, guard = self.copies, self.guard
+        if copies is None or not copies.begins(self.index) or capturing(x):
+            return
+        if guard is None or not guard.within_video():
+            copies.follow()
 
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""

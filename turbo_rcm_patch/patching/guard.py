@@ -276,19 +276,19 @@ class Guard:
                 self._refuse_non_finite(block, inputs)
                 found = None
             # All ranks that share a sequence go the same way.
-            error, skip = self._agree(block, [found.error if found else 0.0, float(not found)])
+            off, skip = self._agree(block, [found.error if found else 0.0, float(not found)])
             if skip or found is None:
                 here.stopped, self._asked = True, self._asked or here.every
                 if failed:
                     words = f"its author's code failed: {type(failed).__name__}: {failed}"
                     self._skip(block, here, words)
                 return out
-            if error > BUDGET and not fresh and block.copies is not None:
+            if off > BUDGET and not fresh and block.copies is not None:
                 block.copies.forget()  # A weight may have changed behind its int8 copy.
                 fresh = True
                 continue
-            if error > BUDGET:
-                share, reason = _NOTHING, f"{error:.3g} off in {found.where}, budget {BUDGET:g}"
+            if off > BUDGET:
+                share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
             else:
                 share, reason = self._share(block, found, notes, dtype, here, first)
             higher = _next_level(block, notes) if reason else level
@@ -396,7 +396,7 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
 
     def by_rows(module: nn.Module) -> Callable[..., Any]:
         def call(x: Tensor) -> Tensor:
-            return torch.cat([module(rows) for rows in x.split(_ROWS, dim=1)], 1)
+            return torch.cat([module(rows) for rows in torch.split(x, _ROWS, 1)], 1)
 
         return call
 

@@ -6,10 +6,11 @@ here either. The int8 copy of a weight is made when it is first needed, and agai
 is another object or has another version, address, dtype or device. The model's own functions that
 write weights drop all copies, and so does a forward with gradients.
 
-Writes through `.data`, fused optimizers, `EMAModel.copy_to` and collectives leave a weight's version
-as it was. So the first forward of each video compares some elements of every weight with those of
-the forward before, and makes the copies anew whose weights moved. Where nobody says which forward
-begins a video, every one compares. Writes into a few elements need `refresh(model)`.
+Writes through `.data`, fused optimizers, `EMAModel.copy_to` and collectives leave the version of a
+weight as it was. So the first forward of each video compares some elements of every weight with
+those of the forward before, and makes the copies of weights that moved again. A model that was
+patched without its pipeline does not know which forward begins a video, and compares on every one.
+A write into a few elements needs `refresh(model)`.
 """
 
 from __future__ import annotations
@@ -301,11 +302,9 @@ class Int8Copies:
             same = len(before) == len(forwards) and all(map(is_, before, forwards))
             waiting.append((forwards, (now != values).any(1) if same else None))
         for forwards, moved in waiting:
-            for forward, one in zip(forwards, moved.tolist() if moved is not None else ()):
-                if one:
-                    forward.forget()
-            if moved is None:
-                for forward in forwards:
+            flags = [True] * len(forwards) if moved is None else moved.tolist()
+            for forward, flag in zip(forwards, flags, strict=True):
+                if flag:
                     forward.forget()
         self._seen = seen  # After the copies are dropped: another thread may ask meanwhile.
 

@@ -148,15 +148,17 @@ class _ReadOnly(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         named, schema = kwargs or {}, func._schema
         given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)}
         for one in schema.arguments:
-            value = (given | named).get(one.name)
-            if _is_written(one) or func.namespace == "c10d":
-                if any(isinstance(x, cls) for x in tree_leaves(value)):
-                    cls._refuse(f"{func} of")
-        with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            written = _is_written(one) or func.namespace == "c10d"
+            values = tree_leaves((given | named).get(one.name)) if written else ()
+            if any(isinstance(x, cls) for x in values):
+                cls._refuse(f"{func} of")
+        with torch._C._DisableTorchDispatch():
             made = func(*args, **named)
         if not any(one.alias_info for one in schema.returns):
             return made

@@ -21,8 +21,8 @@ from torch.utils._device import DeviceContext
 #: The dtypes that the kernels take.
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
-#: (class, name) -> its function that was judged last, and True if the author of the class wrote it.
-#: Only a cache: a function is judged by itself.
+#: (class, name) -> its function that was judged last, and True if the author wrote it. Only a
+#: cache: a function is judged by itself.
 _judged: Final[dict[tuple[type, str], tuple[object, bool]]] = {}
 #: Why the author's forward runs where a gradient may be wanted.
 GRADIENT: Final = "a gradient may be wanted (inference runs under torch.no_grad)"
@@ -265,8 +265,9 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
         return "a hook is registered for all modules"
     if replaced := replaced_functions():
         return f"torch.nn.functional.{replaced[0]} was replaced"
+    modes: Any = _get_current_function_mode_stack  # of which a default device is one
     if torch._C._len_torch_function_stack() and any(
-        [type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()]
+        [type(mode) is not DeviceContext for mode in modes()]
     ):
         return "a function mode is active"
     if type(x) is not Tensor:

@@ -131,9 +131,8 @@ def replaced_attention(processor: Any) -> str:
     """Return the function of a processor's attention that other code replaced, or ""."""
     if not torchs_own(F.scaled_dot_product_attention, "scaled_dot_product_attention"):
         return "torch.nn.functional.scaled_dot_product_attention"
-    call = getattr(type(processor), "__call__", None)
-    file: dict[str, Any] = getattr(call, "__globals__", {})
-    called = {name: file[name] for name in _CALLED if name in file}
+    file: dict[str, Any] = getattr(type(processor).__call__, "__globals__", {})
+    called: dict[str, Any] = {name: file[name] for name in _CALLED if name in file}
     if called:
         called[_NATIVE] = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
     for name, function in called.items():
