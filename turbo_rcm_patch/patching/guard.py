@@ -64,7 +64,7 @@ _STRIDE: Final = 7
 _AIM: Final = 0.95
 #: Members of a block that compute row by row, and the number of rows that they get at a time.
 _BY_ROWS: Final = ("ffn", "ff")
-_ROWS: Final = 8192
+_ROWS: Final = 4096
 #: What an error says if code cannot run here or memory is short, beside the errors of that kind.
 _CANNOT: Final = (
     *("out of memory", "allocate memory", "not enough memory", "no kernel image"),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from operator import is_
 from typing import Any, Final
 
@@ -283,19 +284,23 @@ class Int8Copies:
         _thread.last = id(self), index
         return owner != id(self) or index <= before
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def follow(self) -> None:
         """Drop the copies of weights that moved since the last call. This waits for the device."""
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return
-        groups: dict[Any, list[Int8Forward]] = {}
+        groups: dict[Any, tuple[list[Int8Forward], list[Tensor]]] = {}
         for forward in self._forwards:
             weight = forward.linear._parameters.get("weight")
-            if type(weight) is nn.Parameter and not weight.is_meta:
-                groups.setdefault((weight.device, weight.dtype), []).append(forward)
+            if type(weight) is nn.Parameter:
+                group = groups.setdefault((weight.device, weight.dtype), ([], []))
+                group[0].append(forward)
+                group[1].append(_some(weight))
         seen, waiting = {}, []
-        for key, forwards in groups.items():
-            now = torch.stack([_some(one.linear._parameters["weight"]) for one in forwards])
+        for key, (forwards, some) in groups.items():
+            if key[0].type == "meta":
+                continue
+            now = torch.cat(some)
             now = now.view(torch.int16 if now.element_size() == 2 else torch.int32)
             before, values = self._seen.get(key, ([], now))
             seen[key] = forwards, now
@@ -310,15 +315,18 @@ class Int8Copies:
 
 
 def _some(weight: Tensor) -> Tensor:
-    """Return some elements of a weight, evenly spaced: [_SAMPLES]."""
-    if not weight.is_contiguous():
-        weight = weight.detach().diagonal()
-        return weight[torch.linspace(0, len(weight) - 1, _SAMPLES).long()]
-    step = (weight.numel() - 1) // (_SAMPLES - 1)
-    columns = weight.shape[1]
-    if step > columns:
-        step -= (step - int(_RIGHT * columns)) % columns
-    return weight.as_strided((_SAMPLES,), (step,), weight.storage_offset())
+    """Return some elements of a weight, evenly spaced: [1, _SAMPLES]."""
+    if weight.is_contiguous():
+        return weight.as_strided((1, _SAMPLES), (1, _step(weight.shape)))
+    line = weight.diagonal()
+    return line[torch.linspace(0, len(line) - 1, _SAMPLES).long()].unsqueeze(0)
+
+
+@lru_cache
+def _step(shape: torch.Size) -> int:
+    rows, columns = shape
+    step = (rows * columns - 1) // (_SAMPLES - 1)
+    return step - (step - int(_RIGHT * columns)) % columns if step > columns else step
 
 
 class DropsCopies:

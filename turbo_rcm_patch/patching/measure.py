@@ -38,10 +38,11 @@ _WHOLE: Final = 4096
 _TAKEN_OFF: Final = 0.5
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
-#: Bytes of an attention's logits, and of its keys in fp32, at a time. Four tensors of the first
-#: size and eight of the second are held.
-_LOGITS: Final = 128 << 20
-_KEYS: Final = 24 << 20
+#: Bytes that the heads that are measured at a time may hold, where the queries are not larger. For
+#: every key a head holds about eight times its channels and six times its rows in fp32.
+_LEAST: Final = 32 << 20
+_CHANNELS: Final = 8
+_LOGITS: Final = 6
 #: Largest number of parts into which the keys are split for the product with the values. Without
 #: a split, one or two multiprocessors per head would loop over all keys.
 _PARTS: Final = 16
@@ -251,10 +252,11 @@ def attention_errors(given: Operands) -> tuple[float, float]:
         )
         for n in (wide_q.x.shape[1], keys)
     )  # fmt: skip
-    most = min(_LOGITS // wide_q.x.shape[1], _KEYS // dim) // (4 * batch * keys)
+    held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * wide_q.x.shape[1])
+    most = max(1, max(_LEAST, q.nbytes) // held)
     sums = torch.zeros(4, device=q.device, dtype=torch.float32)
-    for start in range(0, heads, max(1, most)):
-        some = slice(start * dim, (start + max(1, most)) * dim)
+    for start in range(0, heads, most):
+        some = slice(start * dim, (start + most) * dim)
         qh, kh = wide_q.of(some), wide_k.of(some)
         vh = split_heads(v[..., some], qh.shape[1])
         v_wide = vh.to(torch.float32, memory_format=torch.contiguous_format)

@@ -23,7 +23,15 @@ from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, Sparsity, unchecked
 from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_linears import int8_forward
-from turbo_rcm_patch.patching.plain import bare, compiling, own_function, plain_linear, readable
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
+from turbo_rcm_patch.patching.plain import (
+    bare,
+    compiling,
+    hooked,
+    own_function,
+    plain_linear,
+    readable,
+)
 
 WIDE: Final = torch.float32
 
@@ -363,6 +371,8 @@ def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
             x = forward.run(h, "gelu-tanh")
         elif plain_linear(linear, h) and (bias := linear.bias) is not None:
             x = unchecked.linear_gelu(h, linear.weight, bias)
+        elif type(linear) is Int8Linear and not hooked(linear):  # in place: its result is new
+            x = torch.ops.aten.gelu_(linear(h), approximate="tanh")
         else:
             x = F.gelu(linear(h), approximate="tanh")
     for module in rest:
