@@ -6,17 +6,21 @@ import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
 
 from tests.measures import relative_l2
 from tests.patching.models import named, run
+from tests.ranks import on_ranks
 from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
+from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attach_int8
 
 BF16 = torch.bfloat16
@@ -75,15 +79,180 @@ def test_a_copy_follows_its_weight(name: str) -> None:
     assert torch.equal(made, product(linear, x))
 
 
-def test_a_write_through_data_needs_refresh() -> None:
+def test_a_write_into_a_few_elements_through_data_needs_refresh() -> None:
     model = WAN.model()
     patch_model(model, linear="int8")
     linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
     with torch.no_grad():
         linear(x)
-        linear.weight.data.mul_(-2)
+        linear.weight.data[1, 1] = 20
         refresh(model)
         assert torch.equal(linear(x), product(linear, x))
+
+
+# --- writes that leave a weight's version as it was ----------------------------------------------
+
+
+def moved(model: Any) -> list[torch.Tensor]:
+    """Other weights of the same Linears."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        one.weight + 0.1 * torch.randn(one.weight.shape, generator=generator).to(one.weight)
+        for block in model.blocks
+        for one in (block.attn1.to_q, block.attn1.to_v, block.ffn.net[2])
+    ]
+
+
+def weights(model: Any) -> list[nn.Parameter]:
+    return [
+        one.weight
+        for block in model.blocks
+        for one in (block.attn1.to_q, block.attn1.to_v, block.ffn.net[2])
+    ]
+
+
+def data_copy(model: Any) -> None:
+    for weight, other in zip(weights(model), moved(model), strict=True):
+        weight.data.copy_(other)
+
+
+def data_add(model: Any) -> None:
+    for weight, other in zip(weights(model), moved(model), strict=True):
+        weight.data += other - weight
+
+
+def ema_copy_to(model: Any) -> None:
+    from diffusers.training_utils import EMAModel
+
+    EMAModel(moved(model)).copy_to(weights(model))
+
+
+def one_vector(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(moved(model))
+    nn.utils.vector_to_parameters(vector, weights(model))
+
+
+def fused_adamw(model: Any) -> None:
+    inputs = WAN.inputs()
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    model(**inputs)[0].square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+    model.requires_grad_(False)
+
+
+def adamw_without_a_forward(model: Any) -> None:
+    """Gradients from elsewhere, as an accumulating trainer has them."""
+    for weight, other in zip(weights(model), moved(model), strict=True):
+        weight.grad = weight.detach() - other
+    torch.optim.AdamW(weights(model), lr=0.1, fused=True).step()
+    for weight in weights(model):
+        weight.grad = None
+
+
+def merge_lora(model: Any) -> None:
+    torch.manual_seed(7)
+    model.add_adapter(
+        LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    )
+    model.eval().requires_grad_(False)
+    for module in model.modules():
+        if hasattr(module, "merge") and hasattr(module, "base_layer"):
+            module.merge()
+
+
+def collective(name: str) -> Any:
+    def change(model: Any) -> None:
+        for weight, other in zip(weights(model), moved(model), strict=True):
+            if name == "broadcast":
+                weight.data[:] = other if dist.get_rank() == 0 else weight.data
+                dist.broadcast(weight, 0)
+            else:
+                dist.all_reduce(weight.data)
+
+    return change
+
+
+WRITES = [data_copy, data_add, ema_copy_to, one_vector, fused_adamw, adamw_without_a_forward,
+          merge_lora]  # fmt: skip
+
+
+def follows(write: Any, guard: bool) -> None:
+    unpatched, model, inputs = WAN.model(), WAN.model(), WAN.inputs()
+    report = patch_model(model, attention="exact", linear="int8", guard=guard, fidelity=None)
+    before = run(model, inputs)
+    write(unpatched)
+    write(model)
+    made, expected = run(model, inputs), run(unpatched, inputs)
+    assert relative_l2(before, expected) > 0.15
+    assert relative_l2(made, expected) < 0.05
+    assert not report.guard.decisions
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_the_next_forward_has_copies_of_weights_that_were_written(write: Any, guard: bool) -> None:
+    follows(write, guard)
+
+
+def follows_a_collective(rank: int, name: str) -> None:
+    follows(collective(name), guard=True)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("name", ["broadcast", "all_reduce"])
+def test_the_next_forward_has_copies_of_weights_that_came_from_other_ranks(name: str) -> None:
+    on_ranks(2, follows_a_collective, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (64, 512), (512, 64), (8, 16)], ids=str)
+def test_every_third_of_a_weight_is_looked_at(dtype: Any, shape: tuple[int, int]) -> None:
+    """A third of the rows, or of the columns, that moves is seen, also from NaN to a number."""
+    linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+    forward = Int8Forward(linear, "auto")
+    copies, x = Int8Copies([forward]), torch.randn(1, 4, shape[1], dtype=dtype)
+    size = [max(1, -(-n // 3)) for n in shape]
+    with torch.no_grad():
+        for axis in (0, 1) if shape[0] > 8 else (0,):
+            for start in range(0, shape[axis], size[axis]):
+                part = linear.weight.data.narrow(axis, start, min(size[axis], shape[axis] - start))
+                for value in (part * 2, part * float("nan"), torch.ones_like(part)):
+                    copies.follow()
+                    forward.run(x)
+                    copies.follow()
+                    assert forward._made is not None  # nothing moved
+                    part.copy_(value)
+                    copies.follow()
+                    assert forward._made is None
+
+
+class Pipeline(SimpleNamespace):
+    """As much of a pipeline as the guard asks for its step."""
+
+
+def test_weights_are_compared_once_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    scheduler = SimpleNamespace(_step_index=None, timesteps=[4, 3, 2, 1])
+    pipe = Pipeline(transformer=model, scheduler=scheduler)
+    patch_model(pipe, attention="exact", linear="int8", fidelity=None)
+    own, calls = Int8Copies.follow, []
+    monkeypatch.setattr(Int8Copies, "follow", lambda self: (calls.append(1), own(self)))
+    for video in (1, 2, 3):
+        for step in (None, 1, 2, 3):
+            scheduler._step_index = step
+            run(model, inputs)
+        assert len(calls) == video
+    scheduler._step_index = 4  # a forward after a video, without the pipeline
+    run(model, inputs)
+    assert len(calls) == 4
+    scheduler._step_index = 2  # gradients within a video drop the copies without a comparison
+    fused_adamw(model)
+    made = run(model, inputs)
+    assert len(calls) == 4
+    unpatch_model(model)
+    assert relative_l2(made, run(model, inputs)) < 0.05
 
 
 def test_a_lora_beside_int8_is_nearer_than_one_fused_and_quantised() -> None:
@@ -171,8 +340,48 @@ def test_a_weight_that_is_int8_alone_can_be_read_and_not_written() -> None:
     assert count == 20
     linear = model.blocks[0].attn1.to_q
     assert relative_l2(linear.weight, weight) < 0.01
+    assert relative_l2(torch.from_numpy(linear.weight.detach().numpy()), weight) < 0.01
     with pytest.raises(DroppedWeightError, match="Fuse adapters before"):
         linear.weight += 1
+    with pytest.raises(DroppedWeightError, match="Fuse adapters before"):
+        linear.weight.data = weight
+
+
+LOST = {
+    "data": lambda w, x: w.data.copy_(x),
+    "data-add": lambda w, x: w.data.add_(x),
+    "set": lambda w, x: w.set_(x),
+    "init": lambda w, x: nn.init.normal_(w),
+    "foreach": lambda w, x: torch._foreach_copy_([w.data], [x]),
+    "out": lambda w, x: torch.add(x, x, out=w.data),
+    "row": lambda w, x: w.unbind(0)[0].zero_(),
+    "flat": lambda w, x: w.flatten().__setitem__(0, 1.0),
+    "view": lambda w, x: w.detach().T.chunk(2)[0].zero_(),
+    "vector": lambda w, x: nn.utils.vector_to_parameters(x.flatten(), [w]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_write_that_would_be_lost_is_refused(name: str) -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8-only")
+    weight: Any = model.blocks[0].attn1.to_q.weight
+    with pytest.raises(DroppedWeightError, match="int8 alone"):
+        LOST[name](weight, torch.ones(128, 128))
+
+
+def refuses_collectives(rank: int) -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8-only")
+    weight = model.blocks[0].attn1.to_q.weight
+    for call in (lambda: dist.broadcast(weight, 0), lambda: dist.all_reduce(weight.data)):
+        with pytest.raises(DroppedWeightError, match="int8 alone"):
+            call()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_a_collective_into_int8_alone_is_refused() -> None:
+    on_ranks(1, refuses_collectives)
 
 
 @pytest.mark.parametrize("way", ["kept", "patched", "copied", "pickled"])

@@ -112,6 +112,29 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         patch_model(model)
 
 
+def refuses_uneven_heads(rank: int, name: str, options: dict[str, Any]) -> None:
+    model, inputs = named(name).model(), named(name).inputs()
+    enable(model)
+    with pytest.raises((RuntimeError, ValueError)):
+        run(model, inputs)
+    model = named(name).model()
+    patch_model(model, **options)
+    enable(model)
+    for _ in range(2):
+        with pytest.raises(ContextParallelError, match=r"heads; expected a multiple of"):
+            run(model, inputs)
+
+
+@pytest.mark.parametrize("name", ["three-heads-of-24", "head-dim-128"])
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+@pytest.mark.parametrize("guard", [True, False])
+def test_heads_that_ranks_cannot_share_are_refused_whatever_came_first(
+    name: str, attention: str, guard: bool
+) -> None:
+    """The unpatched model raises too. One head is fewer than the ranks."""
+    on_ranks(2, refuses_uneven_heads, name, {"attention": attention, "guard": guard})
+
+
 def test_another_parallelism_is_refused() -> None:
     model = named("t2v").model()
     model._parallel_config = SimpleNamespace(context_parallel_config=None)

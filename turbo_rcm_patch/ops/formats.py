@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -81,6 +82,17 @@ class Int8Tensor(NamedTuple):
 
     data: Tensor
     scale: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        """Compute the product of a Linear whose int8 forward was removed while rows were on their
+        way to it."""
+        assert func is F.linear
+        (int8, scale), weight, bias = args
+        x = int8[..., : weight.shape[1]] * scale.unsqueeze(-1)
+        return F.linear(x.to(weight.dtype), weight, bias)
 
 
 def padded_channels(channels: int) -> int:

@@ -16,9 +16,16 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.int8_linears import Int8Forward
+from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 from turbo_rcm_patch.patching.pieces import Notes
-from turbo_rcm_patch.patching.plain import author_class, compiling, why_not_inference
+from turbo_rcm_patch.patching.plain import (
+    GRADIENT,
+    author_forward,
+    capturing,
+    compiling,
+    foreign,
+    why_not_inference,
+)
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -61,13 +68,15 @@ class PatchedBlock:
         guard: Compares the block with its author's code now and then; None without a guard.
         index: The number of the block among the patched ones, in the order in which they run.
         int8: The int8 forwards of its Linears.
+        copies: The int8 copies of the model's weights; None without any.
         last: Why the last call outside a compiler ran the author's forward, or the numbers of
             queries and of keys of a fused call.
         backend: The attention backend that was chosen and not used on that call, or "".
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "head_dim",
+        "__weakref__", "_asked", "_exact", "backend", "block", "config", "copies", "guard",
+        "head_dim",
         "index", "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
@@ -88,6 +97,7 @@ class PatchedBlock:
         self.guard: Guard | None = None
         self.index = 0
         self.int8: list[Int8Forward] = []
+        self.copies: Int8Copies | None = None
         self.last: str | tuple[int, int] | None = None
 
     @property
@@ -116,6 +126,7 @@ class PatchedBlock:
             return self.author if why else None
         self.last = why or self.lengths(*inputs)
         self.backend = "" if why else self.unused_backend()
+        self.renew_copies(why, self.streams(inputs)[0])
         if why:
             return self.author
         guard = self.guard
@@ -126,10 +137,21 @@ class PatchedBlock:
         assert self.guard is not None
         return self.guard.compare(self, inputs)
 
+    def renew_copies(self, why: str, x: Tensor) -> None:
+        """Drop int8 copies of weights that may have moved, at a forward's first block."""
+        if why == GRADIENT:
+            for forward in self.int8:
+                forward.forget()
+            return
+        copies, guard = self.copies, self.guard
+        if copies is None or not copies.begins(self.index) or capturing(x):
+            return
+        if guard is None or not guard.within_video():
+            copies.follow()
+
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
-        forward: Any = author_class(self.block).forward
-        return forward(self.block, *inputs)
+        return author_forward(self.block)(self.block, *inputs)
 
     def raise_level(self, level: Level, reason: str) -> None:
         """Run the block at this level from now on, if it is higher than the present one."""
@@ -160,6 +182,21 @@ class PatchedBlock:
         )  # SLA is never exact by length
         return "length" if auto and "exact" in self.words() else "asked"
 
+    def foreign(self) -> str:
+        """Return what keeps the guard from running the author's forward a second time, or ""."""
+        replaced = self.replaced_attention()
+        return foreign(self.block) or (replaced and f"{replaced} was replaced")
+
+    def replaced_attention(self) -> str:
+        """Return the attention that the author's code would call if other code replaced it, or
+        ""."""
+        return ""
+
+    def why_replaced(self) -> str:
+        """Return why the author's forward runs where exact attention has been replaced, or ""."""
+        replaced = self.config.attention == "exact" and self.replaced_attention()
+        return f"{replaced} was replaced" if replaced else ""
+
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None
@@ -171,10 +208,11 @@ class PatchedBlock:
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
         chosen = self.unused_backend() or self.backend
-        if not chosen:
+        if not chosen or self.why_replaced():
             return []
+        kind = "function" if "." in chosen else "backend"
         return [
-            f"the attention backend {chosen!r} is chosen and not used, because the model is "
+            f"the attention {kind} {chosen!r} is chosen and not used, because the model is "
             f"patched with attention={self.config.attention!r}; attention='exact' uses it"
         ]
 

@@ -10,7 +10,12 @@ its level too, by the predicted error of the network. A call that raises the lev
 the result at the new level, so equal inputs give equal results.
 
 The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
-author's forward runs anyway.
+author's forward runs anyway. A block that holds something foreign is not run a second time. Where
+the author's code cannot run, or memory is short, the next forward tries again.
+
+What a forward learns belongs to it until the block is decided, so forwards of several threads
+decide alike. The guard keeps few rows of each stream, measures an attention as soon as it has run,
+and gives the author's feed-forward its rows in parts: it needs little more memory than the block.
 """
 
 from __future__ import annotations
@@ -32,9 +37,18 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
-from turbo_rcm_patch.patching.measure import BUDGET, Measure, Stages, measure, shares
-from turbo_rcm_patch.patching.pieces import Notes
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.measure import (
+    BUDGET,
+    Measure,
+    Shares,
+    Stages,
+    attention_errors,
+    measure,
+    sample,
+    shares,
+)
+from turbo_rcm_patch.patching.pieces import Notes, Operands
+from turbo_rcm_patch.patching.plain import author_class, capturing
 from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, When
 
 _log = logging.getLogger(__name__)
@@ -48,6 +62,17 @@ _PAUSES: Final = (3, 5)
 _STRIDE: Final = 7
 #: The prediction has to stay below this share of the target, so that later blocks have room.
 _AIM: Final = 0.95
+#: Members of a block that compute row by row, and the number of rows that they get at a time.
+_BY_ROWS: Final = ("ffn", "ff")
+_ROWS: Final = 4096
+#: What an error says if code cannot run here or memory is short, beside the errors of that kind.
+_CANNOT: Final = (
+    *("out of memory", "allocate memory", "not enough memory", "no kernel image"),
+    *("not implemented", "not supported", "not compiled with", "Could not run", "cpu tensor"),
+)
+
+
+_NOTHING: Final = Shares(0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -57,18 +82,22 @@ class _Forward:
     Attributes:
         index: The last block that began.
         way: The attention options that hold beside the blocks' levels.
+        shares: What is known of the blocks that were compared on their first forward, by index.
         step: Index of the denoising step, None if it is unknown.
         last: True on the last denoising step.
         sample: Index of the one block to compare on this forward, -1 for none.
         every: True if all blocks are compared on this forward.
+        stopped: True if a comparison could not run; no other is tried on this forward.
     """
 
     index: int = 1 << 30
     way: tuple[Any, ...] = ()
+    shares: dict[int, Shares] = field(default_factory=dict)
     step: int | None = None
     last: bool = False
     sample: int = -1
     every: bool = False
+    stopped: bool = False
 
 
 @dataclass(slots=True)
@@ -76,16 +105,45 @@ class _Compared:
     """The comparisons of one way to run so far.
 
     Attributes:
-        first: Indices of blocks that were compared on their first forward.
+        shares: Of the blocks that were compared on their first forward, by index.
         last: Indices of blocks that were compared on a last step.
-        author: Sum of `Shares.author` over the blocks so far.
-        fast: Sum of `Shares.fast`.
     """
 
-    first: set[int] = field(default_factory=set)
+    shares: dict[int, Shares] = field(default_factory=dict)
     last: set[int] = field(default_factory=set)
-    author: float = 0.0
-    fast: float = 0.0
+
+
+class _Notes(Notes):
+    """Notes that keep little memory: some rows of the streams, and the errors of the attention.
+
+    Args:
+        measures: True to measure the attention.
+
+    Attributes:
+        errors: The errors of the attention, or None.
+        failed: The error that ended the measurement, or None.
+    """
+
+    class _Rows(list[tuple[Tensor, ...]]):
+        def append(self, streams: tuple[Tensor, ...]) -> None:
+            super().append(sample(streams))
+
+    def __init__(self, measures: bool) -> None:
+        super().__init__()
+        self.streams = self._Rows()
+        self.errors: tuple[float, float] | None = None
+        self.failed: Exception | None = None
+        self._measures = measures
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "attention" or value is None:
+            super().__setattr__(name, value)
+        elif self._measures:
+            try:
+                self.errors = attention_errors(Operands(*value))
+            except Exception as error:
+                _raise_unless_cannot_run(error)
+                self.failed = error
 
 
 class Guard:
@@ -138,8 +196,13 @@ class Guard:
 
         It is the largest over all ways to run, and None before all blocks of one were compared.
         """
-        found = [(s.fast / s.author) ** 0.5 for s in self._seen.values() if s.author]
-        return max(found, default=None)
+        seen = [_sum(seen.shares) for seen in list(self._seen.values())]
+        return max([(one.fast / one.author) ** 0.5 for one in seen if one.author], default=None)
+
+    def within_video(self) -> bool:
+        """Return True if the pipeline is known to be past the first step of a video."""
+        now = None if self._pipe is None else _step_of(self._pipe())
+        return now is not None and 0 < now[0] < now[1]
 
     # --- which blocks ----------------------------------------------------------------------------
 
@@ -151,26 +214,28 @@ class Guard:
         if block.index <= here.index:  # Blocks run in order, so a new forward began.
             self._begin(here, block, inputs)
         here.index = block.index
+        if here.stopped:
+            return False
         if here.every or block.index == here.sample:
             return True
-        seen = self._seen[here.way]
-        if block.index not in seen.first:
-            return not _capturing(block.streams(inputs)[0])
-        return here.last and block.index not in seen.last
+        if block.index not in here.shares:
+            return not capturing(block.streams(inputs)[0])
+        return here.last and block.index not in self._seen[here.way].last
 
     def _begin(self, here: _Forward, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
         x = block.streams(inputs)[0]
         one = ops.resolved(block._asked, x.device, *block.lengths(*inputs))
         here.way = x.dtype, x.device.type, one.attention, one.pv
-        self._seen.setdefault(here.way, _Compared())
+        here.shares = dict(self._seen.setdefault(here.way, _Compared()).shares)
+        here.stopped = False
         now = None if self._pipe is None else _step_of(self._pipe())
         here.step = None if now is None else now[0]
         here.last = now is not None and now[0] == now[1] - 1
-        capturing = _capturing(x)
-        here.every, self._asked = self._asked and not capturing, self._asked and capturing
+        captured = capturing(x)
+        here.every, self._asked = self._asked and not captured, self._asked and captured
         self._turn += 1
         here.sample = -1
-        if self._turn >= self._due and not capturing:
+        if self._turn >= self._due and not captured:
             self._due = self._turn + _PAUSES[self._turn % 2]
             here.sample = self._sampled = (self._sampled + self._stride) % self._count
 
@@ -184,72 +249,100 @@ class Guard:
             The result of the block at its level from now on.
         """
         here: _Forward = self._threads.here
-        seen, dtype = self._seen[here.way], block.streams(inputs)[0].dtype
-        first = block.index not in seen.first
-        notes = Notes()
-        out = block.fast(notes, *inputs)
-        try:
-            author, expected = _author(block, inputs)
-        except Exception as error:  # The author's code may miss a package or a device.
-            words = f"its author's code failed: {type(error).__name__}: {error}"
-            self._add(block, here, first, None, "not compared", words)
-            seen.first.add(block.index)
-            return out
+        if foreign := block.foreign():
+            self._skip(block, here, f"{foreign}, which is not run a second time")
+            return block.fast(None, *inputs)
+        streams = block.streams(inputs)
+        lengths, dtype = [x.shape[1] for x in streams], streams[0].dtype
+        first, fresh = block.index not in here.shares, not block.int8
+        author: Stages = []
+        expected = out = None
         while True:
-            fast = [author[0], *notes.streams, block.streams(out)]
-            found = measure(fast, author, dtype)
-            if found.error == float("inf"):
-                self._refuse_non_finite(block, inputs, author)
-            reason = self._why_over(block, found, notes, dtype, here, first)
-            level = block.level if not reason else _next_level(block, notes)
-            if level == block.level:
-                break
-            block.raise_level(level, reason)
-            if not first:  # The fault began later, perhaps in other blocks too.
-                here.every = self._asked = True
-            self._add(block, here, first, found, LEVEL_WORDS[level], reason)
-            if level == Level.AUTHOR:
-                out = expected
-                break
-            notes = Notes()
+            level, out = block.level, None  # Frees the result of a lower level.
+            notes = _Notes(first and self._target is not None)
             out = block.fast(notes, *inputs)
+            found, failed = None, notes.failed
+            try:
+                if not author and not failed:
+                    author, expected = _author(block, inputs)
+                if not failed:
+                    fast = [author[0], *notes.streams, sample(block.streams(out))]
+                    found = measure(fast, author, lengths, dtype)
+            except Exception as error:
+                _raise_unless_cannot_run(error)
+                failed = error
+            # Nothing can be learned where the author's own result is not finite.
+            if found is not None and found.error == math.inf and not _finite(author):
+                self._refuse_non_finite(block, inputs)
+                found = None
+            # All ranks that share a sequence go the same way.
+            off, skip = self._agree(block, [found.error if found else 0.0, float(not found)])
+            if skip or found is None:
+                here.stopped, self._asked = True, self._asked or here.every
+                if failed:
+                    words = f"its author's code failed: {type(failed).__name__}: {failed}"
+                    self._skip(block, here, words)
+                return out
+            if off > BUDGET and not fresh and block.copies is not None:
+                block.copies.forget()  # A weight may have changed behind its int8 copy.
+                fresh = True
+                continue
+            if off > BUDGET:
+                share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
+            else:
+                share, reason = self._share(block, found, notes, dtype, here, first)
+            higher = _next_level(block, notes) if reason else level
+            if block.level == level < higher:  # else another thread raised it meanwhile
+                block.raise_level(higher, reason)
+                if not first:  # The fault began later, perhaps in other blocks too.
+                    here.every = self._asked = True
+                self._add(block, here, first, found, LEVEL_WORDS[higher], reason)
+            if block.level == Level.AUTHOR:
+                out, share = expected, _NOTHING
+                break
+            if block.level == level:
+                break
         if block.level != Level.AUTHOR:
             self._add(block, here, first, found, "kept", found.where)
-        seen.first.add(block.index)
+        seen = self._seen[here.way]
+        if first:
+            here.shares[block.index] = share
+            seen.shares.setdefault(block.index, share)
         if here.last:
             seen.last.add(block.index)
         return out
 
-    def _why_over(
+    def _share(
         self,
         block: PatchedBlock,
         found: Measure,
-        notes: Notes,
+        notes: _Notes,
         dtype: torch.dtype,
         here: _Forward,
         first: bool,
-    ) -> str:
-        """Return why a block has to run more exactly, or "" after counting its shares."""
-        (error,) = self._agree(block, [found.error])
-        if error > BUDGET:
-            return f"{error:.3g} off in {found.where}, budget {BUDGET:g}"
+    ) -> tuple[Shares, str]:
+        """Return the shares of a block, and why it has to run more exactly for the target, or
+        ""."""
         if not first or self._target is None:
-            return ""
+            return _NOTHING, ""
         int8 = any(forward.on for forward in block.int8)
-        one = shares(found, notes.attention, dtype, int8)
-        author, fast = self._agree(block, [one.author, one.fast])
-        seen = self._seen[here.way]
-        predicted = ((seen.fast + fast) / max(seen.author + author, 1e-60)) ** 0.5
+        one = Shares(*self._agree(block, [*shares(found, notes.errors, dtype, int8)]))
+        if not math.isfinite(one.author + one.fast):
+            return _NOTHING, ""
+        seen = _sum(here.shares)
+        predicted = ((seen.fast + one.fast) / max(seen.author + one.author, 1e-60)) ** 0.5
         if predicted > _AIM * self._target and _next_level(block, notes) < Level.AUTHOR:
-            return f"the network's error would be {predicted:.2f}, target {self._target:g}"
-        seen.author += author
-        seen.fast += fast
-        return ""
+            return one, f"the network's error would be {predicted:.2f}, target {self._target:g}"
+        return one, ""
 
-    def _refuse_non_finite(
-        self, block: PatchedBlock, inputs: tuple[Any, ...], author: Stages
-    ) -> None:
-        """Raise NonFiniteInputError if the author's result is not finite either."""
+    def _skip(self, block: PatchedBlock, here: _Forward, words: str) -> None:
+        """Record once that a block was not compared."""
+        if not any(one.path == block.path and one.where == words for one in self.log.skipped):
+            self._add(block, here, block.index not in here.shares, None, "not compared", words)
+            _log.warning("%s is not compared: %s", block.path, words)
+
+    def _refuse_non_finite(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
+        """Raise NonFiniteInputError if the first block was given an input that is not finite."""
         if block.index == 0:
             bad = [x for x in inputs if isinstance(x, Tensor) and not bool(x.isfinite().all())]
             if bad:
@@ -286,7 +379,8 @@ def _next_level(block: PatchedBlock, notes: Notes) -> Level:
 
 
 def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
-    """Run the author's block, and return its residual streams after each branch and its output.
+    """Run the author's block, and return rows of its residual streams after each branch and its
+    output.
 
     The author's forward runs on a shallow copy whose stages record their inputs. The block itself
     is not changed, because another thread may be running it.
@@ -295,18 +389,45 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
 
     def noting(module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(block.streams(args))
+            found.append(sample(block.streams(args)))
             return module(*args, **kwargs)
+
+        return call
+
+    def by_rows(module: nn.Module) -> Callable[..., Any]:
+        def call(x: Tensor) -> Tensor:
+            return torch.cat([module(rows) for rows in torch.split(x, _ROWS, 1)], 1)
 
         return call
 
     twin = object.__new__(type(block.block))
     vars(twin).update(vars(block.block))
+    for name in _BY_ROWS:
+        if name in block.block._modules:
+            vars(twin)[name] = by_rows(getattr(block.block, name))
     for name in block.stages:
         vars(twin)[name] = noting(getattr(block.block, name))
     with in_16_bits():
         out = author_class(twin).forward(twin, *inputs)
-    return [*found, block.streams(out)], out
+    return [*found, sample(block.streams(out))], out
+
+
+def _raise_unless_cannot_run(error: Exception) -> None:
+    """Raise an error again unless it says that code cannot run here or that memory is short."""
+    kinds = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
+    device = getattr(torch, "AcceleratorError", RuntimeError)
+    words = type(error) in (RuntimeError, ValueError, AssertionError, device)
+    if not (isinstance(error, kinds) or (words and any(one in str(error) for one in _CANNOT))):
+        raise error
+
+
+def _finite(stages: Stages) -> bool:
+    return all(bool(x.isfinite().all()) for streams in stages for x in streams)
+
+
+def _sum(found: dict[int, Shares]) -> Shares:
+    every = list(found.values())
+    return Shares(sum(one.author for one in every), sum(one.fast for one in every))
 
 
 def _step_of(pipe: object) -> tuple[int, int] | None:
@@ -317,7 +438,3 @@ def _step_of(pipe: object) -> tuple[int, int] | None:
     if timesteps is None or len(timesteps) == 0:
         return None
     return int(getattr(scheduler, "_step_index", None) or 0), len(timesteps)
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

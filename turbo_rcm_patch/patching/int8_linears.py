@@ -4,8 +4,13 @@ The forward is an instance attribute of the Linear itself. A LoRA wraps the Line
 an int8 base and a 16-bit low-rank part add up. Hooks, offloading and replaced Linears need no code
 here either. The int8 copy of a weight is made when it is first needed, and again when the weight
 is another object or has another version, address, dtype or device. The model's own functions that
-write weights drop all copies. A write through `.data` by hand is not noticed: call
-`refresh(model)` after it.
+write weights drop all copies, and so does a forward with gradients.
+
+Writes through `.data`, fused optimizers, `EMAModel.copy_to` and collectives leave the version of a
+weight as it was. So the first forward of each video compares some elements of every weight with
+those of the forward before, and makes the copies of weights that moved again. A model that was
+patched without its pipeline does not know which forward begins a video, and compares on every one.
+A write into a few elements needs `refresh(model)`.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -24,11 +31,16 @@ from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
-from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
+from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked, own_function
 
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
 #: because it would hold the memory that offloading saves.
 _MOVES: Final = 3
+
+#: Elements of a weight that are compared, and the share of a row by which each is further right
+#: than the one before, so that they lie in all parts of rows and columns.
+_SAMPLES: Final = 32
+_RIGHT: Final = 0.618
 
 #: Functions of a diffusers model that write or move weights without changing their versions.
 WRITERS: Final = (
@@ -42,7 +54,10 @@ WRITERS: Final = (
 
 
 class _Thread(threading.local):
+    #: True to run Linears as their authors wrote them.
     wide = False
+    #: The copies and the index of the block that ran last.
+    last = (0, 0)
 
 
 _thread: Final = _Thread()
@@ -194,7 +209,7 @@ def _serves(linear: Any, x: Tensor) -> bool:
     if any([p.device != device for p in held]):
         return False
     wants = torch.is_grad_enabled() and (x.requires_grad or any([p.requires_grad for p in held]))
-    return not wants
+    return not wants and own_function(type(linear), "forward")
 
 
 def int8_forward(module: Any) -> Int8Forward | None:
@@ -205,6 +220,8 @@ def int8_forward(module: Any) -> Int8Forward | None:
         return None
     forward = getattr(installed, "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
+        return None
+    if not own_function(type(module), "forward"):
         return None
     return forward if _holds_plainly(module) else None
 
@@ -246,18 +263,85 @@ def why_not_int8(module: nn.Module) -> str:
     return ""
 
 
+class Int8Copies:
+    """The int8 copies of a model's weights.
+
+    Args:
+        forwards: The int8 forwards of its Linears.
+    """
+
+    def __init__(self, forwards: list[Int8Forward]) -> None:
+        self._forwards = forwards
+        #: (device, dtype) -> the forwards of such weights, and elements of each weight.
+        self._seen: dict[Any, tuple[list[Int8Forward], Tensor]] = {}
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        for forward in self._forwards:
+            forward.forget()
+
+    def begins(self, index: int) -> bool:
+        """Return True if a block is the first in a forward of this thread; blocks run in order."""
+        owner, before = _thread.last
+        _thread.last = id(self), index
+        return owner != id(self) or index <= before
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Drop the copies of weights that moved since the last call. This waits for the device."""
+        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+            return
+        groups: dict[Any, tuple[list[Int8Forward], list[Tensor]]] = {}
+        for forward in self._forwards:
+            weight = forward.linear._parameters.get("weight")
+            if type(weight) is nn.Parameter:
+                group = groups.setdefault((weight.device, weight.dtype), ([], []))
+                group[0].append(forward)
+                group[1].append(_some(weight))
+        seen, waiting = {}, []
+        for key, (forwards, some) in groups.items():
+            if key[0].type == "meta":
+                continue
+            now = torch.cat(some)
+            now = now.view(torch.int16 if now.element_size() == 2 else torch.int32)
+            before, values = self._seen.get(key, ([], now))
+            seen[key] = forwards, now
+            same = len(before) == len(forwards) and all(map(is_, before, forwards))
+            waiting.append((forwards, (now != values).any(1) if same else None))
+        for forwards, moved in waiting:
+            flags = [True] * len(forwards) if moved is None else moved.tolist()
+            for forward, flag in zip(forwards, flags, strict=True):
+                if flag:
+                    forward.forget()
+        self._seen = seen  # After the copies are dropped: another thread may ask meanwhile.
+
+
+def _some(weight: Tensor) -> Tensor:
+    """Return some elements of a weight, evenly spaced: [1, _SAMPLES]."""
+    if weight.is_contiguous():
+        return weight.as_strided((1, _SAMPLES), (1, _step(weight.shape)))
+    line = weight.diagonal()
+    return line[torch.linspace(0, len(line) - 1, _SAMPLES).long()].unsqueeze(0)
+
+
+@lru_cache
+def _step(shape: torch.Size) -> int:
+    rows, columns = shape
+    step = (rows * columns - 1) // (_SAMPLES - 1)
+    return step - (step - int(_RIGHT * columns)) % columns if step > columns else step
+
+
 class DropsCopies:
     """The replacement of a model's function that writes or moves weights: it runs the class's own,
     and then drops all int8 copies."""
 
-    __slots__ = ("_forwards", "_model", "_name")
+    __slots__ = ("_copies", "_model", "_name")
 
-    def __init__(self, model: nn.Module, name: str, forwards: list[Int8Forward]) -> None:
-        self._model, self._name, self._forwards = model, name, forwards
+    def __init__(self, model: nn.Module, name: str, copies: Int8Copies) -> None:
+        self._model, self._name, self._copies = model, name, copies
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         try:
             return getattr(type(self._model), self._name)(self._model, *args, **named)
         finally:
-            for forward in self._forwards:
-                forward.forget()
+            self._copies.forget()

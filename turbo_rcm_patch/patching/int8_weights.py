@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
@@ -41,14 +42,6 @@ _ROWS: Final = 1024
 #: Names of the parameters.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"
-#: Names of functions that write into a tensor, beside those that end in "_".
-_WRITES: Final = {
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    *("__imatmul__", "__setitem__", "__set__"),
-}
-#: Functions whose result has the same values as their argument.
-_VIEWS: Final = frozenset({"__get__", "__getitem__", "detach", "view", "t", "transpose"})
 #: Names of the attached buffers and of the attribute beside them.
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
@@ -147,22 +140,43 @@ class _ReadOnly(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        named = kwargs or {}
-        written = [*args[:1], *named.values()] if writes else [named.get("out")]
-        if any(isinstance(one, cls) for one in written) and name != "requires_grad_":
-            raise DroppedWeightError(
-                f"{name} of the weight of an Int8Linear",
-                expected="a Linear with a weight to write into",
-                got="one with int8 alone",
-                remedy="Fuse adapters before the weights are dropped, or keep the adapter beside "
-                "the Linear, which is called with it",
-            )
+        if name == "__set__":  # as of `data`, which is no operation
+            cls._refuse("an assignment to")
+        if name == "numpy":  # torch has none for subclasses
+            args = (args[0].clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named, schema = kwargs or {}, func._schema
+        given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)}
+        for one in schema.arguments:
+            written = _is_written(one) or func.namespace == "c10d"
+            values = tree_leaves((given | named).get(one.name)) if written else ()
+            if any(isinstance(x, cls) for x in values):
+                cls._refuse(f"{func} of")
+        with torch._C._DisableTorchDispatch():
             made = func(*args, **named)
-        if name in _VIEWS and isinstance(made, Tensor) and not isinstance(made, cls):
-            return made.as_subclass(cls)
-        return made
+        if not any(one.alias_info for one in schema.returns):
+            return made
+        return tree_map_only(Tensor, lambda x: torch.Tensor._make_subclass(cls, x), made)
+
+    @classmethod
+    def _refuse(cls, what: str) -> None:
+        raise DroppedWeightError(
+            f"{what} the weight of an Int8Linear",
+            expected="a Linear with a weight to write into",
+            got="one with int8 alone",
+            remedy="Fuse adapters before the weights are dropped, or keep the adapter beside the "
+            "Linear, which is called with it",
+        )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 class Int8Linear(nn.Linear):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.formats import Rotary
 from turbo_rcm_patch.patching.pieces import Operands
 
 #: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of
@@ -29,20 +30,20 @@ BUDGET: Final = 0.10
 ROW_ROOM: Final = 4.0
 LAST_ROOM: Final = 2.0
 _LAST_ROWS: Final = 64
-#: In a longer sequence, every third row and all of the last rows are compared. The number of rows
-#: in a kernel's tile is a power of two, so every position within a tile is reached.
+#: Of a longer sequence about this many rows, evenly spaced, and all of the last rows are compared.
+#: The number of rows in a kernel's tile is a power of two and the distance of two rows is odd, so
+#: every position within a tile is reached.
 _WHOLE: Final = 4096
-_EVERY: Final = 3
 #: Two computations that round once each differ by 0.3 of the epsilon (root mean square over evenly
 #: spread mantissas). This much is subtracted, with room for a second rounding.
 _TAKEN_OFF: Final = 0.5
-#: Elements of a stream that are compared at a time. Five fp32 tensors of this size are held.
-_CHUNK: Final = 16 << 20
-
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
-#: Bytes of an attention's logits at a time. Four tensors of this size are held.
-_LOGITS: Final = 128 << 20
+#: Bytes that the heads that are measured at a time may hold, where the queries are not larger. For
+#: every key a head holds about eight times its channels and six times its rows in fp32.
+_LEAST: Final = 32 << 20
+_CHANNELS: Final = 8
+_LOGITS: Final = 6
 #: Largest number of parts into which the keys are split for the product with the values. Without
 #: a split, one or two multiprocessors per head would loop over all keys.
 _PARTS: Final = 16
@@ -52,7 +53,7 @@ _ROUNDING: Final = 0.204
 _OF_OPERANDS: Final = 2.0
 _INSIDE: Final = 4.0
 
-#: The residual streams before the first branch and after each branch.
+#: What is compared of the residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
 _Stream = Sequence[Tensor]
 
@@ -74,17 +75,36 @@ class Measure:
     apart: float
 
 
-def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
+def sample(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the rows of residual streams [B, N, C] that are compared, the last rows at the end.
+
+    A few rows are kept of a long sequence, so that the guard needs little memory.
+    """
+    found = []
+    for x in streams:
+        every, last = _rows_of(x.shape[1])
+        found.append(x if every == 1 else torch.cat([x[:, ::every], x[:, -last:]], 1))
+    return tuple(found)
+
+
+def _rows_of(length: int) -> tuple[int, int]:
+    """Return the distance of two compared rows and the number of last rows."""
+    every = 1 if length <= _WHOLE else -(-length // _WHOLE) | 1
+    return every, min(_LAST_ROWS, max(1, length // 16))
+
+
+def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:
-        fast: Streams of the fast path, before the first branch the author's.
-        author: Streams of the author's forward.
+        fast: Rows of the fast path's streams, before the first branch the author's.
+        author: Rows of the author's streams.
+        lengths: The lengths of the streams.
         dtype: The model's dtype.
     """
     floor = 2 * (_TAKEN_OFF * torch.finfo(dtype).eps) ** 2
-    streams = zip(zip(*fast, strict=True), zip(*author, strict=True), strict=True)
-    errors, sums = zip(*[_compare(xs, ys, floor) for xs, ys in streams], strict=True)
+    streams = zip(zip(*fast, strict=True), zip(*author, strict=True), lengths, strict=True)
+    errors, sums = zip(*[_compare(xs, ys, n, floor) for xs, ys, n in streams], strict=True)
     table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]
     total = torch.stack(sums).sum(0)
     shares = torch.nan_to_num(total / total[-1], nan=inf)
@@ -100,25 +120,21 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     return Measure(found[worst], where, tuple(others[1::3]), apart)
 
 
-def _compare(fast: _Stream, author: _Stream, floor: float) -> tuple[Tensor, Tensor]:
+def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> tuple[Tensor, Tensor]:
     """Compare one stream.
 
     Args:
-        fast: The fast path's, [B, N, C] before the first branch and after each branch.
+        fast: The fast path's, [B, rows, C] before the first branch and after each branch.
         author: The author's.
+        length: The number of all rows.
         floor: Square of the rounding of the author's stream, as a share of the stream's square.
 
     Returns:
         The errors of all rows, of the worst rows and of the last rows, [branches, 3, B], and what
         `_squares` returns, summed over rows and samples.
     """
-    batch, length, width = author[0].shape
-    every, last = _EVERY if length > _WHOLE else 1, min(_LAST_ROWS, max(1, length // 16))
-    step = every * max(1, _CHUNK // (batch * width))
-    chunks = [slice(start, start + step, every) for start in range(0, length, step)]
-    if every > 1:
-        chunks.append(slice(length - last, length))
-    found = torch.cat([_squares(fast, author, rows) for rows in chunks], -1)
+    every, last = _rows_of(length)
+    found = _squares(fast, author)
     off, adds, size = found[1:].view(-1, 3, *found.shape[1:]).unbind(1)
     left = (off - floor * size).clamp_min(0)
     last_left, last_adds = left[..., -last:], adds[..., -last:]
@@ -137,7 +153,7 @@ def _compare(fast: _Stream, author: _Stream, floor: float) -> tuple[Tensor, Tens
     return errors, found.sum((-2, -1)) * (length / left.shape[-1])
 
 
-def _squares(fast: _Stream, author: _Stream, rows: slice) -> Tensor:
+def _squares(fast: _Stream, author: _Stream) -> Tensor:
     """Sum squares over the channels of some rows.
 
     Returns:
@@ -146,15 +162,15 @@ def _squares(fast: _Stream, author: _Stream, rows: slice) -> Tensor:
         the author's term, and of the author's stream after it.
     """
     norms: list[Tensor] = []
-    before, apart = author[0][:, rows], None
+    before, apart = author[0], None
     for x, y in zip(fast[1:], author[1:], strict=True):
-        after = y[:, rows].float()
+        after = y.float()
         # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0). The difference of two close
         # numbers is exact, and the first x0 - y0 is 0.
-        now = x[:, rows] - after
+        now = x - after
         off = now if apart is None else now - apart
         norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
-        before, apart = y[:, rows], now
+        before, apart = y, now
     return torch.stack([vector_norm(now, dim=-1), *norms]).square()
 
 
@@ -176,7 +192,9 @@ class Shares(NamedTuple):
     fast: float
 
 
-def shares(found: Measure, operands: Operands | None, dtype: torch.dtype, int8: bool) -> Shares:
+def shares(
+    found: Measure, of_attention: tuple[float, float] | None, dtype: torch.dtype, int8: bool
+) -> Shares:
     """Estimate what the author's block and the fast path add to the network's error.
 
     Three terms are computed for both: the roundings of the residual stream (the author's after
@@ -186,17 +204,16 @@ def shares(found: Measure, operands: Operands | None, dtype: torch.dtype, int8: 
 
     Args:
         found: The comparison of the block.
-        operands: Operands of its self-attention where that ran in int8, or None.
+        of_attention: What `attention_errors` measured in its self-attention, or None.
         dtype: The model's dtype. For fp32 the roundings of bf16 are taken, because no 8-bit path
             comes near fp32.
         int8: True if Linears ran in int8.
     """
-    wide = dtype == torch.float32
-    eps = torch.finfo(torch.bfloat16 if wide else dtype).eps
+    wide, eps = dtype == torch.float32, _eps(dtype)
     square, inside = (_ROUNDING * eps) ** 2, _INSIDE * sum(found.added)
     author, fast = square * (len(found.added) + inside), square * (1 + inside) * (not wide)
-    if operands is not None:
-        of_fast, of_author = attention_errors(operands, _OF_OPERANDS**0.5 * _ROUNDING * eps)
+    if of_attention is not None:
+        of_fast, of_author = of_attention
         author += of_author * found.added[0]
         fast += of_fast * found.added[0]
     if int8:
@@ -204,48 +221,87 @@ def shares(found: Measure, operands: Operands | None, dtype: torch.dtype, int8: 
     return Shares(author, fast)
 
 
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).eps
+
+
 @torch.no_grad()
-def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
-    """Compare an attention with fp32 on a sample of its rows.
+def attention_errors(given: Operands) -> tuple[float, float]:
+    """Compare an attention with fp32 on a sample of its rows, a few heads at a time.
 
     Args:
         given: Operands and output of the attention.
-        spread: Relative error that earlier roundings leave in q and k.
 
     Returns:
         The squares of two errors, as shares of the output's square: of int8 attention, and of
         exact attention in the model's dtype. Both include the error that rounded operands cause.
     """
     q, k, v, norms, rotary, heads, out = given
+    batch, keys, dim = len(k), k.shape[1], q.shape[2] // heads
     step = -(-q.shape[1] // _ROWS)
-    cos, sin = (None, None) if rotary is None else rotary
-    rows_cos, rows_sin = (None if x is None else x[::step] for x in (cos, sin))
-    eps = norms.eps
-    wide_q = norm_rope(
-        q[:, ::step], heads, weight=norms.q, bias=norms.q_bias, cos=rows_cos, sin=rows_sin, eps=eps
-    )
-    wide_k = norm_rope(k, heads, weight=norms.k, bias=norms.k_bias, cos=cos, sin=sin, eps=eps)
-    vh, got = split_heads(v, heads), split_heads(out[:, ::step], heads)
+    rows = None if rotary is None else (rotary[0][::step], rotary[1][::step])
+    wide_q = _Heads(q[:, ::step], norms.q, norms.q_bias, rows, norms.eps, dim)
+    wide_k = _Heads(k, norms.k, norms.k_bias, rotary, norms.eps, dim)
     # A separate generator, so that the caller's random numbers do not change. All heads share the
     # same draws: the mean of the squares does not change.
     random = torch.Generator(q.device).manual_seed(0)
+    spread = _OF_OPERANDS**0.5 * _ROUNDING * _eps(q.dtype)
     shake_q, shake_k = (
-        torch.normal(1.0, spread, x[:, :1].shape, generator=random, device=x.device)
-        for x in (wide_q, wide_k)
-    )
-    each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
-    sums = torch.zeros(4, device=q.device)
-    for start in range(0, heads, each):
-        some = slice(start, start + each)
-        qh, kh = wide_q[:, some], wide_k[:, some]
-        v_wide = vh[:, some].to(torch.float32, memory_format=torch.contiguous_format)
+        torch.normal(
+            1.0, spread, (batch, 1, n, dim), generator=random, device=q.device,
+            dtype=torch.float32,
+        )
+        for n in (wide_q.x.shape[1], keys)
+    )  # fmt: skip
+    held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * wide_q.x.shape[1])
+    most = max(1, max(_LEAST, q.nbytes) // held)
+    sums = torch.zeros(4, device=q.device, dtype=torch.float32)
+    for start in range(0, heads, most):
+        some = slice(start * dim, (start + most) * dim)
+        qh, kh = wide_q.of(some), wide_k.of(some)
+        vh = split_heads(v[..., some], qh.shape[1])
+        v_wide = vh.to(torch.float32, memory_format=torch.contiguous_format)
         truth, moved = _attend([(qh, kh), (qh * shake_q, kh * shake_k)], v_wide)
-        rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh[:, some])
-        off = torch.stack([torch.zeros_like(truth), got[:, some], rounded, moved]) - truth
+        rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh)
+        got = split_heads(out[:, ::step, some], qh.shape[1])
+        off = torch.stack([torch.zeros_like(truth), got, rounded, moved]) - truth
         sums += vector_norm(off.flatten(1), dim=-1).square()
     size, of_fast, of_author, of_operands = sums.tolist()
     size = max(size, 1e-30)
     return (of_fast + of_operands) / size, (of_author + of_operands) / size
+
+
+class _Heads(NamedTuple):
+    """Queries or keys before their norm and rotary embedding.
+
+    Attributes:
+        x: [B, N, H*D].
+        weight: Weight of the norm, [H*D] across all heads or [D] per head, or None.
+        bias: [D], or None.
+        tables: (cos, sin), [N, D] each, or None.
+        eps: Epsilon of the norm.
+        dim: D.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    tables: Rotary | None
+    eps: float
+    dim: int
+
+    def of(self, some: slice) -> Tensor:
+        """Return the heads of some channels, normalised and rotated, in fp32 [B, H, N, D]."""
+        x, weight = self.x[..., some], self.weight
+        if weight is not None and self.bias is None and len(weight) == self.x.shape[2]:
+            square = vector_norm(self.x, dim=-1, keepdim=True, dtype=torch.float32).square()
+            x = x.float() * torch.rsqrt(square / len(weight) + self.eps) * weight[some].float()
+            weight = None
+        cos, sin = self.tables or (None, None)
+        return norm_rope(
+            x, x.shape[2] // self.dim, weight=weight, bias=self.bias, cos=cos, sin=sin,
+            eps=self.eps,
+        )  # fmt: skip
 
 
 def _attend(pairs: list[tuple[Tensor, Tensor]], v: Tensor) -> tuple[Tensor, ...]:

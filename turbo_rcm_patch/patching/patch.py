@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -32,9 +32,15 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
+from turbo_rcm_patch.patching.int8_linears import (
+    WRITERS,
+    DropsCopies,
+    Int8Copies,
+    Int8Forward,
+    why_not_int8,
+)
 from turbo_rcm_patch.patching.int8_weights import drop_originals
-from turbo_rcm_patch.patching.plain import note_classes
+from turbo_rcm_patch.patching.plain import judge_classes
 from turbo_rcm_patch.patching.record import PatchRecord, record_of
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
@@ -44,7 +50,17 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 _log = logging.getLogger(__name__)
 
 #: Serialises threads that patch or unpatch one model at once.
-_LOCK: Final = threading.RLock()
+_LOCK = threading.RLock()
+
+
+def _new_lock() -> None:
+    """Replace the lock in a forked child, where the thread that may hold it does not exist."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def patch_model(
@@ -129,15 +145,16 @@ def patched(
 def refresh(model: object) -> None:
     """Drop all int8 copies of a patched model's weights; later forwards make them again.
 
-    Call it to free memory, or after weights were written through `.data`, which cannot be noticed.
+    Call it to free memory, or after a few elements of a weight were written through `.data`, which
+    cannot be noticed.
 
     Raises:
         NotPatchedError: The model is not patched.
     """
     for record in _records(model, "refresh"):
         for block in record.blocks:
-            for forward in block.int8:
-                forward.forget()
+            if block.copies is not None:
+                block.copies.forget()
 
 
 def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
@@ -224,7 +241,7 @@ def _records_for(model: object, targets: list[Target], config: PatchConfig) -> l
 def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
     """Return the record of one target, ready to be installed."""
     module = target.module
-    note_classes(module)
+    judge_classes(module)
     found = target.family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
@@ -243,9 +260,12 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
             record.replace(part, "forward", forward)
         if config.linear != "as-is":
             _add_int8(record, block, forwards)
+    copies = Int8Copies(list(forwards.values()))
+    for block in blocks if forwards else ():
+        block.copies = copies
     for name in WRITERS if forwards else ():
         if hasattr(type(module), name):
-            record.replace(module, name, DropsCopies(module, name, list(forwards.values())))
+            record.replace(module, name, DropsCopies(module, name, copies))
     return record
 
 
@@ -322,6 +342,7 @@ def _drop_originals(records: list[PatchRecord], device: torch.device | str | Non
         record.entries.clear()
     for block in blocks:
         block.int8.clear()
+        block.copies = None
     found.clear()
     models = [record.model for record in records]
     return drop_originals(models, linears, records[0].config.impl, device)

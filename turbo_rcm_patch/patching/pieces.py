@@ -23,7 +23,15 @@ from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.residual import api as residual
 from turbo_rcm_patch.patching.int8_linears import int8_forward
-from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
+from turbo_rcm_patch.patching.plain import (
+    bare,
+    compiling,
+    hooked,
+    own_function,
+    plain_linear,
+    readable,
+)
 
 WIDE: Final = torch.float32
 
@@ -245,6 +253,8 @@ def feed_forward(layers: Any, h: Any) -> Tensor:
             x = forward.run(h, "gelu-tanh")
         elif plain_linear(linear, h) and (bias := linear.bias) is not None:
             x = int8_linear.gelu_of_linear(h, linear.weight, bias)
+        elif type(linear) is Int8Linear and not hooked(linear):  # in place: its result is new
+            x = torch.ops.aten.gelu_(linear(h), approximate="tanh")
         else:
             x = F.gelu(linear(h), approximate="tanh")
     for module in rest:
@@ -262,7 +272,8 @@ def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
     projected = getattr(first, "proj", None)
     if projected is not None:  # diffusers' GELU holds its Linear
         tanh = type(first).__name__ == "GELU" and first.approximate == "tanh"
-        return (projected, rest) if tanh and bare(first) else (None, [first, *rest])
+        plain = tanh and bare(first) and own_function(type(first), "gelu")
+        return (projected, rest) if plain else (None, [first, *rest])
     if type(rest[0]) is nn.GELU and rest[0].approximate == "tanh" and bare(rest[0]):
         return first, rest[1:]
     return None, [first, *rest]

@@ -7,19 +7,39 @@ author's own forward runs, which is always right.
 
 from __future__ import annotations
 
-from types import MethodType
+from types import BuiltinFunctionType, MethodType
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 #: The dtypes that the kernels take.
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
-#: (class, name) -> the function that the class had when a model was patched.
-_known: Final[dict[tuple[type, str], object]] = {}
+#: (class, name) -> its function that was judged last, and True if the author wrote it. Only a
+#: cache: a function is judged by itself.
+_judged: Final[dict[tuple[type, str], tuple[object, bool]]] = {}
+#: Why the author's forward runs where a gradient may be wanted.
+GRADIENT: Final = "a gradient may be wanted (inference runs under torch.no_grad)"
+#: What calling a module runs.
+_CALL: Final = nn.Module.__call__
+#: Packages whose modules and hooks keep nothing from one call for the next.
+_STATELESS: Final = {
+    *("torch", "diffusers", "accelerate", "peft", "turbo_rcm_patch", "bitsandbytes", "optimum"),
+    *("torchao", "SLA", "ops"),  # the last two are TurboDiffusion's
+}
+#: Hooks of diffusers that move or cast weights.
+_MOVES_WEIGHTS: Final = {
+    *("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"),
+    *("layerwise_casting", "peft_autocast_disable"),
+}
+#: Functions of torch that the authors' modules call and the fast path replaces.
+_FUNCTIONS: Final = ("gelu", "layer_norm", "linear", "rms_norm")
 
 
 def author_class(module: Any) -> type[nn.Module]:
@@ -33,43 +53,65 @@ def author_class(module: Any) -> type[nn.Module]:
     return cls.__bases__[1] if sharded and len(cls.__bases__) == 2 else cls
 
 
-def note_classes(model: nn.Module) -> None:
-    """Record the functions of the classes of a model's modules and processors.
+def author_forward(module: Any) -> Any:
+    """Return the forward that a module's author wrote, to be called with the module.
 
-    `class_replaced` compares with them.
+    A compiler cannot read it from a class that is allowed in its graphs, so it gets the one that
+    was judged last.
     """
+    cls = author_class(module)
+    judged = _judged.get((cls, "forward")) if compiling() else None
+    return cls.forward if judged is None else judged[0]
+
+
+def judge_classes(model: nn.Module) -> None:
+    """Judge the functions of the classes of a model's modules, which a compiler cannot do."""
     for module in model.modules():
-        _known.setdefault((type(module), "forward"), type(module).forward)
+        for name in ("forward", "gelu"):
+            if hasattr(type(module), name):
+                own_function(type(module), name)
         processor = module.__dict__.get("processor")
         if processor is not None:
-            _known.setdefault((type(processor), "__call__"), type(processor).__call__)
-
-
-def class_replaced(one: object, name: str = "forward") -> bool:
-    """Return True if other code replaced a function of an object's class.
-
-    A replacement after patching is always found. One before patching is found if its function
-    comes from another file.
-    """
-    cls = type(one)
-    now = getattr(cls, name)
-    return _known.get((cls, name), now) is not now
+            own_function(type(processor), "__call__")
 
 
 def own_function(cls: type, name: str) -> bool:
-    """Return True if a function of a class was defined in the file of that class or of a base."""
+    """Return True if a function of a class is its author's.
+
+    The author wrote it where the class, or the base that has it, is defined. Another function was
+    put there by other code, before or after patching.
+    """
+    now = getattr(cls, name)
+    found, own = _judged.get((cls, name), (None, True))
+    if found is now:
+        return own
+    if compiling():
+        return found is None
     owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    if owner is None:
-        return True
-    function = vars(owner)[name]
-    while hasattr(function, "__wrapped__") and _package(function) == "torch":
-        function = function.__wrapped__  # a decorator of torch, such as no_grad
-    return _package(function) in ("", owner.__module__.partition(".")[0])
+    own = owner is None or wrote(owner.__module__, name, vars(owner)[name])
+    _judged[cls, name] = now, own
+    return own
 
 
-def _package(function: Any) -> str:
-    name: str = getattr(function, "__globals__", {}).get("__name__", "")
-    return name.partition(".")[0]
+def wrote(file: str, name: str, function: Any) -> bool:
+    """Return True if a function was defined under this name in a module, or in a package."""
+    code, there = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    home = str(there.get("__name__"))
+    inner, package = getattr(function, "__wrapped__", None), home.partition(".")[0]
+    if inner is not None and package in ("torch", file.partition(".")[0]):
+        return wrote(file, name, inner)  # a decorator of torch or of the author
+    return file in (home, package) and (code is None or code.co_name == name)
+
+
+def replaced_functions() -> list[str]:
+    """Return the names of functions of torch that other code replaced."""
+    return [name for name in _FUNCTIONS if not torchs_own(getattr(F, name), name)]
+
+
+def torchs_own(function: Any, name: str) -> bool:
+    """Return True if a function of `torch.nn.functional` is torch's."""
+    builtin = type(function) is BuiltinFunctionType and function.__name__ == name
+    return builtin or getattr(function, "__globals__", None) is vars(F)
 
 
 def is_own(module: nn.Module, name: str, value: object) -> bool:
@@ -107,7 +149,10 @@ def bare(module: nn.Module) -> bool:
     ):
         return False
     cls = type(module)
-    return _known.get((cls, "forward"), cls.forward) is cls.forward
+    if cls.__call__ is not _CALL:
+        return False
+    judged, own = _judged.get((cls, "forward"), (None, True))  # `own_function`, without a call
+    return own if judged is cls.forward else own_function(cls, "forward")
 
 
 def hook_names(module: nn.Module) -> str:
@@ -116,8 +161,45 @@ def hook_names(module: nn.Module) -> str:
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
         names.append(type(module.__dict__["_hf_hook"]).__name__)
-    replaced = class_replaced(module) or "forward" in module.__dict__
+    own = own_function(type(module), "forward")
+    replaced = not own or "forward" in module.__dict__
     return ", ".join(names) or ("a replaced forward" if replaced else "torch hooks")
+
+
+def foreign(block: nn.Module) -> str:
+    """Return what inside a block may keep something from call to call, or "".
+
+    That is a hook, a replaced forward, a module of a package that is not known, or an active
+    dropout. Hooks that move or cast weights, and what is around the block, do not count.
+    """
+    known = _STATELESS | {_package(type(block))}
+    for name, module in block.named_modules():
+        held = vars(module)
+        code = [type(module)]
+        if name:
+            code += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if not is_own(module, "forward", held.get("forward")):
+                code.append(held.get("forward", nn.Module))
+            hook = held.get("_hf_hook")
+            code += [type(one) for one in getattr(hook, "hooks", (hook,)) if one is not None]
+            hooks = getattr(held.get("_diffusers_hook"), "hooks", {})
+            if not hooks.keys() <= _MOVES_WEIGHTS or any(_package(x) not in known for x in code):
+                return f"{name} has {hook_names(module)}"
+        if _package(code[0]) not in known:
+            return f"{name} is a {type(module).__qualname__}"
+        if drops(module):
+            return f"{name} draws random numbers"
+    return ""
+
+
+def _package(code: Any) -> str:
+    """Return the package in which a function, a class or the class of a callable is defined."""
+    code = getattr(code, "func", code)  # of a partial
+    code = getattr(code, "__func__", code)  # of a method
+    file: Any = getattr(code, "__globals__", {}).get("__name__") or getattr(
+        code if isinstance(code, type) else type(code), "__module__", ""
+    )
+    return str(file).partition(".")[0]
 
 
 def plain_linear(module: nn.Module, x: Tensor) -> bool:
@@ -128,6 +210,8 @@ def plain_linear(module: nn.Module, x: Tensor) -> bool:
         x: Its input; the result is False if its dtype or device is not the weight's.
     """
     if type(module) is not nn.Linear or not bare(module):
+        return False
+    if not isinstance(x, Tensor):  # int8 rows, if the model was unpatched meanwhile
         return False
     weight = module.weight
     # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
@@ -143,6 +227,11 @@ def readable(*tensors: Tensor | None, device: torch.device) -> bool:
 def drops(module: nn.Module) -> bool:
     """Return True if a Dropout is active now."""
     return module.training and float(getattr(module, "p", 0.0)) > 0.0
+
+
+def capturing(x: Tensor) -> bool:
+    """Return True while a CUDA graph is captured, when nothing may wait for the device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 #: Return True while torch.compile traces. All of `patching` asks here.
@@ -166,14 +255,21 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
     if torch.is_grad_enabled() and any(
         [x.requires_grad for x in (*inputs, *block.parameters()) if isinstance(x, Tensor)]
     ):
-        return "a gradient may be wanted (inference runs under torch.no_grad)"
+        return GRADIENT
     if compiling():
         # Before torch 2.13 `torch.compiler.is_exporting()` is True in every compiled graph.
         return "the model is exported" if torch.compiler._is_exporting_flag else ""
-    if class_replaced(block):
+    if not own_function(type(block), "forward"):
         return "the forward of its class was replaced"
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "a hook is registered for all modules"
+    if replaced := replaced_functions():
+        return f"torch.nn.functional.{replaced[0]} was replaced"
+    modes: Any = _get_current_function_mode_stack  # of which a default device is one
+    if torch._C._len_torch_function_stack() and any(
+        [type(mode) is not DeviceContext for mode in modes()]
+    ):
+        return "a function mode is active"
     if type(x) is not Tensor:
         return f"the input is a {type(x).__name__}"
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:

@@ -65,7 +65,7 @@ class GuardLog(list[GuardRecord]):
     def add(self, record: GuardRecord) -> None:
         """Append one comparison, and drop the oldest within the budget if there are too many."""
         self.append(record)
-        if len(self) - len(self.decisions) > _MOST_KEPT:
+        if len(self) - len(self.decisions) - len(self.skipped) > _MOST_KEPT:
             del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
 
     def attach(self, guard: Guard) -> None:
@@ -79,8 +79,13 @@ class GuardLog(list[GuardRecord]):
 
     @property
     def decisions(self) -> list[GuardRecord]:
-        """The comparisons that made a block run more exactly, and those that failed."""
-        return [one for one in self if one.verdict != "kept"]
+        """The comparisons that made a block run more exactly."""
+        return [one for one in self if one.verdict not in ("kept", "not compared")]
+
+    @property
+    def skipped(self) -> list[GuardRecord]:
+        """The blocks that could not be compared, and why."""
+        return [one for one in self if one.verdict == "not compared"]
 
     @property
     def prediction(self) -> float | None:
@@ -94,14 +99,14 @@ class GuardLog(list[GuardRecord]):
     def __str__(self) -> str:
         if not self:
             return "guard: no block has been compared yet"
-        decisions, prediction = self.decisions, self.prediction
+        decisions, skipped, prediction = self.decisions, self.skipped, self.prediction
         largest = max((one.error for one in self if one.verdict == "kept"), default=0.0)
-        text = f"guard: {len(self)} comparisons, largest error kept {largest:.3g}"
+        text = f"guard: {len(self) - len(skipped)} comparisons, largest error kept {largest:.3g}"
         text += f", {len(decisions)} decisions" if decisions else ", all kept"
         if prediction is not None:
             text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
         for records in _groups(
-            decisions, lambda one: (one.verdict, isnan(one.error) and one.where)
+            [*decisions, *skipped], lambda one: (one.verdict, isnan(one.error) and one.where)
         ):
             paths = _groups([one.path for one in records], _shape)
             text += f"\n  {records[0].verdict}: {', '.join(map(_range, paths))}"

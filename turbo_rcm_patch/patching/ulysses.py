@@ -107,11 +107,29 @@ class Ulysses:
 
 
 def ulysses_of(processor: object, spec: AttentionSpec) -> Ulysses | None:
-    """Return the exchanges of an attention, or None if its sequence is not split."""
+    """Return the exchanges of an attention, or None if its sequence is not split.
+
+    Raises:
+        ContextParallelError: The heads cannot be divided among the ranks. `enable_parallelism` may
+            come after `check_parallel`.
+    """
     config = context_parallel(processor)
     if config is None or config.ulysses_degree < 2:
         return None
+    _check_heads("self-attention", spec.heads, config.ulysses_degree)
     return Ulysses(config._ulysses_mesh.get_group(), spec)
+
+
+def _check_heads(name: str, heads: int, ranks: int) -> None:
+    """Raise a ContextParallelError if heads cannot be divided among ranks."""
+    if heads % ranks:
+        raise ContextParallelError(
+            f"{name}: {heads} heads",
+            expected=f"a multiple of ulysses_degree={ranks}",
+            got=str(heads),
+            remedy="Use another ulysses_degree, or a ring with "
+            "set_attention_backend('turbo_rcm_int8')",
+        )
 
 
 def check_parallel(model: nn.Module) -> None:
@@ -132,17 +150,9 @@ def check_parallel(model: nn.Module) -> None:
                     got=f"{type(config).__name__} without one",
                     remedy="Run the patched model without it",
                 )
-        split = context_parallel(processor)
-        heads = getattr(module, "heads", 0)
-        if split is None or exchanges_itself(processor) or not heads % split.ulysses_degree:
-            continue
-        raise ContextParallelError(
-            f"{name}: {heads} heads",
-            expected=f"a multiple of ulysses_degree={split.ulysses_degree}",
-            got=str(heads),
-            remedy="Use another ulysses_degree, or a ring with "
-            "set_attention_backend('turbo_rcm_int8')",
-        )
+        split, heads = context_parallel(processor), getattr(module, "heads", 0)
+        if split is not None and not exchanges_itself(processor):
+            _check_heads(name, heads, split.ulysses_degree)
 
 
 def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:

@@ -186,7 +186,11 @@ class CogVideoXBlockForward(PatchedBlock):
         for norm in (block.norm1, block.norm2):
             if type(norm) is not CogVideoXLayerNormZero:
                 return f"a norm is a {type(norm).__qualname__}"
-        return parts.why_attention("attn1", block.attn1) or parts.why_feed_forward("ff", block.ff)
+        return (
+            parts.why_attention("attn1", block.attn1)
+            or parts.why_feed_forward("ff", block.ff)
+            or self.why_replaced()
+        )
 
     def why_inputs(
         self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None, kwargs: Any = None
@@ -212,11 +216,16 @@ class CogVideoXBlockForward(PatchedBlock):
 
     # --- for the report --------------------------------------------------------------------------
 
+    def replaced_attention(self) -> str:
+        return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
+
     def unused_backend(self) -> str:
         return parts.chosen_backend(getattr(self.block.attn1, "processor", None))
 
     def notes(self) -> list[str]:
         chosen = self.unused_backend() or self.backend
+        if chosen == self.replaced_attention():
+            return super().notes()
         why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
         return [f"the attention backend {chosen!r} {why}"] if chosen else []
 

@@ -5,6 +5,7 @@ block for the report.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,15 @@ from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
 def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], package: str) -> None:
     """Compare the parameters of functions with the names that a family knows, in order.
 
+    A function of another package than the author's replaced it, and is called wherever it stands.
+
     Raises:
         FamilyError: A function takes other parameters.
     """
     for function, names in expected.items():
+        file = str(getattr(function, "__globals__", {}).get("__name__"))
+        if package in sys.modules and file.partition(".")[0] != package:
+            continue
         found = tuple(inspect.signature(function).parameters)
         if found != names:
             raise FamilyError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch.nn.functional as F
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
@@ -11,14 +12,20 @@ from torch import Tensor, nn
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.plain import (
     bare,
-    class_replaced,
     drops,
     hook_names,
+    own_function,
     plain_linear,
+    torchs_own,
+    wrote,
 )
 
 #: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
+
+#: Functions that a processor looks up in its file.
+_CALLED: Final = ("dispatch_attention_fn", "_get_qkv_projections", "_get_added_kv_projections")
+_NATIVE: Final = "_native_attention"
 
 
 # --- what a block calls --------------------------------------------------------------------------
@@ -86,7 +93,7 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
     if processors is None:
         return f"{name} is a {type(attn).__qualname__}"
     processor = attn.processor
-    if type(processor) not in processors or class_replaced(processor, "__call__"):
+    if type(processor) not in processors or not own_function(type(processor), "__call__"):
         return f"the processor of {name} is a {type(processor).__qualname__} of its own"
     forward = attn.__dict__.get("forward")
     stands = stand_in is not None and type(forward) is stand_in
@@ -110,12 +117,28 @@ def why_feed_forward(name: str, ff: Any) -> str:
 
 def chosen_backend(processor: Any) -> str:
     """Return the attention backend that the user chose (`set_attention_backend`,
-    `attention_backend`), or "" for torch's own."""
+    `attention_backend`), the function that replaced torch's own, or ""."""
     chosen = getattr(processor, "_attention_backend", None)
     if chosen is None:
         chosen = _AttentionBackendRegistry._active_backend
     name: str = getattr(chosen, "value", chosen)
-    return "" if name == AttentionBackendName.NATIVE.value else name
+    if name == AttentionBackendName.NATIVE.value:
+        return replaced_attention(processor)
+    return name
+
+
+def replaced_attention(processor: Any) -> str:
+    """Return the function of a processor's attention that other code replaced, or ""."""
+    if not torchs_own(F.scaled_dot_product_attention, "scaled_dot_product_attention"):
+        return "torch.nn.functional.scaled_dot_product_attention"
+    file: dict[str, Any] = getattr(type(processor).__call__, "__globals__", {})
+    called: dict[str, Any] = {name: file[name] for name in _CALLED if name in file}
+    if called:
+        called[_NATIVE] = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+    for name, function in called.items():
+        if not wrote("diffusers", name, function):
+            return f"{file['__name__']}.{name}"
+    return ""
 
 
 # --- for the report and for int8 Linears ---------------------------------------------------------

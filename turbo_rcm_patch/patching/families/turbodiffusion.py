@@ -11,6 +11,7 @@ import sys
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
@@ -41,7 +42,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, bare, hook_names
+from turbo_rcm_patch.patching.plain import author_class, bare, hook_names, torchs_own
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 #: Text tokens that follow the image tokens.
@@ -172,6 +173,7 @@ class TurboBlock(PatchedBlock):
             _why_attention("self_attn", block.self_attn, ("WanSelfAttention",))
             or _why_attention("cross_attn", block.cross_attn, _CROSS_ATTENTIONS)
             or _why_feed_forward(block.ffn)
+            or self.why_replaced()
         )
 
     def why_inputs(
@@ -190,6 +192,13 @@ class TurboBlock(PatchedBlock):
             and 0 < batch < 65536
         )
         return "" if fits else "text, modulation or rotary angles do not fit the video"
+
+    def replaced_attention(self) -> str:
+        name = "scaled_dot_product_attention"
+        return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
+
+    def unused_backend(self) -> str:
+        return "" if self.config.attention == "exact" else self.replaced_attention()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)

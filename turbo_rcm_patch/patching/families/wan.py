@@ -177,11 +177,11 @@ class WanBlock(PatchedBlock):
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
         """Run cross-attention to text, and to an image if there is one: [B, N, C]."""
         image = None
+        if self.calls_backend(attn):
+            return self.call_attention(attn, h, context, None, None)
         if self.has_image():
             tokens = context.shape[1] - TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
-        elif self.calls_backend(attn):
-            return self.call_attention(attn, h, context, None, None)
         own_q = attn.to_q(h)
         k, v = parts.kv(attn, context)
         spec = self.spec_over(k.shape[1])
@@ -210,7 +210,8 @@ class WanBlock(PatchedBlock):
         return rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
 
     def calls_backend(self, attn: Any) -> bool:
-        """Return True if exact attention was asked for and the user chose a backend for it."""
+        """Return True if exact attention was asked for and the user chose how it is computed, by a
+        backend or by a function in the place of torch's."""
         return self.config.attention == "exact" and bool(parts.chosen_backend(attn.processor))
 
     # --- attention, projection and skip in one launch --------------------------------------------
@@ -281,6 +282,9 @@ class WanBlock(PatchedBlock):
             by = "its own code" if exchanges_itself(processor) else "two exchanges an attention"
             return [f"parallel over {split._flattened_mesh.size()} ranks, by {by}"]
         return super().notes()
+
+    def replaced_attention(self) -> str:
+        return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
     def unused_backend(self) -> str:
         exact = self.config.attention == "exact"

@@ -1,0 +1,367 @@
+"""Code that is not the author's, on a class, on a module inside a block, or in the place of a
+function: the patched model runs it as often as the unpatched one, or the report names it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import CogVideoXLayerNormZero, FP32LayerNorm
+from diffusers.models.transformers import transformer_wan
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.measures import relative_l2
+from tests.patching.models import MODELS, named, run
+from turbo_rcm_patch import patch_model, report_of, unpatch_model
+from turbo_rcm_patch.errors import NothingToPatchError
+
+TIGHT = 3e-6
+WAN, COG = named("t2v"), named("cogvideox-5b")
+
+
+def blocks(model: Any) -> Any:
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
+
+
+def larger(made: Any) -> Any:
+    return tuple(x * 1.25 for x in made) if isinstance(made, tuple) else made * 1.25
+
+
+# --- on a class ----------------------------------------------------------------------------------
+
+WAN_BLOCK = WAN.model().blocks[0]
+COG_BLOCK = COG.model().transformer_blocks[0]
+FUNCTIONS = [
+    (WAN, type(WAN_BLOCK), "forward"),
+    (WAN, type(WAN_BLOCK.attn1), "forward"),
+    (WAN, type(WAN_BLOCK.attn1), "__call__"),
+    (WAN, type(WAN_BLOCK.attn1.processor), "__call__"),
+    (WAN, FeedForward, "forward"),
+    (WAN, FP32LayerNorm, "forward"),
+    (WAN, GELU, "forward"),
+    (WAN, GELU, "gelu"),
+    (WAN, nn.RMSNorm, "forward"),
+    (WAN, nn.Linear, "forward"),
+    (WAN, nn.Dropout, "forward"),
+    (COG, type(COG_BLOCK), "forward"),
+    (COG, type(COG_BLOCK.attn1), "forward"),
+    (COG, type(COG_BLOCK.attn1.processor), "__call__"),
+    (COG, CogVideoXLayerNormZero, "forward"),
+    (COG, nn.Linear, "forward"),
+    (COG, nn.LayerNorm, "forward"),
+    (COG, GELU, "forward"),
+    (COG, nn.SiLU, "forward"),
+    (COG, nn.Dropout, "forward"),
+]
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("first", [True, False], ids=["replaced-first", "patched-first"])
+@pytest.mark.parametrize(
+    ("one", "cls", "name"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_a_function_that_replaced_a_classs_is_called(
+    one: Any, cls: Any, name: str, first: bool, linear: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = getattr(cls, name), []
+
+    def mine(self: Any, *args: Any, **named: Any) -> Any:
+        calls.append(self)
+        return larger(own(self, *args, **named))
+
+    unpatched, model, inputs = one.model(), one.model(), one.inputs()
+    before = run(unpatched, inputs)
+    if not first:
+        patch_model(model, attention="exact", linear=linear)
+        run(model, inputs)
+    with monkeypatch.context() as context:
+        context.setattr(cls, name, mine)
+        expected, count = run(unpatched, inputs), len(calls)
+        calls.clear()
+        if first:
+            with suppress(NothingToPatchError):
+                patch_model(model, attention="exact", linear=linear, guard=False)
+        made = run(model, inputs)
+    assert relative_l2(expected, before) > 100 * TIGHT
+    assert relative_l2(made, expected) <= (TIGHT if linear == "as-is" else 0.05)
+    assert count and len(calls) == count
+    # Once the class has its own function again, a model is patched as if nothing had been.
+    fresh = one.model()
+    report = patch_model(fresh, attention="exact", linear=linear, guard=False)
+    assert relative_l2(run(fresh, inputs), before) <= (TIGHT if linear == "as-is" else 0.05)
+    assert (
+        report.fused
+        == sum(pair.runs != "as-written" for pair in report.pairs)
+        == len(report.pairs)
+    )
+
+
+@pytest.mark.parametrize("one", MODELS, ids=str)
+def test_no_function_of_a_served_class_is_taken_for_a_strangers(one: Any) -> None:
+    model = one.model()
+    report = patch_model(model, guard=False)
+    assert len(report.pairs) - report.fused == one.left, str(report)
+
+
+# --- inside a block ------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """A wrapper with a state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **named) * (1 + 0.1 * self.calls)
+
+
+def count_calls(model: Any) -> None:
+    calls = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        calls.append(1)
+        return output * (1 + 0.1 * len(calls))
+
+    blocks(model)[0].attn1.to_out[0].register_forward_hook(hook)
+
+
+def draw_numbers(model: Any) -> None:
+    linear = blocks(model)[1].attn1.to_v
+    linear.register_forward_pre_hook(lambda module, args: (args[0] * torch.rand(()),))
+
+
+def wrap(path: str) -> Any:
+    def change(model: Any) -> None:
+        parent, _, name = path.rpartition(".")
+        holder: Any = blocks(model)[0].get_submodule(parent)
+        holder._modules[name] = Counts(holder._modules[name])
+
+    return change
+
+
+def replace_forward(model: Any) -> None:
+    linear, calls = blocks(model)[0].attn1.to_v, []
+    own = linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(1)
+        made: Tensor = own(x) * len(calls)
+        return made
+
+    linear.forward = forward
+
+
+def cache_taylor(model: Any) -> None:
+    from diffusers import TaylorSeerCacheConfig
+
+    model.enable_cache(
+        TaylorSeerCacheConfig(
+            cache_identifiers=[r"blocks\.\d+\.ffn\.net\.2"],
+            cache_interval=3,
+            disable_cache_before_step=1,
+        )
+    )
+
+
+STATES = {
+    "hook": count_calls,
+    "random": draw_numbers,
+    "to_out.0": wrap("attn1.to_out.0"),
+    "norm2": wrap("norm2"),
+    "forward": replace_forward,
+    "taylor": cache_taylor,
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["changed-first", "patched-first"])
+@pytest.mark.parametrize("name", STATES)
+def test_what_keeps_a_state_inside_a_block_runs_once_a_call(name: str, first: bool) -> None:
+    made = []
+    for is_ours in (False, True):
+        model, inputs = WAN.model(), WAN.inputs()
+        if is_ours and not first:
+            patch_model(model, attention="exact")
+        STATES[name](model)
+        if is_ours and first:
+            patch_model(model, attention="exact")
+        torch.manual_seed(3)
+        outputs = []
+        for step in range(8):
+            moved = {**inputs, "hidden_states": inputs["hidden_states"] * (1 + 0.1 * step)}
+            with model.cache_context("cond"):
+                outputs.append(run(model, moved))
+        made.append(outputs)
+        if is_ours:
+            assert "which is not run a second time" in str(report_of(model).guard)
+            assert not report_of(model).guard.decisions
+    for theirs, ours in zip(*made, strict=True):
+        assert relative_l2(ours, theirs) <= TIGHT
+
+
+def test_a_block_is_compared_once_nothing_foreign_is_inside() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    report = patch_model(model, attention="exact")
+    hook = model.blocks[0].norm2.register_forward_hook(lambda *_: None)
+    run(model, inputs)
+    hook.remove()
+    run(model, inputs)
+    kept = [record.path for record in report.guard if record.verdict == "kept"]
+    assert sorted(kept) == ["blocks.0", "blocks.1"]
+
+
+def test_offloading_and_casting_are_no_states() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    cpu = torch.device("cpu")
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    report = patch_model(model, attention="exact")
+    run(model, inputs)
+    assert not report.guard.skipped
+    assert len(report.guard) == 2
+
+
+# --- in the place of a function ------------------------------------------------------------------
+
+
+def attention_of(name: str) -> tuple[Any, str]:
+    if name == "dispatch":
+        return transformer_wan, "dispatch_attention_fn"
+    return F, "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize("name", ["dispatch", "torch"])
+@pytest.mark.parametrize("model_name", ["t2v", "i2v", "cogvideox-5b", "turbo"])
+def test_a_replaced_attention_is_called_where_attention_is_exact(
+    model_name: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "dispatch" and model_name not in ("t2v", "i2v"):
+        pytest.skip("its author calls torch's")
+    one, (owner, attribute) = named(model_name), attention_of(name)
+    own, calls = getattr(owner, attribute), []
+
+    def mine(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return own(*args, **named) * 1.25
+
+    unpatched, model, inputs = one.model(), one.model(), one.inputs()
+    before = run(unpatched, inputs)
+    report = patch_model(model, attention="exact")
+    run(model, inputs)
+    monkeypatch.setattr(owner, attribute, mine)
+    expected, count = run(unpatched, inputs), len(calls)
+    assert relative_l2(expected, before) > 100 * TIGHT
+    for _ in range(5):
+        calls.clear()
+        assert relative_l2(run(model, inputs), expected) <= TIGHT
+        assert len(calls) == count
+    unpatch_model(model)
+    patch_model(model, attention="int8")
+    made = run(model, inputs)
+    assert relative_l2(made, before) < 0.03
+    assert f"{attribute}' is chosen and not used" in str(report_of(model))
+    assert "not run a second time" in str(report_of(model).guard)
+    assert not report.guard.decisions
+
+
+@pytest.mark.parametrize("name", ["gelu", "linear", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("one", [WAN, COG], ids=str)
+def test_a_replaced_function_of_torch_is_called(
+    one: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if one is COG and name == "rms_norm":
+        pytest.skip("it has none")
+    unpatched, model, inputs = one.model(), one.model(), one.inputs()
+    patch_model(model, attention="exact")
+    before, own = run(model, inputs), getattr(F, name)
+    monkeypatch.setattr(F, name, lambda *args, **named: own(*args, **named) * 1.25)
+    expected = run(unpatched, inputs)
+    assert relative_l2(expected, before) > 100 * TIGHT
+    assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_a_function_mode_sees_what_the_author_calls(linear: Any) -> None:
+    class Sees(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            return made * 1.25 if func is F.scaled_dot_product_attention else made
+
+    unpatched, model, inputs = WAN.model(), WAN.model(), WAN.inputs()
+    patch_model(model, attention="int8", linear=linear)
+    run(model, inputs)
+    with Sees():
+        expected, made = run(unpatched, inputs), run(model, inputs)
+    assert relative_l2(made, expected) <= (TIGHT if linear == "as-is" else 0.05)
+    with torch.device("cpu"):  # is one too, and replaces nothing
+        run(model, inputs)
+    assert all(words.startswith("fused") for words in report_of(model).ran().values())
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+def hook_attention(model: Any) -> None:
+    blocks(model)[0].attn1.register_forward_hook(lambda module, args, output: output * 1.25)
+
+
+class Own:
+    """A processor of the user's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        rotary = rotary_emb if image_rotary_emb is None else image_rotary_emb
+        return larger(
+            self.inner(attn, hidden_states, encoder_hidden_states, attention_mask, rotary)
+        )
+
+
+def replace_processor(model: Any) -> None:
+    attn = blocks(model)[0].attn1
+    attn.processor = Own(attn.processor)
+
+
+def hook_feed_forward(model: Any) -> None:
+    block = blocks(model)[0]
+    part = block.ffn if hasattr(block, "ffn") else block.ff
+    part.register_forward_hook(lambda module, args, output: output * 1.25)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("change", [hook_feed_forward, replace_processor, hook_attention])
+@pytest.mark.parametrize("one", [WAN, COG], ids=str)
+def test_a_compiled_model_keeps_hooks_and_processors(
+    one: Any, change: Any, fullgraph: bool
+) -> None:
+    if one is COG and change is hook_attention:
+        change = replace_processor  # its attention returns two tensors
+    unpatched, model, inputs = one.model(), one.model(), one.inputs()
+    before = run(unpatched, inputs)
+    change(unpatched)
+    change(model)
+    expected = run(unpatched, inputs)
+    assert relative_l2(expected, before) > 100 * TIGHT
+    patch_model(model, attention="exact", guard=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    assert relative_l2(run(compiled, inputs), expected) <= TIGHT
+    torch._dynamo.reset()

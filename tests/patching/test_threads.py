@@ -1,0 +1,141 @@
+"""Threads that share a patched model, and processes that are forked beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.measures import relative_l2
+from tests.patching.models import named, run, wan
+from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
+from turbo_rcm_patch.patching import patch as patching
+from turbo_rcm_patch.patching.families.wan import WanBlock
+
+WAN = named("t2v")
+
+
+def together(count: int, work: Callable[[int], None]) -> None:
+    """Run work(0), work(1), ... in threads, and raise what one of them raised."""
+    failed: list[BaseException] = []
+
+    def one(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_the_first_forwards_of_several_threads_decide_as_one_does(
+    linear: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads wait in each block, so their comparisons interleave. The target is one that some
+    blocks miss."""
+    inputs = WAN.inputs(dtype=torch.bfloat16)
+
+    def made() -> tuple[Any, Any]:
+        model = wan(num_layers=6).bfloat16().eval().requires_grad_(False)
+        return model, patch_model(model, attention="int8", linear=linear, fidelity=0.9)
+
+    model, report = made()
+    expected = run(model, inputs)
+    words = report.ran()
+    assert len(set(words.values())) > 1  # some blocks are exact
+    own = WanBlock.fast
+
+    def slowly(self: Any, notes: Any, *given: Any) -> Any:
+        time.sleep(0.01)
+        return own(self, notes, *given)
+
+    model, report = made()
+    outputs: dict[int, Tensor] = {}
+    monkeypatch.setattr(WanBlock, "fast", slowly)
+    together(4, lambda index: outputs.__setitem__(index, run(model, inputs)))
+    monkeypatch.undo()
+    assert all(torch.equal(output, expected) for output in outputs.values())
+    assert report.ran() == words
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_thread_goes_on_while_another_unpatches() -> None:
+    model, inputs = WAN.model(), WAN.inputs(batch=1)
+    expected, stop = run(model, inputs), threading.Event()
+    furthest = 0.0
+
+    def work(index: int) -> None:
+        nonlocal furthest
+        if index:
+            while not stop.is_set():
+                furthest = max(furthest, relative_l2(run(model, inputs), expected))
+            return
+        try:
+            for _ in range(60):
+                patch_model(model, attention="int8", linear="int8", guard=False)
+                time.sleep(0.005)
+                unpatch_model(model)
+        finally:
+            stop.set()
+
+    together(2, work)
+    assert furthest < 0.05
+
+
+def test_rows_on_their_way_to_a_linear_that_is_unpatched_are_multiplied() -> None:
+    torch.manual_seed(0)
+    for bias in (True, False):
+        linear, x = torch.nn.Linear(24, 8, bias=bias), torch.randn(2, 5, 24)
+        with torch.no_grad():
+            made = linear(quantize_rows(x, "auto"))
+            assert relative_l2(made, F.linear(x, linear.weight, linear.bias)) < 0.02
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_patches_does_not_hang_the_child() -> None:
+    holds, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with patching._LOCK:
+            holds.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait(60)
+    child = os.fork()
+    if not child:
+        model = WAN.model()
+        patch_model(model)
+        unpatch_model(model)
+        os._exit(7)
+    try:
+        limit, done = time.monotonic() + 60, (0, 0)
+        while not done[0] and time.monotonic() < limit:
+            done = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.05)
+        assert done[0] == child, "the child hangs"
+        assert os.waitstatus_to_exitcode(done[1]) == 7
+    finally:
+        ends.set()
+        thread.join()
+        if not done[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
