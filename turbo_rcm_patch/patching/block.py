@@ -16,7 +16,12 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.int8_linears import Int8Forward
 from turbo_rcm_patch.patching.pieces import Attend, Notes
-from turbo_rcm_patch.patching.plain import author_class, compiling, why_not_inference
+from turbo_rcm_patch.patching.plain import (
+    Replacement,
+    author_class,
+    compiling,
+    why_not_inference,
+)
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -40,8 +45,8 @@ LEVEL_WORDS = {
 }
 
 
-class PatchedBlock:
-    """The function that replaces the forward of one block.
+class PatchedBlock(Replacement):
+    """The object whose `__call__` replaces the forward of one block.
 
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
 
@@ -64,8 +69,8 @@ class PatchedBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "guard", "index", "int8",
-        "last", "left", "level", "path", "reason",
+        "__weakref__", "_asked", "_exact", "_written", "backend", "block", "config", "guard",
+        "index", "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -74,6 +79,8 @@ class PatchedBlock:
     def __init__(self, block: Any, path: str, config: PatchConfig, attend: Attend) -> None:
         self.block, self.path, self.config = block, path, config
         self._asked, self._exact = attend, attend.exactly()
+        #: A compiler cannot look up the forward of a class.
+        self._written: Any = author_class(block).forward
         self.level, self.reason = Level.AS_ASKED, ""
         self.left = self.backend = ""
         self.guard: Guard | None = None
@@ -106,7 +113,7 @@ class PatchedBlock:
 
     def author(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
-        forward: Any = author_class(self.block).forward
+        forward: Any = self._written if compiling() else author_class(self.block).forward
         return forward(self.block, *inputs)
 
     def raise_level(self, level: Level, reason: str) -> None:
@@ -167,6 +174,10 @@ class PatchedBlock:
         return []
 
     # --- what a family writes --------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Take the parameters of the author's forward, and call `run`."""
+        raise NotImplementedError
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Any:
         """Run the written-out block.

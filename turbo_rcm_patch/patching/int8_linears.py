@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
 from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
-from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
+from turbo_rcm_patch.patching.plain import FLOATS, Replacement, compiling, hooked
 
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
 #: because it would hold the memory that offloading saves.
@@ -57,7 +57,7 @@ def in_16_bits() -> Iterator[None]:
         _thread.wide = False
 
 
-class Int8Forward:
+class Int8Forward(Replacement):
     """The int8 forward of one Linear.
 
     Its method `run` is installed, not the object, because a compiler shares a graph among bound
@@ -112,6 +112,7 @@ class Int8Forward:
         return (
             self.on
             and (compiling() or not _thread.wide)
+            and not torch.compiler._is_exporting_flag  # a graph that leaves is the author's
             and x.dim() >= 2
             and x.numel() > 0
             and _serves(self.linear, x)
@@ -244,7 +245,7 @@ def why_not_int8(module: nn.Module) -> str:
     return ""
 
 
-class DropsCopies:
+class DropsCopies(Replacement):
     """The replacement of a model's function that writes or moves weights: it runs the class's own,
     and then drops all int8 copies."""
 

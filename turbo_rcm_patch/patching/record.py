@@ -19,7 +19,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import WrappedError
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.plain import is_own, own_function
+from turbo_rcm_patch.patching.int8_linears import WRITERS
+from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function
 from turbo_rcm_patch.skip import SkipPair
 
 #: The instance attribute under which a patched model keeps its record.
@@ -80,10 +81,7 @@ class Entry:
     name: str
     function: Any
     slot: Slot
-    absent: bool = False
-
-    def __post_init__(self) -> None:
-        self.absent = _held(self.slot) is None
+    absent: bool
 
     def install(self) -> None:
         """Put the replacement in place."""
@@ -151,14 +149,14 @@ class PatchRecord:
         is not the author's own."""
         slot = innermost(module, name)
         if slot is not None:
-            self.entries.append(Entry(module, name, function, slot))
+            self.entries.append(Entry(module, name, function, slot, _held(slot) is None))
         return slot is not None
 
     def install(self) -> None:
         """Install all entries. After an exception, `undo` removes those that were installed."""
+        setattr(self.model, ATTRIBUTE, self)  # first, so that `unpatch_model` always finds it
         for entry in self.entries:
             entry.install()
-        setattr(self.model, ATTRIBUTE, self)
 
     def check(self) -> None:
         """Raise WrappedError if undoing is not safe; change nothing."""
@@ -170,7 +168,28 @@ class PatchRecord:
         """Undo the entries that are installed. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+        undo_replacements(self.model)
         vars(self.model).pop(ATTRIBUTE, None)
+
+
+def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot]]:
+    """Yield every place in a model that holds a replacement, with its module and name."""
+    for module in model.modules():
+        for name in ("forward", *WRITERS):
+            for slot in _slots(module, name):
+                if isinstance(getattr(_held(slot), "__self__", None), Replacement):
+                    yield module, name, slot
+
+
+def holds_replacements(model: nn.Module) -> bool:
+    """Return True if a module holds a replacement, perhaps one that was copied with its block."""
+    return bool(list(_replacements(model)))
+
+
+def undo_replacements(model: nn.Module) -> None:
+    """Remove every replacement in a model, also in blocks that were copied from elsewhere."""
+    for module, name, slot in list(_replacements(model)):
+        Entry(module, name, _held(slot), slot, absent=True).undo()
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

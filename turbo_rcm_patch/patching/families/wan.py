@@ -75,7 +75,6 @@ class WanBlock(PatchedBlock):
         encoder_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: Rotary,
-        *mask: Tensor | None,
     ) -> Tensor:
         """Run the block.
 
@@ -84,12 +83,11 @@ class WanBlock(PatchedBlock):
             encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
             temb: [B, 6, C], or with a timestep per token [B, N, 6, C] (SkyReels-V2: [B, 6, N, C]).
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
-            *mask: SkyReels-V2 alone: bool [1, 1, N, N], True where a query sees a key, or None.
 
         Returns:
             [B, N, C], dtype of hidden_states.
         """
-        out: Tensor = self.run(hidden_states, encoder_hidden_states, temb, rotary_emb, *mask)
+        out: Tensor = self.run(hidden_states, encoder_hidden_states, temb, rotary_emb)
         return out
 
     def fast(
@@ -303,6 +301,36 @@ class WanBlock(PatchedBlock):
         return pairs
 
 
+class SkyReelsBlock(WanBlock):
+    """The replacement of the forward of a `SkyReelsV2TransformerBlock`."""
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            hidden_states: As for Wan.
+            encoder_hidden_states: As for Wan.
+            temb: As for Wan.
+            rotary_emb: As for Wan.
+            attention_mask: bool [1, 1, N, N], True where a query sees a key, or None.
+
+        Returns:
+            [B, N, C], dtype of hidden_states.
+        """
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+        out: Tensor = self.run(*inputs)
+        return out
+
+
 # --- what is patched in a model ------------------------------------------------------------------
 
 _BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
@@ -330,7 +358,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
     check_parameters(expected, "diffusers")
-    found = find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
+    make = SkyReelsBlock if mask else WanBlock
+    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
     return [one.made(attend_of(one, config), config) for one in found] + _face_pairs(model, path)
 
 

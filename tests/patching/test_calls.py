@@ -1,0 +1,79 @@
+"""A patched block is called and exported as its author's is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.measures import relative_l2
+from tests.patching.models import MODELS, named, run
+from tests.patching.test_changes import TIGHT
+from turbo_rcm_patch import patch_model, patched
+from turbo_rcm_patch.patching import sla_as_defined
+
+
+def called_with(block: nn.Module, model: nn.Module, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments with which a model calls a block, by position and by name."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    hook = block.register_forward_pre_hook(
+        lambda module, args, named: seen.append((args, named)), with_kwargs=True
+    )
+    run(model, inputs)
+    hook.remove()
+    return seen[0]
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """One block of each kind."""
+    names = ("blocks", "vace_blocks", "transformer_blocks")
+    held = [getattr(model, name)[0] for name in names if hasattr(model, name)] or [model]
+    return [getattr(one, "_checkpoint_wrapped_module", one) for one in held]
+
+
+def tensors(made: Any) -> list[torch.Tensor]:
+    return [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None]
+
+
+@pytest.mark.parametrize("by", ["position", "name"])
+@pytest.mark.parametrize("one", [one for one in MODELS if "sla" not in one.name], ids=str)
+def test_a_block_takes_its_authors_arguments(one: Any, by: str) -> None:
+    model, inputs = one.model(), one.inputs()
+    for block in blocks_of(model):
+        args, more = called_with(block, model, inputs)
+        names = inspect.signature(type(block).forward).bind(block, *args, **more)
+        names.apply_defaults()
+        given = {name: value for name, value in names.arguments.items() if name != "self"}
+
+        def call(block: Any = block, given: Any = given) -> list[torch.Tensor]:
+            with torch.no_grad():
+                return tensors(block(**given) if by == "name" else block(*given.values()))
+
+        expected = call()
+        with patched(model, attention="exact", guard=False) as report:
+            made = call()
+            assert any(words.startswith("fused") for words in report.ran().values())
+        for ours, theirs in zip(made, expected, strict=True):
+            assert relative_l2(ours, theirs) <= TIGHT
+
+
+NAMES = ["t2v", "i2v", "vace", "skyreels", "anyflow", "sla", "cogvideox-5b", "consisid"]
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exported_block_is_its_authors(name: str, strict: bool, linear: Any) -> None:
+    model, inputs = named(name).model(), named(name).inputs()
+    block = blocks_of(model)[-1]
+    args, more = called_with(block, model, inputs)
+    with torch.no_grad():
+        with sla_as_defined(model, 0.1):
+            expected = tensors(block(*args, **more))
+        patch_model(model, linear=linear)
+        torch._dynamo.reset()
+        made = torch.export.export(block, args, more, strict=strict).module()(*args, **more)
+    assert all(map(torch.equal, tensors(made), expected))
