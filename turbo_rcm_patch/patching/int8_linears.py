@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
 from turbo_rcm_patch.ops.formats import Rows
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
-from turbo_rcm_patch.patching.plain import FLOATS, Replacement, compiling, hooked
+from turbo_rcm_patch.patching.plain import FLOATS, Replacement, compiling, hooked, installed
 
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
 #: because it would hold the memory that offloading saves.
@@ -199,10 +199,7 @@ def _serves(linear: Any, x: Tensor) -> bool:
 def int8_forward(module: Any) -> Int8Forward | None:
     """Return the int8 forward of a Linear, or None if calling it would run other code; None for
     None."""
-    installed = None if module is None else module.__dict__.get("forward")
-    if installed is None:
-        return None
-    forward = getattr(installed, "__self__", None)
+    forward = None if module is None else getattr(installed(module), "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
     return forward if _holds_plainly(module) else None
