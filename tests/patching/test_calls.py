@@ -77,3 +77,41 @@ def test_an_exported_block_is_its_authors(name: str, strict: bool, linear: Any) 
         torch._dynamo.reset()
         made = torch.export.export(block, args, more, strict=strict).module()(*args, **more)
     assert all(map(torch.equal, tensors(made), expected))
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16, "meta"])
+@pytest.mark.parametrize("name", ["t2v", "sla", "skyreels", "cogvideox-5b", "rcm-projection"])
+def test_the_default_dtype_and_device_change_nothing(name: str, default: Any, linear: Any) -> None:
+    one = named(name)
+    inputs = one.inputs(dtype=torch.bfloat16)
+    made = []
+    for changed in (False, True):
+        model = one.model(torch.bfloat16)
+        report = patch_model(model, attention="int8", linear=linear)
+        try:
+            if changed and default == "meta":
+                torch.set_default_device(default)
+            elif changed:
+                torch.set_default_dtype(default)
+            made.append((run(model, inputs), list(report.guard), report.guard.prediction))
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+    (expected, *guarded), (same, *with_other) = made
+    assert torch.equal(same, expected)
+    assert guarded == with_other
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("name", ["t2v", "skyreels", "vace", "cogvideox-5b", "rcm-projection"])
+def test_a_forward_on_the_meta_device_is_the_authors(name: str, linear: Any) -> None:
+    model = named(name).model().to("meta")
+    inputs = {
+        key: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for key, value in named(name).inputs().items()
+    }
+    expected = run(model, inputs)
+    report = patch_model(model, linear=linear)
+    assert run(model, inputs).shape == expected.shape
+    assert all("meta device" in words for words in report.ran().values())

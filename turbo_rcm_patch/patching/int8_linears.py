@@ -188,7 +188,9 @@ def _serves(linear: Any, x: Tensor) -> bool:
         return False
     held = [p for p in linear._parameters.values() if p is not None]
     dtype, device = x.dtype, x.device
-    if dtype != _dtype(linear) or dtype not in FLOATS or torch.is_autocast_enabled(device.type):
+    if x.is_meta or dtype != _dtype(linear) or dtype not in FLOATS:
+        return False
+    if torch.is_autocast_enabled(device.type):
         return False
     if any([p.device != device for p in held]):
         return False

@@ -230,11 +230,13 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
     # same draws: the mean of the squares does not change.
     random = torch.Generator(q.device).manual_seed(0)
     shake_q, shake_k = (
-        torch.normal(1.0, spread, x[:, :1].shape, generator=random, device=x.device)
+        torch.normal(
+            1.0, spread, x[:, :1].shape, generator=random, device=x.device, dtype=torch.float32
+        )
         for x in (wide_q, wide_k)
     )
     each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
-    sums = torch.zeros(4, device=q.device)
+    sums = torch.zeros(4, device=q.device, dtype=torch.float32)
     for start in range(0, heads, each):
         some = slice(start, start + each)
         qh, kh = wide_q[:, some], wide_k[:, some]

@@ -187,7 +187,9 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if x.is_meta:
+        return "the input is on the meta device"
+    if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "a transform of torch.func or forward-mode differentiation is active"
