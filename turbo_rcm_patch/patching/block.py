@@ -14,7 +14,7 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.int8_linears import Int8Forward
+from turbo_rcm_patch.patching.int8_linears import Int8Forward, holds_plainly
 from turbo_rcm_patch.patching.pieces import Attend, Notes
 from turbo_rcm_patch.patching.plain import (
     Replacement,
@@ -129,8 +129,14 @@ class PatchedBlock(Replacement):
             return f"as their author wrote them: {self.last}" if self.last else ""
         attend, device = self.attend, next(self.block.parameters()).device
         one = ops.resolved(attend.spec(), device, *self.last)
-        linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
+        linears = ", int8 Linears" if self.int8_linears() else ""
         return f"fused with {one.attention} attention{linears}"
+
+    def int8_linears(self) -> list[str]:
+        """Return the names of the Linears that run in int8 now, under hooks and adapters too."""
+        on = {id(one.linear) for one in self.int8 if one.on and holds_plainly(one.linear)}
+        held = self.linears().items() if on else ()
+        return [name for name, one in held if id(getattr(one, "base_layer", one)) in on]
 
     def group(self) -> Any:
         """Return the process group of the ranks that share the block's sequence, or None."""

@@ -172,7 +172,7 @@ def _dtype(linear: Any) -> torch.dtype:
     return dtype
 
 
-def _holds_plainly(linear: nn.Module) -> bool:
+def holds_plainly(linear: nn.Module) -> bool:
     """Return True if weight and bias are a Linear's own parameters.
 
     A quantised or sharded weight is a subclass of Tensor, and a normalised one no parameter.
@@ -184,7 +184,7 @@ def _holds_plainly(linear: nn.Module) -> bool:
 
 def _serves(linear: Any, x: Tensor) -> bool:
     """Return True if this call is plain inference on the Linear's own dtype and device."""
-    if not _holds_plainly(linear):
+    if not holds_plainly(linear):
         return False
     held = [p for p in linear._parameters.values() if p is not None]
     dtype, device = x.dtype, x.device
@@ -204,7 +204,7 @@ def int8_forward(module: Any) -> Int8Forward | None:
     forward = None if module is None else getattr(installed(module), "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
-    return forward if _holds_plainly(module) else None
+    return forward if holds_plainly(module) else None
 
 
 def takes_rows(modules: Iterable[Any]) -> bool:

@@ -9,7 +9,7 @@ between those places, so undoing looks for it instead of trusting a saved positi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -142,7 +142,17 @@ class PatchRecord:
 
     def pairs(self) -> list[SkipPair]:
         """Return every pair as it would run now."""
-        return [pair for block in self.blocks for pair in block.pairs()] + self.others
+        return [pair for block in self.blocks for pair in self._pairs(block)] + self.others
+
+    def _pairs(self, block: PatchedBlock) -> list[SkipPair]:
+        entry = next((one for one in self.entries if one.module is block.block), None)
+        if entry is None or entry.located() or record_of(self.model) is not self:
+            return block.pairs()
+        reason = "other code replaced the block's forward after patching"
+        return [
+            replace(pair, runs="as-written", reason=reason, int8_linears=())
+            for pair in block.pairs()
+        ]
 
     def replace(self, module: nn.Module, name: str, function: Any) -> bool:
         """Add an entry, to be installed later, and return True; do nothing if the present function

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import isfinite, isnan
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
@@ -134,7 +134,7 @@ class PairTable(tuple[SkipPair, ...]):
             pair, path = alike[0], _range([one.path for one in alike])
             row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
             row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
-            row.append("fp32" if pair.cast == "fp32" else "model dtype")
+            row.append("fp32" if pair.fused or pair.cast == "fp32" else "model dtype")
             row.append("yes" if pair.projection else "no")
             row.append(f"{pair.runs}" + (f"  ({len(alike)})" if len(alike) > 1 else ""))
             rows.append(row + ([", ".join(pair.int8_linears) or "-"] if linears else []))
@@ -203,6 +203,10 @@ class PatchReport:
     config: PatchConfig
     guard: GuardLog
     _live: Callable[[], Live]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy describes the present state, and does not hold the model.
+        return PatchReport, (self.model, self.config, self.guard, self._live())
 
     def __repr__(self) -> str:
         pairs = self.pairs
@@ -298,3 +302,7 @@ class Live:
     impl: str
     pv: str
     notes: list[str]
+
+    def __call__(self) -> Live:
+        """Return the state, as a report asks for it."""
+        return self
