@@ -23,7 +23,7 @@ from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.pipeline import read_json
+from turbo_rcm_patch.turbodiffusion.pipeline import check_regular, read_json
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
@@ -66,6 +66,7 @@ class StoredTensors:
         self.listing: dict[str, Tensor] = {}
         self._get: dict[str, Callable[[], Tensor]] = {}
         for path in files:
+            check_regular(path, CheckpointError)
             try:
                 opened: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
