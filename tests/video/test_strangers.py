@@ -7,12 +7,15 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
@@ -32,6 +35,7 @@ from turbo_rcm_patch.video.load import check_folder, load_pipeline
 from turbo_rcm_patch.video.lora import add_loras
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import read_image
+from turbo_rcm_patch.video.video import write_mp4
 
 NESTED = "[" * 200_000 + "]" * 200_000
 
@@ -194,6 +198,28 @@ def test_the_plain_names_that_diffusers_writes_are_taken(tmp_path: Path) -> None
     pipe = micro_pipe()
     add_loras(pipe, [str(path)])
     assert any("lora" in name for name, _ in pipe.transformer.named_parameters())
+
+
+_READ = """
+import re, sys
+from pathlib import Path
+from turbo_rcm_patch.video.video import read_frames
+status = Path("/proc/self/status")
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1])
+before = peak()
+frames = read_frames(Path(sys.argv[1]))
+print((peak() - before) / sum(3 * one.width * one.height for one in frames))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_a_video_takes_the_memory_of_its_pixels(tmp_path: Path) -> None:
+    video = tmp_path / "a.mp4"
+    write_mp4(np.zeros((100, 544, 960, 3), np.uint8), video, 16)
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, str(video)], capture_output=True, text=True, check=True
+    )
+    assert 0.9 < float(done.stdout) < 1.8  # PIL and ffmpeg's module are counted in
 
 
 def test_the_report_page_loads_nothing_from_elsewhere() -> None:
