@@ -19,8 +19,9 @@ import torch
 from tests.checkpoints.wan_model import Options, save
 from tests.patching.models import dicts, named, run, wan
 from tests.video.micro import SMALL, micro_pipe
-from turbo_rcm_patch import PatchConfig, is_patched, patch_model, report_of, unpatch_model
+from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.patching.record import PatchRecord
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.settings import Settings
 
@@ -94,6 +95,99 @@ def test_patching_and_undoing(config: PatchConfig) -> None:
         assert dicts(model) == before and torch.equal(run(model, inputs), expected), step
         if not reached:
             break
+
+
+def interrupted(step: int, action: Callable[[], Any], after: str = "install") -> bool:
+    """Run an action with an exception at a call or its end, in the package or contextlib.
+
+    Args:
+        step: The number of calls and ends before it, counted from a function of this name on.
+        action: The action.
+        after: The name.
+
+    Returns:
+        True if there was an exception.
+    """
+    left, began, raised = step, False, False
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left, began, raised
+        code = frame.f_code
+        mine = code.co_filename.startswith(PACKAGE) or code.co_filename.endswith("contextlib.py")
+        began = began or code.co_name == after
+        # Python looks for signals after a call, not when a function returns.
+        if began and mine and event in ("call", "c_call", "c_return"):
+            left -= 1
+            if left < 0:
+                raised = True
+                raise Injected  # Python takes the profile away now.
+
+    sys.setprofile(profile)
+    try:
+        action()
+    except Injected:
+        pass
+    finally:
+        sys.setprofile(None)
+    return raised
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
+    config: PatchConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = model_and_inputs()
+    expected = run(model, inputs)
+    before = dicts(model)
+    undo, first, second = PatchRecord.undo, 0, -1
+
+    def undo_and_be_interrupted(record: PatchRecord) -> None:
+        nonlocal second
+        step, second = second, -1
+        if step >= 0:
+            hit.append(interrupted(step, lambda: undo(record), "undo"))
+            if hit[-1]:
+                raise Injected
+        else:
+            undo(record)
+
+    monkeypatch.setattr(PatchRecord, "undo", undo_and_be_interrupted)
+    while interrupted(first, lambda: patch_model(model, config)):
+        if is_patched(model):  # The last calls come when everything is in place.
+            unpatch_model(model)
+        assert dicts(model) == before, first
+        hit, last = [True], 0
+        while hit[-1]:
+            second = last
+            hit.append(False)  # where the first one comes too late for patching to undo anything
+            interrupted(first, lambda: patch_model(model, config))
+            second = -1
+            if is_patched(model):
+                unpatch_model(model)
+            assert dicts(model) == before, (first, last)
+            last += STRIDE or (3 if last < 40 else 701)
+        first += STRIDE or (7 if first < 60 else 61)
+    assert first > 20
+    unpatch_model(model)
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_ctrl_c_between_patched_and_its_block_undoes_it() -> None:
+    model, _ = model_and_inputs()
+    before, step = dicts(model), 0
+
+    def use() -> None:
+        try:
+            with patched(model, CONFIGS[0]):
+                sys.setprofile(None)
+        except Injected as error:
+            held.append(error)  # as an interactive session keeps the last error
+
+    held: list[BaseException] = []
+    while interrupted(step, use):  # also one that Python drops, as in a generator that ends
+        assert dicts(model) == before, f"call {step}"
+        step += 1
+    assert len(held) > 50
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)

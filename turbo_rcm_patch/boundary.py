@@ -139,7 +139,7 @@ class ConsistencyModel(_OverNoise):
         wide = t.double()
         if not t.dtype.is_floating_point:
             return wide
-        rounded = torch.tensor(self.sigma_min, dtype=t.dtype).double()
+        rounded = torch.tensor(self.sigma_min, dtype=t.dtype, device=t.device).double()
         # The difference is exact, and adding it keeps the derivative in t.
         return wide + torch.where(wide == rounded, self.sigma_min - rounded, 0.0)
 

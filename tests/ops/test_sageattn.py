@@ -20,7 +20,7 @@ from tests.patching.models import named
 from turbo_rcm_patch import errors, ops, patch_model, sageattn
 from turbo_rcm_patch.ops import sageattn as names
 from turbo_rcm_patch.ops.attention.sage import broken_sage
-from turbo_rcm_patch.ops.sageattn import MASK_WARNING
+from turbo_rcm_patch.ops.sageattn import MASK_WARNING, WIDE_WARNING
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -120,6 +120,24 @@ def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
     assert said[0].filename == __file__
     truth = exact(q, k, v, layout, attn_mask=given if kind == "boolean" else given.double())
     assert all(relative_l2(out, truth) < 1e-6 for out in made)
+
+
+@each_layout
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "grouped"])
+def test_a_wide_head_is_exact_and_said_once(layout: str, kind: str) -> None:
+    """A Wan VAE has one head of 384 channels, and a replaced function serves the VAE too."""
+    heads = {"heads": 4, "kv_heads": 2} if kind == "grouped" else {"heads": 1}
+    heads.setdefault("kv_heads", 1)
+    q, k, v = inputs(layout, dim=384, n_q=64, n_kv=64, **heads)
+    more: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
+    if kind == "masked":
+        more["attn_mask"] = torch.rand(64, 64) > 0.5
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        made = [sageattn(q, k, v, layout, **more) for _ in range(3)]
+    assert WIDE_WARNING in [str(one.message) for one in said] and len(said) <= 2
+    assert all(relative_l2(out, exact(q, k, v, layout, **more)) < 1e-6 for out in made)
+    assert all(out.is_contiguous() for out in made)
 
 
 def test_a_mask_compiles_without_a_break_and_without_a_warning() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import attach_execution_device_hook
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +27,7 @@ from torch.nn.utils import prune
 from tests.measures import relative_l2
 from tests.patching.models import ANYFLOWS, classes, named, run
 from turbo_rcm_patch import patch_model, patched, refresh, report_of, unpatch_model
+from turbo_rcm_patch.patching import sla_as_defined
 
 TIGHT = 3e-6
 #: int8 weights and activations are off by 1 % a product; a change must not add to it.
@@ -330,6 +333,16 @@ def compile_blocks(model: Any, backend: str = "aot_eager") -> None:
         block.compile(fullgraph=backend == "aot_eager", backend=backend)
 
 
+def move_by_accelerate(model: Any) -> None:
+    """As `from_pretrained(device_map=...)` does."""
+    attach_execution_device_hook(model, torch.device("cpu"))
+
+
+def offload_by_accelerate(model: Any) -> None:
+    """As `enable_sequential_cpu_offload` does."""
+    cpu_offload(model, torch.device("cpu"))
+
+
 def reset(model: Any) -> None:
     """No change: the patch alone."""
 
@@ -407,6 +420,8 @@ CHANGES = [
     Change("layerwise-casting", layerwise_casting),
     Change("offloaded-blocks", offload("block_level")),
     Change("offloaded-leaves", offload("leaf_level")),
+    Change("moved-by-accelerate", move_by_accelerate),
+    Change("offloaded-by-accelerate", offload_by_accelerate),
 ]
 _BOTH = ("WanTransformer3DModel", "CogVideoXTransformer3DModel")
 
@@ -465,7 +480,7 @@ def test_a_patched_model_follows_a_change(
 #: Changes that leave the output as it is.
 _STILL = {"nothing", "lora-unloaded", "lora-off", "hook-removed", "fused-qkv",
           "fused-and-unfused-qkv", "cast-and-back", "swapped-tensors", "offloaded-blocks",
-          "offloaded-leaves"}  # fmt: skip
+          "offloaded-leaves", "moved-by-accelerate", "offloaded-by-accelerate"}  # fmt: skip
 
 
 @pytest.mark.parametrize("one", [WAN, COG], ids=str)
@@ -492,7 +507,8 @@ def test_a_compiled_model_follows_a_change(name: str, order: str, linear: str) -
     check(WAN, [change], linear, order, compiled=True)
 
 
-_FREE = [c for c in CHANGES if not c.name.startswith(("lora", "dora", "offload", "layer"))]
+_OUT = ("lora", "dora", "offload", "layer", "moved")
+_FREE = [c for c in CHANGES if not c.name.startswith(_OUT)]
 #: Of these one at most: fusing projections reads weights, which the others hide or take away.
 _HIDE = ("fused-qkv", "fused-and-unfused-qkv", "wrapped-linear", "no-biases", "pruned",
          "parametrized")  # fmt: skip
@@ -512,6 +528,26 @@ def test_a_patched_model_follows_changes_in_any_order(seed: int, dtype: torch.dt
     changes = sorted(draw.sample(free, 4), key=lambda change: change.name in _LAST)
     linear = "int8" if seed % 3 else "as-is"
     check(one, changes, linear, draw.choice(["change first", "patch first"]), dtype)
+
+
+@pytest.mark.supports(_BOTH, "offloading, casting")
+@pytest.mark.parametrize("order", ["hooks first", "patch first"])
+@pytest.mark.parametrize("change", [move_by_accelerate, offload_by_accelerate])
+@pytest.mark.parametrize("name", ["t2v", "sla", "skyreels", "vace", "cogvideox-5b"])
+def test_hooks_that_only_move_tensors_are_looked_through(
+    name: str, change: Callable[[Any], None], order: str
+) -> None:
+    model, inputs = named(name).model(), named(name).inputs()
+    with sla_as_defined(model, 0.1):
+        expected = run(model, inputs)
+    if order == "hooks first":
+        change(model)
+    report = patch_model(model, attention="exact", linear="int8", fidelity=None)
+    if order == "patch first":
+        change(model)
+    assert relative_l2(run(model, inputs), expected) <= INT8
+    assert set(report.last_forward) == {"fused with exact attention, int8 Linears"}
+    assert change is offload_by_accelerate or any(pair.int8_linears for pair in report.pairs)
 
 
 # --- around a forward ----------------------------------------------------------------------------

@@ -503,6 +503,37 @@ def test_a_fault_that_begins_at_the_second_step_is_found_in_all_blocks(
         assert {(record.step, record.when) for record in report.guard.decisions} == {(3, "last")}
 
 
+@pytest.mark.parametrize("guided", [1, 2])
+def test_each_expert_is_compared_on_its_own_last_step(guided: int) -> None:
+    """The high-noise expert of Wan 2.2 runs the first of five steps alone, here three."""
+    pipe = Pipeline(transformer=wan().eval(), transformer_2=wan().eval())
+    pipe.config = SimpleNamespace(boundary_ratio=0.875)
+    pipe.scheduler = scheduler = SimpleNamespace(
+        timesteps=torch.tensor([999, 960, 875, 700, 500]),
+        config=SimpleNamespace(num_train_timesteps=1000),
+    )
+    report = patch_model(pipe, attention="exact", fidelity=None)
+    inputs = named("t2v").inputs(batch=1)
+    for step in range(5):
+        scheduler._step_index = step
+        for _ in range(guided):
+            run(pipe.transformer if step < 3 else pipe.transformer_2, inputs)
+    last = {(one.path, one.step) for one in report.guard if one.when == "last"}
+    steps = {"transformer": 2, "transformer_2": 4}
+    assert last == {(f"{part}.blocks.{i}", step) for part, step in steps.items() for i in (0, 1)}
+
+
+def test_samples_reach_both_halves_of_guidance() -> None:
+    model, inputs = wan(num_layers=3).eval(), named("t2v").inputs(batch=1)
+    report = patch_model(model, attention="exact", fidelity=None)
+    halves = set()
+    for forward in range(40):
+        before = len(report.guard)
+        run(model, inputs)
+        halves |= {forward % 2} if forward and len(report.guard) > before else set()
+    assert halves == {0, 1}
+
+
 @pytest.mark.parametrize("count", [1, 2, 14])
 def test_samples_reach_every_block(count: int) -> None:
     """Also of a multiple of 7, as CogVideoX-5B's 42."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from types import SimpleNamespace
@@ -177,6 +178,41 @@ def test_a_patched_model_can_be_collected() -> None:
     gc.collect()
     assert gone() is None
     assert "gone" in str(report)
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_copies_of_patched_blocks_are_undone_too(linear: Any) -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    twin, other = WAN.model(), WAN.model()
+    patch_model(model, linear=linear)
+    for one in (model, other):
+        one.blocks.append(copy.deepcopy(model.blocks[0]))
+    twin.blocks.append(twin.blocks[0])
+    run(model, inputs)
+    unpatch_model(model)
+    assert torch.equal(run(model, inputs), run(twin, inputs))
+    # A model that was never patched itself.
+    assert is_patched(other)
+    with pytest.raises(AlreadyPatchedError, match="unpatch_model first"):
+        patch_model(other)
+    unpatch_model(other)
+    assert torch.equal(run(other, inputs), run(twin, inputs))
+    assert not is_patched(model) and not is_patched(other)
+    assert not any("forward" in attributes for attributes in dicts(other).values())
+
+
+def test_an_error_inside_patched_is_not_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    model = WAN.model()
+    with pytest.raises(ZeroDivisionError), patched(model):
+        model.blocks[0].forward = lambda *args: args[0]
+        raise ZeroDivisionError
+    assert "The model stays patched" in caplog.text and "Undo the later change" in caplog.text
+    with pytest.raises(WrappedError), patched(WAN.model()) as report:
+        assert report
+        model = report_model = WAN.model()
+        patch_model(report_model)
+        report_model.blocks[0].forward = len
+        unpatch_model(model)
 
 
 def test_unpatching_dropped_weights_says_so(caplog: pytest.LogCaptureFixture) -> None:

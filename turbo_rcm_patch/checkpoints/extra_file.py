@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints.pipeline import read_json
+from turbo_rcm_patch.checkpoints.pipeline import check_regular, read_json
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import atomic
@@ -66,6 +66,7 @@ class StoredTensors:
         self.listing: dict[str, Tensor] = {}
         self._get: dict[str, Callable[[], Tensor]] = {}
         for path in files:
+            check_regular(path, CheckpointError)
             try:
                 opened: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,29 @@ LAYOUT: Final = (
 DEFAULTS_FILE: Final = "turbo_rcm.json"
 #: The beginning of a Git LFS pointer, and more bytes than one has.
 _LFS_MARK, _LFS_BYTES = b"version https://git-lfs", 1024
+
+
+#: More bytes than a JSON file of a model has; the largest are tokenizers of some 20 MB.
+MOST_JSON: Final = 1 << 27
+
+
+def check_regular(path: Path, error: type[TurboRCMError], most: int | None = None) -> None:
+    """Raise if a path is neither a regular file nor missing, so that no pipe is waited for and no
+    endless device read, or if it is a folder.
+
+    Args:
+        path: The file, or a link to it.
+        error: The class of the error.
+        most: Its largest plausible size in bytes.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return  # Whoever opens it says why it cannot.
+    if not stat.S_ISREG(found.st_mode):
+        raise error(f"{path}", expected="a regular file", got="a folder, a pipe or a device")
+    if most is not None and found.st_size > most:
+        raise error(f"{path}", expected=f"at most {most} bytes", got=str(found.st_size))
 
 
 def check_part(folder: Path, name: str, *, weights: bool) -> None:
@@ -43,6 +67,9 @@ def check_part(folder: Path, name: str, *, weights: bool) -> None:
         if weights and not there:
             inside = str(sorted(path.name for path in part.iterdir()))
             raise ModelFolderError(f"{part} has no {lacks}", got=inside, remedy=again)
+    for path in part.rglob("*"):
+        if not path.is_dir():
+            check_regular(path, ModelFolderError)
     for path in sorted(part.glob("*.json")):
         read_json(path, ModelFolderError)
     for path in found:
@@ -78,9 +105,10 @@ def read_json(
         error: The class of the error if it is none, or cannot be read.
         remedy: The remedy of that error.
     """
+    check_regular(path, error, MOST_JSON)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as why:
+    except (ValueError, RecursionError) as why:
         raise error(f"{path} is not valid JSON ({why})", remedy=remedy) from why
     except OSError as why:
         raise error(

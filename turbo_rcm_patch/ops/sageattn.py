@@ -22,7 +22,7 @@ from turbo_rcm_patch.config import Attention, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
 from turbo_rcm_patch.ops.attention.reference import aligned, apart, split_heads
-from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 
@@ -41,6 +41,9 @@ Result = Tensor | tuple[Tensor, Tensor]
 #: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
 MASK_WARNING: Final = (
     "attn_mask: this attention runs exactly, through torch, because no int8 kernel takes a mask"
+)
+WIDE_WARNING: Final = (
+    f"heads of more than {MAX_HEAD_DIM} channels: this attention runs exactly, through torch"
 )
 #: Keywords that callers of sageattention and of torch's attention pass, and the values that change
 #: nothing here: scales are per block of tokens, sums are fp32, and grouped queries always work.
@@ -336,6 +339,14 @@ def _sage(
     attention: Attention = "auto" if n_kv >= INT8_MIN_KEYS else "exact"
     if attn_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(MASK_WARNING, stacklevel=3)  # A compiled graph would break here.
+    if q.shape[3] > MAX_HEAD_DIM and not return_lse:
+        if not torch.compiler.is_compiling():
+            warnings.warn(WIDE_WARNING, stacklevel=3)
+        q, k, v = (x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v))
+        wide = scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=bool(is_causal), scale=sm_scale, enable_gqa=True
+        )
+        return wide if layout == "HND" else wide.transpose(1, 2).contiguous()
     out, lse = attention_of_heads(
         q, k, v, layout, attention=attention, pv=pv, smooth_k=smooth_k, causal=bool(is_causal),
         sm_scale=sm_scale, mask=attn_mask, want_lse=bool(return_lse),

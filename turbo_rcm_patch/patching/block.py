@@ -16,10 +16,11 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
+from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
 from turbo_rcm_patch.patching.pieces import Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
+    Replacement,
     author_forward,
     capturing,
     compiling,
@@ -49,8 +50,8 @@ LEVEL_WORDS = {
 }
 
 
-class PatchedBlock:
-    """The function that replaces the forward of one block.
+class PatchedBlock(Replacement):
+    """The object whose `__call__` replaces the forward of one block.
 
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
 
@@ -166,8 +167,14 @@ class PatchedBlock:
             return f"as their author wrote them: {self.last}" if self.last else ""
         device = next(self.block.parameters()).device
         one = ops.resolved(self.spec, device, *self.last)
-        linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
+        linears = ", int8 Linears" if self.int8_linears() else ""
         return f"fused with {one.attention} attention{linears}"
+
+    def int8_linears(self) -> list[str]:
+        """Return the names of the Linears that run in int8 now, under hooks and adapters too."""
+        on = {id(one.linear) for one in self.int8 if one.on and holds_plainly(one.linear)}
+        held = self.linears().items() if on else ()
+        return [name for name, one in held if id(getattr(one, "base_layer", one)) in on]
 
     def form(self) -> str:
         """Return in which form the last call outside a compiler ran: "asked"; "length", where
@@ -177,9 +184,7 @@ class PatchedBlock:
             return "author" if self.last or self.left else ""
         if self.level:
             return "exact" if self.level == Level.EXACT else "wide"
-        auto = (
-            self.config.attention == "auto" and not self.beside()
-        )  # SLA is never exact by length
+        auto = self.config.attention == "auto" and not self.beside()  # SLA has no such rule
         return "length" if auto and "exact" in self.words() else "asked"
 
     def foreign(self) -> str:
@@ -240,6 +245,10 @@ class PatchedBlock:
         return []
 
     # --- what a family writes --------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Take the parameters of the author's forward, and call `run`."""
+        raise NotImplementedError
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Any:
         """Run the written-out block.

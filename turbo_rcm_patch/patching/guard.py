@@ -176,12 +176,14 @@ class Guard:
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
         self._asked = False
+        #: Timesteps and the number of those of this network, which one read finds.
+        self._steps: tuple[Any, int] = (None, 0)
         self._threads = threading.local()
         log.attach(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not belong to the pipeline.
-        return vars(self) | {"_threads": None, "_pipe": None}
+        return vars(self) | {"_threads": None, "_pipe": None, "_steps": (None, 0)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
@@ -201,7 +203,7 @@ class Guard:
 
     def within_video(self) -> bool:
         """Return True if the pipeline is known to be past the first step of a video."""
-        now = None if self._pipe is None else _step_of(self._pipe())
+        now = None if self._pipe is None else self._step_of(self._pipe(), "")
         return now is not None and 0 < now[0] < now[1]
 
     # --- which blocks ----------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class Guard:
         here.way = x.dtype, x.device.type, one.attention, one.pv
         here.shares = dict(self._seen.setdefault(here.way, _Compared()).shares)
         here.stopped = False
-        now = None if self._pipe is None else _step_of(self._pipe())
+        now = None if self._pipe is None else self._step_of(self._pipe(), block.path)
         here.step = None if now is None else now[0]
         here.last = now is not None and now[0] == now[1] - 1
         captured = capturing(x)
@@ -238,6 +240,27 @@ class Guard:
         if self._turn >= self._due and not captured:
             self._due = self._turn + _PAUSES[self._turn % 2]
             here.sample = self._sampled = (self._sampled + self._stride) % self._count
+
+    def _step_of(self, pipe: object, path: str) -> tuple[int, int] | None:
+        """Return (index of a pipeline's denoising step, number of steps of this network), or None.
+
+        The high-noise expert of Wan 2.2 runs the first steps alone.
+        """
+        scheduler: Any = getattr(pipe, "scheduler", None)
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None or len(timesteps) == 0:
+            return None
+        config = getattr(pipe, "config", None)
+        ratio = getattr(config, "boundary_ratio", None)
+        if ratio is None or path.partition(".")[0] != "transformer":
+            steps = len(timesteps)
+        elif self._steps[0] is timesteps:
+            steps = self._steps[1]
+        else:
+            least = ratio * scheduler.config.num_train_timesteps
+            steps = int((timesteps >= least).sum())
+            self._steps = timesteps, steps
+        return int(getattr(scheduler, "_step_index", None) or 0), steps
 
     # --- comparing -------------------------------------------------------------------------------
 
@@ -428,13 +451,3 @@ def _finite(stages: Stages) -> bool:
 def _sum(found: dict[int, Shares]) -> Shares:
     every = list(found.values())
     return Shares(sum(one.author for one in every), sum(one.fast for one in every))
-
-
-def _step_of(pipe: object) -> tuple[int, int] | None:
-    """Return (index of a pipeline's denoising step, number of steps), or None, without waiting for
-    a device."""
-    scheduler = getattr(pipe, "scheduler", None)
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or len(timesteps) == 0:
-        return None
-    return int(getattr(scheduler, "_step_index", None) or 0), len(timesteps)

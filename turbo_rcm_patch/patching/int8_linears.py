@@ -31,7 +31,14 @@ from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
-from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked, own_function
+from turbo_rcm_patch.patching.plain import (
+    FLOATS,
+    Replacement,
+    compiling,
+    hooked,
+    installed,
+    own_function,
+)
 
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
 #: because it would hold the memory that offloading saves.
@@ -73,7 +80,7 @@ def in_16_bits() -> Iterator[None]:
         _thread.wide = False
 
 
-class Int8Forward:
+class Int8Forward(Replacement):
     """The int8 forward of one Linear.
 
     Its method `run` is installed, not the object, because a compiler shares a graph among bound
@@ -129,6 +136,7 @@ class Int8Forward:
         return (
             self.on
             and (compiling() or not _thread.wide)
+            and not torch.compiler._is_exporting_flag  # a graph that leaves is the author's
             and x.dim() >= 2
             and x.numel() > 0
             and _serves(self.linear, x)
@@ -188,7 +196,7 @@ def _dtype(linear: Any) -> torch.dtype:
     return dtype
 
 
-def _holds_plainly(linear: nn.Module) -> bool:
+def holds_plainly(linear: nn.Module) -> bool:
     """Return True if weight and bias are a Linear's own parameters.
 
     A quantised or sharded weight is a subclass of Tensor, and a normalised one no parameter.
@@ -200,11 +208,13 @@ def _holds_plainly(linear: nn.Module) -> bool:
 
 def _serves(linear: Any, x: Tensor) -> bool:
     """Return True if this call is plain inference on the Linear's own dtype and device."""
-    if not _holds_plainly(linear):
+    if not holds_plainly(linear):
         return False
     held = [p for p in linear._parameters.values() if p is not None]
     dtype, device = x.dtype, x.device
-    if dtype != _dtype(linear) or dtype not in FLOATS or torch.is_autocast_enabled(device.type):
+    if x.is_meta or dtype != _dtype(linear) or dtype not in FLOATS:
+        return False
+    if torch.is_autocast_enabled(device.type):
         return False
     if any([p.device != device for p in held]):
         return False
@@ -215,15 +225,12 @@ def _serves(linear: Any, x: Tensor) -> bool:
 def int8_forward(module: Any) -> Int8Forward | None:
     """Return the int8 forward of a Linear, or None if calling it would run other code; None for
     None."""
-    installed = None if module is None else module.__dict__.get("forward")
-    if installed is None:
-        return None
-    forward = getattr(installed, "__self__", None)
+    forward = None if module is None else getattr(installed(module), "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
     if not own_function(type(module), "forward"):
         return None
-    return forward if _holds_plainly(module) else None
+    return forward if holds_plainly(module) else None
 
 
 def takes_rows(modules: Iterable[Any]) -> bool:
@@ -331,7 +338,7 @@ def _step(shape: torch.Size) -> int:
     return step - (step - int(_RIGHT * columns)) % columns if step > columns else step
 
 
-class DropsCopies:
+class DropsCopies(Replacement):
     """The replacement of a model's function that writes or moves weights: it runs the class's own,
     and then drops all int8 copies."""
 

@@ -230,6 +230,17 @@ class Int8Linear(nn.Linear):
         """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
         return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse another weight, which nothing would read; other code may quantise in this way."""
+        if name == "weight":
+            raise DroppedWeightError(
+                "the weight of an Int8Linear",
+                expected="a Linear with a weight to replace",
+                got="one with int8 alone, which is quantised already",
+                remedy="Let other quantisers leave these Linears out, or load the model again",
+            )
+        super().register_parameter(name, param)
+
     def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
         """Refuse gradients of int8 weights; False is what they have."""
         RefusesGradients(self)(requires_grad)

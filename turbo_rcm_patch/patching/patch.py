@@ -6,9 +6,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Unpack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import _GeneratorContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from turbo_rcm_patch.errors import (
     FamilyError,
     NothingToPatchError,
     NotPatchedError,
+    WrappedError,
 )
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
 from turbo_rcm_patch.ops.dispatch import load_kernels
@@ -41,13 +43,20 @@ from turbo_rcm_patch.patching.int8_linears import (
 )
 from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import judge_classes
-from turbo_rcm_patch.patching.record import PatchRecord, record_of
+from turbo_rcm_patch.patching.record import (
+    PatchRecord,
+    holds_replacements,
+    record_of,
+    undo_replacements,
+)
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import agree_on_largest, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: Serialises threads that patch or unpatch one model at once.
 _LOCK = threading.RLock()
@@ -90,7 +99,11 @@ def patch_model(
         CheckpointError: The model's configuration says that it has SLA, but its `proj_l` are not
             attached.
     """
-    config = chosen_config(config, options)
+    return _patch(model, chosen_config(config, options), [])
+
+
+def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> PatchReport:
+    """Do what `patch_model` does, and fill an empty list with the records before any change."""
     with _LOCK:
         targets = find_targets(model)
         for target in targets:
@@ -98,20 +111,20 @@ def patch_model(
             _check_device(config, execution_device(target.module))
             refuse_lost_proj_l(target.module, target.path)
             check_parallel(target.module)
-        records = _records_for(model, targets, config)
+        records += _records_for(model, targets, config)
         _refuse_shared(records)
         if config.linear == "int8-only":
             count = _drop_originals(records)
-            records = _records_for(model, targets, config)  # with the new Linears
+            records[:] = _records_for(model, targets, config)  # with the new Linears
             records[0].dropped = count
         try:
             for record in records:
                 record.install()
+            return _report(model, records)
         except BaseException:
             for record in records:
                 record.undo()
             raise
-        return _report(model, records)
 
 
 def unpatch_model(model: object) -> None:
@@ -125,21 +138,51 @@ def unpatch_model(model: object) -> None:
         WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
-        _undo_all(_records(model, "unpatch_model"))
+        # Patched blocks that were copied into this model are not in its record.
+        copied = [part for part in parts_of(model).values() if holds_replacements(part)]
+        if not copied or any(map(record_of, _modules(model))):
+            _undo_all(_records(model, "unpatch_model"))
+        for part in copied:
+            undo_replacements(part)
 
 
-@contextmanager
+class _Undoing(_GeneratorContextManager[_T]):
+    """A context manager that ends also if Ctrl-C arrives between its beginning and its block."""
+
+    def __enter__(self) -> _T:
+        try:
+            return next(self.gen)
+        except BaseException:
+            self.gen.close()
+            raise
+
+
+def _undoing(function: Callable[_P, Generator[_T]]) -> Callable[_P, _Undoing[_T]]:
+    @wraps(function)
+    def make(*args: _P.args, **named: _P.kwargs) -> _Undoing[_T]:
+        return _Undoing(function, args, named)
+
+    return make
+
+
+@_undoing
 def patched(
     model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
-) -> Iterator[PatchReport]:
+) -> Generator[PatchReport, None, None]:
     """Patch a model for the length of a `with` block, and restore it even after an exception."""
-    report = patch_model(model, config, **options)
-    records = _records(model, "patched")  # The pipeline may hold other components later.
+    records: list[PatchRecord] = []  # The pipeline may hold other components later.
+    failed = True
     try:
-        yield report
+        yield _patch(model, chosen_config(config, options), records)
+        failed = False
     finally:
-        with _LOCK:
-            _undo_all([record for record in records if record_of(record.model) is record])
+        try:
+            with _LOCK:
+                _undo_all([record for record in records if record_of(record.model) is record])
+        except WrappedError as error:
+            if not failed:
+                raise
+            _log.warning("The model stays patched: %s", error)  # The block's error goes first.
 
 
 def refresh(model: object) -> None:
@@ -191,7 +234,8 @@ def is_patched(model: object) -> bool:
     Raises:
         NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
     """
-    return any(record_of(module) is not None for module in _modules(model))
+    parts = parts_of(model).values()
+    return any(map(record_of, _modules(model))) or any(map(holds_replacements, parts))
 
 
 def report_of(model: object) -> PatchReport:
@@ -253,11 +297,11 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
-        if not record.replace(block.block, "forward", block):
+        if not record.replace(block.block, "forward", block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
         for part, forward in block.beside():
-            record.replace(part, "forward", forward)
+            record.replace(part, "forward", forward.__call__)
         if config.linear != "as-is":
             _add_int8(record, block, forwards)
     copies = Int8Copies(list(forwards.values()))
@@ -265,7 +309,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
         block.copies = copies
     for name in WRITERS if forwards else ():
         if hasattr(type(module), name):
-            record.replace(module, name, DropsCopies(module, name, copies))
+            record.replace(module, name, DropsCopies(module, name, copies).__call__)
     return record
 
 
@@ -296,7 +340,7 @@ def _boundary(model: object, path: str) -> list[SkipPair]:
 
 
 def _refuse_patched(target: Target, caller: str) -> None:
-    if record_of(target.module) is not None:
+    if record_of(target.module) is not None or holds_replacements(target.module):
         raise AlreadyPatchedError(
             f"{caller}: {target.path or 'model'}",
             expected="a model that is not patched",
@@ -417,8 +461,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     )
 
 
-@contextmanager
-def sla_as_defined(model: object, topk: float) -> Iterator[int]:
+@_undoing
+def sla_as_defined(model: object, topk: float) -> Generator[int, None, None]:
     """Let an unpatched model compute SLA by its definition for the length of a `with` block.
 
     diffusers' classes run dense attention, for which weights with a `proj_l` were not trained.

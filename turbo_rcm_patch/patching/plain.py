@@ -42,6 +42,15 @@ _MOVES_WEIGHTS: Final = {
 _FUNCTIONS: Final = ("gelu", "layer_norm", "linear", "rms_norm")
 
 
+class Replacement:
+    """Base of the objects whose bound methods replace functions of a module.
+
+    A compiler and `torch.export` take a bound method for a function, and a callable object not.
+    """
+
+    __slots__ = ()
+
+
 def author_class(module: Any) -> type[nn.Module]:
     """Return the class in which a module's author wrote its forward.
 
@@ -126,6 +135,26 @@ def is_own(module: nn.Module, name: str, value: object) -> bool:
     )
 
 
+def installed(module: nn.Module) -> Any:
+    """Return the forward of a module's instance, or None.
+
+    A hook of accelerate that only moves inputs to the module's device is looked through.
+    """
+    hook: Any = module.__dict__.get("_hf_hook")
+    forward = module.__dict__.get("forward")
+    if type(hook).__name__ != "AlignDevicesHook":
+        return forward
+    loads = hook.offload and (hook.place_submodules or [*module.parameters(recurse=False)])
+    theirs = getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks"
+    return module.__dict__.get("_old_forward") if theirs and not loads else forward
+
+
+def replaced_by(module: nn.Module) -> type | None:
+    """Return the class of the replacement that is installed as a module's forward, or None."""
+    owner = getattr(installed(module), "__self__", None)
+    return type(owner) if isinstance(owner, Replacement) else None
+
+
 def hooked(module: nn.Module) -> bool:
     """Return True if a module has torch hooks."""
     return bool(
@@ -138,8 +167,7 @@ def hooked(module: nn.Module) -> bool:
 
 def bare(module: nn.Module) -> bool:
     """Return True if calling a module runs its class's forward and no other code."""
-    forward = module.__dict__.get("forward")
-    if forward is not None and not is_own(module, "forward", forward):
+    if "forward" in module.__dict__ and not is_own(module, "forward", installed(module)):
         return False
     if (  # `hooked`, without a call: a block asks this of a dozen modules
         module._forward_hooks
@@ -248,7 +276,9 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if x.is_meta:
+        return "the input is on the meta device"
+    if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "a transform of torch.func or forward-mode differentiation is active"

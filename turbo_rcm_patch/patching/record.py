@@ -9,7 +9,7 @@ between those places, so undoing looks for it instead of trusting a saved positi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -19,7 +19,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import WrappedError
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.plain import is_own, own_function
+from turbo_rcm_patch.patching.int8_linears import WRITERS
+from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function
 from turbo_rcm_patch.skip import SkipPair
 
 #: The instance attribute under which a patched model keeps its record.
@@ -80,10 +81,7 @@ class Entry:
     name: str
     function: Any
     slot: Slot
-    absent: bool = False
-
-    def __post_init__(self) -> None:
-        self.absent = _held(self.slot) is None
+    absent: bool
 
     def install(self) -> None:
         """Put the replacement in place."""
@@ -144,21 +142,31 @@ class PatchRecord:
 
     def pairs(self) -> list[SkipPair]:
         """Return every pair as it would run now."""
-        return [pair for block in self.blocks for pair in block.pairs()] + self.others
+        return [pair for block in self.blocks for pair in self._pairs(block)] + self.others
+
+    def _pairs(self, block: PatchedBlock) -> list[SkipPair]:
+        entry = next((one for one in self.entries if one.module is block.block), None)
+        if entry is None or entry.located() or record_of(self.model) is not self:
+            return block.pairs()
+        reason = "other code replaced the block's forward after patching"
+        return [
+            replace(pair, runs="as-written", reason=reason, int8_linears=())
+            for pair in block.pairs()
+        ]
 
     def replace(self, module: nn.Module, name: str, function: Any) -> bool:
         """Add an entry, to be installed later, and return True; do nothing if the present function
         is not the author's own."""
         slot = innermost(module, name)
         if slot is not None:
-            self.entries.append(Entry(module, name, function, slot))
+            self.entries.append(Entry(module, name, function, slot, _held(slot) is None))
         return slot is not None
 
     def install(self) -> None:
         """Install all entries. After an exception, `undo` removes those that were installed."""
+        setattr(self.model, ATTRIBUTE, self)  # first, so that `unpatch_model` always finds it
         for entry in self.entries:
             entry.install()
-        setattr(self.model, ATTRIBUTE, self)
 
     def check(self) -> None:
         """Raise WrappedError if undoing is not safe; change nothing."""
@@ -170,7 +178,28 @@ class PatchRecord:
         """Undo the entries that are installed. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+        undo_replacements(self.model)
         vars(self.model).pop(ATTRIBUTE, None)
+
+
+def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot]]:
+    """Yield every place in a model that holds a replacement, with its module and name."""
+    for module in model.modules():
+        for name in ("forward", *WRITERS):
+            for slot in _slots(module, name):
+                if isinstance(getattr(_held(slot), "__self__", None), Replacement):
+                    yield module, name, slot
+
+
+def holds_replacements(model: nn.Module) -> bool:
+    """Return True if a module holds a replacement, perhaps one that was copied with its block."""
+    return bool(list(_replacements(model)))
+
+
+def undo_replacements(model: nn.Module) -> None:
+    """Remove every replacement in a model, also in blocks that were copied from elsewhere."""
+    for module, name, slot in list(_replacements(model)):
+        Entry(module, name, _held(slot), slot, absent=True).undo()
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

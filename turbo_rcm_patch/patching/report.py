@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import isfinite, isnan
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
@@ -211,6 +211,10 @@ class PatchReport:
     _live: Callable[[], Live]
     _blocks: Callable[[], list[PatchedBlock]]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy describes the present state, and does not hold the model.
+        return PatchReport, (self.model, self.config, self.guard, self._live())
+
     def __repr__(self) -> str:
         pairs = self.pairs
         return f"PatchReport({self.model}: {pairs.fused} of {len(pairs)} fused, {self.config!r})"
@@ -315,3 +319,7 @@ class Live:
     impl: str
     pv: str
     notes: list[str]
+
+    def __call__(self) -> Live:
+        """Return the state, as a report asks for it."""
+        return self

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.plain import Replacement
 
 #: Buffers of an attention that hold the bits of SLA's projection: weight [D, D], bias [D], int32.
 PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
@@ -86,7 +87,7 @@ def refuse_lost_proj_l(model: nn.Module, path: str) -> None:
     )
 
 
-class SLAForward:
+class SLAForward(Replacement):
     """The replacement of the forward of one self-attention.
 
     It holds the attention, so that a deep copy of a patched model holds the copied one.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.loading import HUB_ID, loading
@@ -20,6 +23,9 @@ _EXPERTS: Final = {
     "transformer": ("high_noise", "high-noise", "highnoise"),
     "transformer_2": ("low_noise", "low-noise", "lownoise"),
 }
+#: The names of modules in the metadata of a LoRA, which peft takes for regular expressions.
+_NAME: Final = re.compile(r"[\w.^$\\-]*")
+_log = logging.getLogger(__name__)
 _FORM: Final = "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it "
 _EXAMPLE: Final = "owner/name/folder/file.safetensors"
 
@@ -159,18 +165,48 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
 def _load(pipe: Any, text: str, lora: LoRA, part: str, name: str) -> None:
     more: dict[str, Any] = {"load_into_transformer_2": True} if part == "transformer_2" else {}
     folder, _, file = lora.file.rpartition("/")
+    files: dict[str, Any] = {}
     if file:
-        more |= {"weight_name": file, "subfolder": folder or None}
+        files |= {"weight_name": file, "subfolder": folder or None}
+    path = Path(lora.source)
+    for one in [*path.iterdir()] if path.is_dir() else [path]:
+        if not one.is_dir():
+            check_regular(one, ModelFolderError)
+    network = _networks(pipe)[part]
     with loading(
         ModelFolderError,
         f"LoRA {text!r} could not be loaded into {part}",
-        expected=f"LoRA weights of a {type(_networks(pipe)[part]).__name__} of this size: a "
+        expected=f"LoRA weights of a {type(network).__name__} of this size: a "
         f".safetensors file, a folder with one, or {_EXAMPLE} on the hub",
         remedy="Check that it was made for this model",
     ):
-        pipe.load_lora_weights(lora.source, adapter_name=name, **more)
-        if name not in getattr(_networks(pipe)[part], "peft_config", {}):
+        weights, notes = pipe.lora_state_dict(lora.source, return_lora_metadata=True, **files)
+        _refuse_patterns(notes or {})
+        pipe.load_lora_weights(lora.source, adapter_name=name, **more, **files)
+        held = {
+            f"transformer.{where}.lora"
+            for where, module in network.named_modules()
+            if name in getattr(module, "lora_A", {})
+        }
+        left = sorted({key for key in weights if key.partition(".lora_")[0] + ".lora" not in held})
+        if len(left) == len(weights):
             raise ValueError("none of its weights is this model's")
+    if left:
+        _log.warning(
+            "LoRA %r: %d of its %d weights fit the %s. These have no effect: %s",
+            text, len(weights) - len(left), len(weights), part, ", ".join(map(ascii, left[:8])),
+        )  # fmt: skip
+
+
+def _refuse_patterns(notes: dict[str, Any]) -> None:
+    """Refuse regular expressions that peft would match with every name; one can run for hours."""
+    for name, value in notes.items():
+        kind = name.rpartition(".")[2]
+        if not kind.endswith(("_pattern", "_modules")):
+            continue
+        for one in map(str, [value] if isinstance(value, str) else value or ()):
+            if not _NAME.fullmatch(one):
+                raise ValueError(f"its metadata has {one[:80]!r} as {kind}, not a plain name")
 
 
 def loras_of(pipe: Any) -> tuple[str, ...]:

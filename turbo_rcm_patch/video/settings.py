@@ -36,7 +36,8 @@ _Rule = tuple[Callable[[Any], bool], str]
 _RULES: Final[Mapping[str, _Rule]] = {
     "sampler": (lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
     "form": (lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
-    "steps height width num_frames fps max_sequence_length": (
+    "steps": (lambda x: type(x) is int and 0 < x <= 1000, "a whole number from 1 to 1000"),
+    "height width num_frames fps max_sequence_length": (
         lambda x: type(x) is int and x > 0,
         "a positive whole number",
     ),

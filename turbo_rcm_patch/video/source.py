@@ -14,6 +14,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.video.video import read_frames
 
@@ -129,7 +130,9 @@ def _tensors(given: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.
         found = dict(given)
     else:
         try:
-            found = load_file(Path(given).expanduser())
+            path = Path(given).expanduser()
+            check_regular(path, SamplingError)
+            found = load_file(path)
         except (OSError, SafetensorError) as error:
             what = f"identity {given} cannot be read ({error})"
             raise SamplingError(what, expected="a .safetensors file") from error
@@ -165,6 +168,7 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
     if isinstance(given, Image.Image):
         return _as_rgb(given)
     path = Path(given).expanduser()
+    check_regular(path, SamplingError)
     try:
         with Image.open(path) as image:
             return _as_rgb(image)

@@ -213,7 +213,7 @@ def in_use(out: str | Path) -> Iterator[None]:
 def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
     """Turn a failure to read a file of a comparison into an error that says so."""
     damage: tuple[type[Exception], ...] = (OSError, ValueError, LookupError, TypeError)
-    damage += (AssertionError, *more)
+    damage += (AssertionError, RecursionError, *more)
     try:
         with kept_apart():
             yield
@@ -280,8 +280,8 @@ def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import IO, Final, Literal
+from tempfile import TemporaryFile
+from typing import IO, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -218,8 +218,8 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
         raise SamplingError(what, expected="a video file", remedy=remedy)
     reads = ["-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
     reads += ["-frames:v", str(MOST_FRAMES), "-f", "image2pipe", "-c:v", "ppm"]
-    code, out, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"])
-    frames = list(_pictures(io.BytesIO(out)))
+    frames: list[Image.Image]
+    code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=_pictures)
     if code or not frames:
         raise SamplingError(
             f"{name} {path} cannot be read",
@@ -230,17 +230,18 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
     return frames
 
 
-def _pictures(stream: IO[bytes]) -> Iterator[Image.Image]:
-    """Yield the pictures of binary PPM files in a row, until they end or are cut off."""
+def _pictures(stream: IO[bytes]) -> list[Image.Image]:
+    """Read the pictures of binary PPM files in a row, until they end or are cut off."""
+    found: list[Image.Image] = []
     while True:
         _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
         if len(sides) != 2:
-            return
+            return found
         width, height = map(int, sides)
         pixels = stream.read(3 * width * height)
         if len(pixels) < 3 * width * height:
-            return
-        yield Image.frombytes("RGB", (width, height), pixels)
+            return found
+        found.append(Image.frombytes("RGB", (width, height), pixels))
 
 
 def _count_frames(video: Path, told: Path) -> int:
@@ -284,15 +285,32 @@ def run_ffmpeg(
     return out.decode(errors="replace"), said
 
 
-def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[int, bytes, str]:
-    """Return the exit code of ffmpeg, its output, and what it logged."""
+def _ffmpeg(
+    arguments: Sequence[str],
+    given: np.ndarray | None = None,
+    read: Callable[[IO[bytes]], list[Image.Image]] | None = None,
+) -> tuple[int, Any, str]:
+    """Return the exit code of ffmpeg, its output (or what `read` makes of it while it comes, so
+    that it is never there twice), and what it logged."""
     program, process = find_ffmpeg(), None
     try:
         # Its own session: Ctrl-C in a terminal reaches this process alone, which ends it.
-        with held_back():
-            command = [program, "-v", "error", *arguments]
-            process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
-        out, said = process.communicate(b"" if given is None else given.tobytes())
+        with TemporaryFile() as log:
+            with held_back():
+                command = [program, "-v", "error", *arguments]
+                process = Popen(
+                    command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True
+                )
+            if read is None:
+                out: Any = process.communicate(b"" if given is None else given.tobytes())[0]
+            else:
+                assert process.stdin and process.stdout
+                process.stdin.close()
+                out = read(process.stdout)
+                process.stdout.close()
+                process.wait()
+            log.seek(0)
+            said = log.read()
     except BaseException as error:
         if process is not None:
             with held_back(), process:  # which closes its pipes and waits

@@ -155,7 +155,7 @@ def rounded_v(
         return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None, None
     v = v.float()
     step = max(1, -(-v.shape[2] // MEAN_SAMPLES))
-    count = torch.tensor(float(v.shape[2]), device=v.device).expand(v.shape[0])
+    count = torch.tensor(v.shape[2], dtype=torch.float32, device=v.device).expand(v.shape[0])
     if kv_lengths is not None:
         count = kv_lengths.clamp(0, v.shape[2]).float()
     sampled = (count / step).ceil().clamp_min(1).view(-1, 1, 1)

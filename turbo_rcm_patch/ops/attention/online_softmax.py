@@ -251,7 +251,7 @@ def ones_for(device: torch.device) -> torch.Tensor:
     """
     kept = _ones.get(device)
     if kept is None:
-        kept = torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
+        kept = torch.ones(256, 16, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return kept

@@ -7,6 +7,7 @@ Sources: SLA (arXiv 2509.24006) and its inference code in thu-ml/TurboDiffusion,
 
 from __future__ import annotations
 
+import itertools
 from typing import Final, Literal
 
 import torch
@@ -213,7 +214,7 @@ def emulated_sparse_attention(
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)
 
     out = torch.empty(*q.shape[:3], dim, dtype=torch.float32, device=q.device)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+    for b, h, i in itertools.product(*map(range, blocks.shape[:3])):
         rows = slice(i * block_q, (i + 1) * block_q)
         keys = _keys_of(blocks[b, h, i], block_k)
         logits = q_int[b, h, rows] @ k_int[b, h, keys].T

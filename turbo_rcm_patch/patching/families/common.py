@@ -16,7 +16,6 @@ from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
-from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import FLOATS, bare
 from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
 
@@ -140,10 +139,5 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
 
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
     """Return the names of a branch's Linears that run in int8."""
-    found = []
-    for path, linear in block.linears().items():
-        base = getattr(linear, "base_layer", linear)  # inside an adapter
-        inside = not name or path.startswith(f"{name}.")
-        if inside and isinstance(base, nn.Module) and int8_forward(base) is not None:
-            found.append(path.removeprefix(f"{name}."))
-    return tuple(found)
+    found = [path for path in block.int8_linears() if not name or path.startswith(f"{name}.")]
+    return tuple(path.removeprefix(f"{name}.") for path in found)

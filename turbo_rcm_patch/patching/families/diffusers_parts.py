@@ -16,6 +16,7 @@ from turbo_rcm_patch.patching.plain import (
     hook_names,
     own_function,
     plain_linear,
+    replaced_by,
     torchs_own,
     wrote,
 )
@@ -95,11 +96,9 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
     processor = attn.processor
     if type(processor) not in processors or not own_function(type(processor), "__call__"):
         return f"the processor of {name} is a {type(processor).__qualname__} of its own"
-    forward = attn.__dict__.get("forward")
-    stands = stand_in is not None and type(forward) is stand_in
-    if not (bare(attn) or stands):
+    if not bare(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
         return f"{name} is called as a module: {hook_names(attn)}"
-    if attn.training and drops(attn.to_out[1]):
+    if drops(attn.to_out[1]):
         return "dropout is active (training mode)"
     return ""
 

@@ -42,7 +42,14 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, bare, hook_names, torchs_own
+from turbo_rcm_patch.patching.plain import (
+    Replacement,
+    author_class,
+    bare,
+    hook_names,
+    replaced_by,
+    torchs_own,
+)
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 #: Text tokens that follow the image tokens.
@@ -279,7 +286,7 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     """Return why the fast path cannot run an attention, or ""."""
     if author_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
-    if not bare(attn) and type(attn.__dict__.get("forward")) is not RotaryForward:
+    if not bare(attn) and replaced_by(attn) is not RotaryForward:
         return f"{name} is called as a module: {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
@@ -368,7 +375,7 @@ def _heads_of(found: Found) -> tuple[int, int]:
 # --- without flash-attn --------------------------------------------------------------------------
 
 
-class RotaryForward:
+class RotaryForward(Replacement):
     """The replacement of the forward of one self-attention, without flash-attn.
 
     It calls the same modules in the same order, and computes the rotary embedding in plain torch.

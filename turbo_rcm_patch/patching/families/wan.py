@@ -75,21 +75,19 @@ class WanBlock(PatchedBlock):
         encoder_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: Rotary,
-        *mask: Tensor | None,
     ) -> Tensor:
         """Run the block.
 
         Args:
             hidden_states: [B, N, C], the model's dtype.
             encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
-            temb: [B, 6, C], or with a timestep per token [B, N, 6, C] (SkyReels-V2: [B, 6, N, C]).
+            temb: [B, 6, C], or with a timestep per token [B, N, 6, C].
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
-            *mask: SkyReels-V2 alone: bool [1, 1, N, N], True where a query sees a key, or None.
 
         Returns:
             [B, N, C], dtype of hidden_states.
         """
-        inputs: Any = hidden_states, encoder_hidden_states, temb, rotary_emb, *mask
+        inputs = hidden_states, encoder_hidden_states, temb, rotary_emb
         other = self.instead_of_fast(*inputs)
         if other is None:
             return self.fast(None, *inputs)
@@ -139,8 +137,6 @@ class WanBlock(PatchedBlock):
             temb = temb.float()
         if temb.ndim == 3:
             return (table + temb).chunk(6, dim=1)
-        if temb.shape[2] != 6:  # SkyReels-V2
-            temb = temb.transpose(1, 2)
         rows = (table.unsqueeze(0) + temb).chunk(6, dim=2)
         return tuple([row.squeeze(2) for row in rows])
 
@@ -313,6 +309,42 @@ class WanBlock(PatchedBlock):
         return pairs
 
 
+class SkyReelsBlock(WanBlock):
+    """The replacement of the forward of a `SkyReelsV2TransformerBlock`."""
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            hidden_states: As for Wan.
+            encoder_hidden_states: As for Wan.
+            temb: As for Wan, but with a timestep per token [B, 6, N, C].
+            rotary_emb: As for Wan.
+            attention_mask: bool [1, 1, N, N], True where a query sees a key, or None.
+
+        Returns:
+            [B, N, C], dtype of hidden_states.
+        """
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+        other = self.instead_of_fast(*inputs)
+        if other is None:
+            return self.fast(None, *inputs)
+        out: Tensor = other(*inputs)
+        return out
+
+    def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
+        return super().modulation(temb.transpose(1, 2) if temb.ndim == 4 else temb)
+
+
 # --- what is patched in a model ------------------------------------------------------------------
 
 _BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
@@ -340,7 +372,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
     check_parameters(expected, "diffusers")
-    found = find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
+    make = SkyReelsBlock if mask else WanBlock
+    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
     return [one.made(config, *heads_of(one)) for one in found] + _face_pairs(model, path)
 
 

@@ -1,0 +1,86 @@
+"""A report says what is so now, and goes where it is sent."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.patching.models import named, run
+from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.errors import DroppedWeightError
+
+
+def replace_linears(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                made = nn.Linear(child.in_features, child.out_features)
+                setattr(module, name, made.requires_grad_(False))
+
+
+def test_linears_that_were_replaced_do_not_count_as_int8() -> None:
+    model, inputs = named("t2v").model(), named("t2v").inputs()
+    report = patch_model(model, linear="int8", fidelity=None, guard=False, attention="exact")
+    run(model, inputs)
+    assert report.last_forward == {"fused with exact attention, int8 Linears": 2}
+    names = ("to_q", "to_k", "to_v", "to_out.0")
+    assert [pair.int8_linears for pair in report.pairs][0] == names
+    model.blocks[0].attn1.to_q = nn.Linear(128, 128).requires_grad_(False)
+    assert [pair.int8_linears for pair in report.pairs][0] == names[1:]
+    replace_linears(model.blocks)
+    run(model, inputs)
+    assert report.last_forward == {"fused with exact attention": 2}
+    assert not any(pair.int8_linears for pair in report.pairs)
+
+
+@pytest.mark.parametrize("name", ["t2v", "cogvideox-5b"])
+def test_sums_are_in_fp32_where_a_kernel_closes_them(name: str) -> None:
+    model = named(name).model(torch.bfloat16)
+    report = patch_model(model)
+    assert "model dtype" not in str(report)
+    block = (model.blocks if name == "t2v" else model.transformer_blocks)[0]
+    block.attn1.processor = object()
+    assert "model dtype" in str(report)
+
+
+def test_a_block_whose_forward_was_replaced_later_is_not_fused() -> None:
+    """As cache-dit does to VACE."""
+    model = named("vace").model()
+    report = patch_model(model, attention="exact", guard=False)
+    assert report.fused == 12
+    for block in model.blocks:
+        block.forward = type(block).forward.__get__(block)
+    assert report.fused == 6
+    assert "other code replaced the block's forward" in str(report)
+
+
+def test_a_report_can_be_pickled() -> None:
+    model, inputs = named("t2v").model(), named("t2v").inputs()
+    report = patch_model(model, linear="int8")
+    run(model, inputs)
+    kept = pickle.loads(pickle.dumps(report))
+    assert str(kept) == str(report)
+    assert kept.as_dict() == report.as_dict()
+    before = str(report)
+    unpatch_model(model)
+    assert str(kept) == before != str(report)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda one: setattr(one, "weight", nn.Parameter(torch.zeros(2, 2))),
+        lambda one: one.register_parameter("weight", nn.Parameter(torch.zeros(2, 2))),
+    ],
+)
+def test_another_quantiser_cannot_replace_a_dropped_weight(write: Any) -> None:
+    model, inputs = named("t2v").model(), named("t2v").inputs()
+    patch_model(model, linear="int8-only")
+    expected = run(model, inputs)
+    with pytest.raises(DroppedWeightError, match="quantised already"):
+        write(model.blocks[0].attn1.to_q)
+    assert torch.equal(run(model, inputs), expected)

@@ -1,0 +1,227 @@
+"""Files from strangers: typed errors at once, and nothing of them reaches a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from tests.video.micro import TRANSFORMER, micro_pipe
+from tests.video.test_lora import LINEARS, write_lora
+from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
+from turbo_rcm_patch.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelFolderError,
+    SamplingError,
+    TurboRCMError,
+)
+from turbo_rcm_patch.video import report
+from turbo_rcm_patch.video.load import check_folder, load_pipeline
+from turbo_rcm_patch.video.lora import add_loras
+from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.source import read_image
+from turbo_rcm_patch.video.video import write_mp4
+
+NESTED = "[" * 200_000 + "]" * 200_000
+
+
+@contextmanager
+def at_once(seconds: int = 20) -> Iterator[None]:
+    """Fail, and do not wait, if a block takes longer."""
+
+    def late(*_: Any) -> None:
+        raise AssertionError("it waited")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def pipe_at(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def device_at(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+    return path
+
+
+@pytest.fixture
+def folder(micro_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(micro_folder, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("kind", [pipe_at, device_at])
+@pytest.mark.parametrize(
+    "name",
+    ["model_index.json", "vae/config.json", "tokenizer/more.json", "tokenizer/deeper/spiece.model",
+     "transformer/diffusion_pytorch_model.safetensors", "turbo_rcm.json"],
+)  # fmt: skip
+def test_only_regular_files_of_a_folder_are_opened(
+    name: str, kind: Callable[[Path], Path], folder: Path
+) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    kind(folder / name)
+    with at_once():
+        if name == "turbo_rcm.json":
+            assert load_pipeline(folder, device="cpu")  # It holds defaults alone.
+        else:
+            with pytest.raises(ModelFolderError):
+                check_folder(folder)
+
+
+@pytest.mark.parametrize("kind", [pipe_at, device_at])
+def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    with at_once():
+        with pytest.raises(SamplingError, match="a regular file"):
+            read_image(kind(tmp_path / "image.png"))
+        with pytest.raises(CheckpointError, match="a regular file"):
+            StoredTensors(kind(tmp_path / "extra.safetensors"))
+        with pytest.raises(ModelFolderError, match="a regular file"):
+            add_loras(micro_pipe(), [str(kind(tmp_path / "a.safetensors"))])
+        with pytest.raises(ModelFolderError, match="a regular file"):
+            add_loras(micro_pipe(), [str(tmp_path)])
+
+
+def test_deeply_nested_json_is_no_recursion_error(folder: Path) -> None:
+    (folder / "vae" / "config.json").write_text(NESTED)
+    with pytest.raises(ModelFolderError, match="not valid JSON"):
+        check_folder(folder)
+
+
+def test_a_json_file_of_no_plausible_size_is_not_read(folder: Path) -> None:
+    with (folder / "vae" / "config.json").open("r+b") as file:
+        file.truncate(1 << 40)  # a file with a hole, which takes no room
+    with at_once(), pytest.raises(ModelFolderError, match="at most"):
+        check_folder(folder)
+
+
+def test_a_folder_does_not_ask_for_a_thousand_million_steps(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="from 1 to 1000"):
+        Settings(steps=10**9)
+    assert Settings(steps=1000).steps == 1000
+
+
+def test_names_from_files_send_nothing_to_a_terminal() -> None:
+    evil = "\x1b]0;owned\x07 \x9b31m \u202etxt\r"
+    error = TurboRCMError(f"a {evil}\nline", expected=evil, got=evil, remedy=evil)
+    for text in (str(error), error.block(), error.got):
+        assert not set(text) & set("\x1b\x07\x9b\u202e\r")
+    assert "\\x1b]0;owned\\x07" in str(error)
+    assert "\nline" in error.what
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of a model with one block more than the pipeline's."""
+    deeper = WanTransformer3DModel(**TRANSFORMER | {"num_layers": TRANSFORMER["num_layers"] + 1})
+    return write_lora(tmp_path_factory.mktemp("lora") / "deep.safetensors", deeper)
+
+
+def test_a_lora_that_fits_some_layers_says_how_many(
+    lora: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        add_loras(micro_pipe(), [str(lora)])
+    layers = TRANSFORMER["num_layers"]
+    whole = len(load_file(lora))
+    assert f"{whole * layers // (layers + 1)} of its {whole} weights fit" in caplog.text
+    assert f"transformer.blocks.{layers}." in caplog.text
+    assert f"transformer.blocks.{layers - 1}." not in caplog.text
+
+
+def test_a_lora_that_fits_all_layers_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lora(tmp_path / "a.safetensors", micro_pipe().transformer)
+    with caplog.at_level(logging.WARNING):
+        add_loras(micro_pipe(), [str(path)])
+    assert not caplog.text
+
+
+def test_a_lora_that_fits_no_layer_is_refused(lora: Path, tmp_path: Path) -> None:
+    tensors = {
+        k: v for k, v in load_file(lora).items() if f"blocks.{TRANSFORMER['num_layers']}" in k
+    }
+    save_file(tensors, tmp_path / "none.safetensors")
+    pipe = micro_pipe()
+    with pytest.raises(ModelFolderError):
+        add_loras(pipe, [str(tmp_path / "none.safetensors")])
+    assert not any("lora" in name for name, _ in pipe.transformer.named_parameters())
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
+def test_a_regular_expression_in_a_lora_is_not_run(key: str, lora: Path, tmp_path: Path) -> None:
+    pattern = "(([a-z0-9_.]+)+)+!"
+    notes = {f"transformer.{key}": pattern if key == "target_modules" else {pattern: 4}}
+    notes |= {"transformer.r": 4, "transformer.lora_alpha": 4}
+    save_file(
+        load_file(lora), tmp_path / "a.safetensors",
+        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(notes)},
+    )  # fmt: skip
+    start = time.monotonic()
+    with at_once(), pytest.raises(ModelFolderError, match="not a plain name"):
+        add_loras(micro_pipe(), [str(tmp_path / "a.safetensors")])
+    assert time.monotonic() - start < 15
+
+
+def test_the_plain_names_that_diffusers_writes_are_taken(tmp_path: Path) -> None:
+    path = write_lora(tmp_path / "a.safetensors", micro_pipe().transformer)
+    notes = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.bias": "none",
+             "transformer.base_model_name_or_path": "owner/name", "transformer.peft_type": "LORA",
+             "transformer.target_modules": LINEARS,
+             "transformer.rank_pattern": {"^blocks\\.0\\.attn1\\.to_q$": 4}}  # fmt: skip
+    save_file(load_file(path), path,
+              metadata={"format": "pt", "lora_adapter_metadata": json.dumps(notes)})  # fmt: skip
+    pipe = micro_pipe()
+    add_loras(pipe, [str(path)])
+    assert any("lora" in name for name, _ in pipe.transformer.named_parameters())
+
+
+_READ = """
+import re, sys
+from pathlib import Path
+from turbo_rcm_patch.video.video import read_frames
+status = Path("/proc/self/status")
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1])
+before = peak()
+frames = read_frames(Path(sys.argv[1]))
+print((peak() - before) / sum(3 * one.width * one.height for one in frames))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_a_video_takes_the_memory_of_its_pixels(tmp_path: Path) -> None:
+    video = tmp_path / "a.mp4"
+    write_mp4(np.zeros((100, 544, 960, 3), np.uint8), video, 16)
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, str(video)], capture_output=True, text=True, check=True
+    )
+    assert 0.9 < float(done.stdout) < 1.8  # PIL and ffmpeg's module are counted in
+
+
+def test_the_report_page_loads_nothing_from_elsewhere() -> None:
+    page = (Path(report.__file__).parent / "page" / "report.html.j2").read_text()
+    assert "default-src 'none'; img-src data:; media-src data:" in page
