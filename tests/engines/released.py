@@ -32,9 +32,9 @@ from torch.nn.functional import scaled_dot_product_attention
 ROOT = Path(__file__).parents[2]
 #: Pure Python, or small: what the engines import before their attention.
 BESIDE = (
-    "aenum aiohappyeyeballs aiohttp aiosignal attrs cloudpickle dill einops fastapi frozenlist "
-    "loguru msgspec multidict orjson propcache pybase64 python-multipart pyzmq remote_pdb "
-    "setproctitle sse_starlette starlette uvicorn xxhash yarl"
+    "addict aenum aiohappyeyeballs aiohttp aiosignal attrs cloudpickle dill einops fastapi "
+    "frozenlist gguf loguru msgspec multidict orjson prometheus_client propcache pybase64 "
+    "python-multipart pyzmq remote_pdb setproctitle sse_starlette starlette uvicorn xxhash yarl"
 )
 #: int8 q and k over exact attention, relative L2 (tests/ops/test_sageattn.py).
 INT8_FLOOR = 0.015
@@ -126,7 +126,7 @@ def xdit() -> None:
     from xfuser.core.distributed import attention_backend as author
     from xfuser.core.distributed.runtime_state import env_info
     from xfuser.model_executor.layers import usp
-    from xfuser.model_executor.layers.attention_mask import VarlenMask as AttentionMask
+    from xfuser.model_executor.layers.attention_mask import make_attn_mask_with_meta
 
     import turbo_rcm_patch.engines.xdit as ours
 
@@ -141,16 +141,10 @@ def xdit() -> None:
         close(out.transpose(1, 2), exact(q, k, v), tokens)
         assert lse is None
         seen = torch.arange(tokens)[None].expand(2, -1) < tokens - 7
-        kept = dict(
-            indices_k=seen.flatten().nonzero().flatten(), max_seqlen_k=tokens - 7,
-            cu_seqlens_k=torch.arange(3, dtype=torch.int32) * (tokens - 7),
-        )  # fmt: skip
-        assert set(kept) <= set(AttentionMask.__dataclass_fields__), "the fields of xDiT's mask"
-        out, _ = function(*first, dropout_p=0.0, is_causal=False, attention_kwargs=kept)
-        close(out.transpose(1, 2), exact(q, k, v, None, tokens - 7), tokens)
-        mask = {"attn_mask": seen[:, None, None]}
-        out, _ = function(*first, dropout_p=0.0, is_causal=False, attention_kwargs=mask)
-        close(out.transpose(1, 2), exact(q, k, v, None, tokens - 7), 0)
+        meta = vars(make_attn_mask_with_meta(seen))
+        for given, keys in ((meta, tokens), ({"attn_mask": meta["attn_mask"]}, 0)):
+            out, _ = function(*first, dropout_p=0.0, is_causal=False, attention_kwargs=given)
+            close(out.transpose(1, 2), exact(q, k, v, None, tokens - 7), keys)
     ours.get_ring_parallel_world_size = lambda: 2
     _, lse = function(*first, dropout_p=0.0, is_causal=False)
     close(lse, logsumexp(q, k, 64**-0.5), 1100)
@@ -249,9 +243,13 @@ def cache_dit() -> None:
 
 
 ENGINES = {
-    "sglang": Engine(sglang, "sglang", ("torchvision", "IPython")),
-    "vllm-omni": Engine(vllm_omni, "vllm-omni", ("torchvision", "vllm")),
-    "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang"), ()),
+    "sglang": Engine(
+        sglang,
+        "sglang",
+        ("torchvision", "IPython", "tvm_ffi", "sentencepiece", "compressed_tensors"),
+    ),
+    "vllm-omni": Engine(vllm_omni, "vllm-omni", ("torchvision", "vllm", "vllm_omni.patch")),
+    "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang", "distvae"), ()),
     "lightx2v": Engine(lightx2v, "", ("torchvision",), ()),
     "fastvideo": Engine(
         fastvideo,
@@ -332,7 +330,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in self.names:
+        if name.split(".")[0] in self.names or name in self.names:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

@@ -48,22 +48,22 @@ def attention(
     packed = author._varlen_pack_keys(
         *(x.transpose(1, 2) for x in (query, key, value)), attention_kwargs
     )
-    if dropout_p or (ring and (masked or packed)):
+    if dropout_p or (ring and (masked or packed is not None)):
         raise MaskError(
             "attention of xDiT's backend SAGE", expected="no dropout, and no mask in a ring",
             got=f"dropout_p={dropout_p}, a mask: {masked or packed is not None}",
             remedy="Use --ulysses_degree for a mask, or another --attention_backend",
         )  # fmt: skip
-    if masked:
-        SERVED.count(query, key, "HND", masked=True)
-        exact = author.ATTENTION_FUNCTION_REGISTRY[author.AttentionBackendType.SDPA]
-        out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
-        return out, None
     if packed is not None:
         SERVED.count(query, key, "HND")
         q, k, v, bounds_q, bounds_k, longest, batch, n_q, heads, dim = packed
         out = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
         return out.view(batch, n_q, heads, dim).transpose(1, 2), None
+    if masked:
+        SERVED.count(query, key, "HND", masked=True)
+        exact = author.ATTENTION_FUNCTION_REGISTRY[author.AttentionBackendType.SDPA]
+        out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
+        return out, None
     made = SERVED.attend(query, key, value, "HND", is_causal, None, ring)
     return made if isinstance(made, tuple) else (made, None)
 
