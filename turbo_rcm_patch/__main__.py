@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"turbo_rcm_patch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    commands.add_parser("as-sageattention", help=as_sageattention.HELP)
+    one = commands.add_parser("as-sageattention", help=as_sageattention.HELP)
+    as_sageattention.add_arguments(one)
     for name, cls in COMMANDS.items():
         text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0]
         one = commands.add_parser(

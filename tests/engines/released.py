@@ -248,9 +248,13 @@ ENGINES = {
         "sglang",
         ("torchvision", "IPython", "tvm_ffi", "sentencepiece", "compressed_tensors"),
     ),
-    "vllm-omni": Engine(vllm_omni, "vllm-omni", ("torchvision", "vllm", "vllm_omni.patch")),
+    "vllm-omni": Engine(
+        vllm_omni,
+        "vllm-omni",
+        ("torchvision", "vllm", "vllm_omni.patch", "tiktoken", "opentelemetry"),
+    ),
     "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang", "distvae"), ()),
-    "lightx2v": Engine(lightx2v, "", ("torchvision",), ()),
+    "lightx2v": Engine(lightx2v, "", ("torchvision", "decord", "cv2"), ()),
     "fastvideo": Engine(
         fastvideo,
         "fastvideo",
@@ -301,6 +305,9 @@ class Anything(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock(name=name)
+
+    def __getitem__(cls, _: object) -> Any:
+        return cls
 
 
 class Stub(types.ModuleType):

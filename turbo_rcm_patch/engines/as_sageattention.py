@@ -32,12 +32,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         prog="python -m turbo_rcm_patch as-sageattention", description=HELP,
         usage="%(prog)s [--replace] [--require] -- COMMAND ...",
     )  # fmt: skip
-    parser.add_argument("--replace", action="store_true", help="hide an installed sageattention")
-    parser.add_argument(
-        "--require", action="store_true",
-        help="fail on a long attention that would not run in int8 kernels",
-    )  # fmt: skip
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the program")
+    add_arguments(parser)
     given = parser.parse_args(argv)
     if not given.replace:
         refuse_installed(str(STAND_IN))
@@ -53,6 +48,14 @@ def main(argv: Sequence[str]) -> NoReturn:
             got=f"{given.command[0]}: {error.strerror}",
             remedy="Give its path, or activate its environment",
         ) from error  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to a parser."""
+    add = parser.add_argument
+    add("--replace", action="store_true", help="hide an installed sageattention")
+    add("--require", action="store_true", help="fail on a long attention outside int8 kernels")
+    add("command", nargs="+", metavar="COMMAND", help="the program")
 
 
 def refuse_installed(stand_in: str) -> None:

@@ -57,15 +57,15 @@ def attention(
     if packed is not None:
         SERVED.count(query, key, "HND")
         q, k, v, bounds_q, bounds_k, longest, batch, n_q, heads, dim = packed
-        out = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
-        return out.view(batch, n_q, heads, dim).transpose(1, 2), None
+        made = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
+        return made.view(batch, n_q, heads, dim).transpose(1, 2), None
     if masked:
         SERVED.count(query, key, "HND", masked=True)
         exact = author.ATTENTION_FUNCTION_REGISTRY[author.AttentionBackendType.SDPA]
         out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
         return out, None
-    made = SERVED.attend(query, key, value, "HND", is_causal, None, ring)
-    return made if isinstance(made, tuple) else (made, None)
+    result = SERVED.attend(query, key, value, "HND", is_causal, None, ring)
+    return result if isinstance(result, tuple) else (result, None)
 
 
 # xDiT looks for the package `sageattention` when it starts, and refuses the backend without it.
