@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can r
 	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS)
 
 # Not part of `test`: it takes wheels from the package index.
-test-engines: $(VENV)/.installed-dev ## The attention inside the newest wheels of SGLang, vllm-omni, xDiT, ...; ENGINES='xdit' for some
+test-engines: $(VENV)/.installed-dev ## The attention inside the newest wheels of SGLang, vllm-omni, xDiT, FastVideo (ENGINES='xdit' for some)
 	$(BIN)/python tests/engines/released.py $(ENGINES)
 
 # Most of a GPU test is compiling kernels on the CPU, so several processes share the card.

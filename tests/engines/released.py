@@ -254,7 +254,9 @@ ENGINES = {
         ("torchvision", "vllm", "vllm_omni.patch", "tiktoken", "opentelemetry"),
     ),
     "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang", "distvae"), ()),
-    "lightx2v": Engine(lightx2v, "", ("torchvision", "decord", "cv2"), ()),
+    "lightx2v": Engine(
+        lightx2v, "", ("torchvision", "torchaudio", "av", "decord", "cv2", "flash_attn"), ()
+    ),
     "fastvideo": Engine(
         fastvideo,
         "fastvideo",
@@ -310,6 +312,25 @@ class Anything(type):
         return cls
 
 
+def named_object(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def decorator(cls: Any = None, **_: object) -> Any:
+    return cls or decorator
+
+
+#: What the engines do more with than hold it.
+KNOWN = {
+    "__version__": "99.0",
+    "__version_tuple__": (0, 0),
+    "VLLM_PLUGINS": None,
+    "config": decorator,
+    "resolve_obj_by_qualname": named_object,
+}
+
+
 class Stub(types.ModuleType):
     """A module with every name: classes, versions and mocks."""
 
@@ -320,16 +341,9 @@ class Stub(types.ModuleType):
             raise AttributeError(name)
         blank = {"__init_subclass__": classmethod(lambda cls, **_: None)}
         made: Any = Anything(name, (), blank) if name[0].isupper() else MagicMock(name=name)
-        made = {"__version__": "99.0", "__version_tuple__": (0, 0)}.get(name, made)
-        made = None if name == "VLLM_PLUGINS" else made
-        made = named_object if name == "resolve_obj_by_qualname" else made
+        made = KNOWN.get(name, made)
         setattr(self, name, made)
         return made
-
-
-def named_object(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
