@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import torch
@@ -49,6 +49,11 @@ class Engine:
     stubs: tuple[str, ...] = ("torchvision",)
     environment: tuple[tuple[str, str], ...] = (("TURBO_RCM_PATCH", "1"),)
     stand_in: bool = False
+
+
+class Capability(NamedTuple):
+    major: int
+    minor: int
 
 
 # --- checks, each in a spawned worker ------------------------------------------------------------
@@ -98,12 +103,18 @@ def sglang() -> None:
 
 
 def vllm_omni() -> None:
+    folder = importlib.metadata.distribution("vllm-omni").locate_file("vllm_omni")
+    for name in ("vllm_omni", "vllm_omni.diffusion"):  # packages that import all of vllm
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(str(folder)).joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
     from vllm_omni.plugins import load_omni_general_plugins
 
     load_omni_general_plugins()
     import vllm_omni.platforms as platforms
     from vllm_omni.platforms.cuda.platform import CudaOmniPlatform
 
+    CudaOmniPlatform.get_device_capability = classmethod(lambda *_: Capability(9, 0))
     platforms._current_omni_platform = CudaOmniPlatform()
     from vllm_omni.diffusion.attention import selector
     from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
@@ -251,7 +262,7 @@ ENGINES = {
     "vllm-omni": Engine(
         vllm_omni,
         "vllm-omni",
-        ("torchvision", "vllm", "vllm_omni.patch", "tiktoken", "opentelemetry"),
+        ("torchvision", "vllm", "tiktoken", "opentelemetry"),
     ),
     "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang", "distvae"), ()),
     "lightx2v": Engine(
@@ -351,7 +362,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in self.names or name in self.names:
+        if name.split(".")[0] in self.names:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
