@@ -253,12 +253,12 @@ def cache_dit() -> None:
         assert 0 < float((made - expected).norm() / expected.norm()) < INT8_FLOOR
 
 
+SGLANG_STUBS = (
+    *("torchvision", "IPython", "tvm_ffi", "sentencepiece", "compressed_tensors"),
+    *("sgl_kernel", "pynvml"),
+)
 ENGINES = {
-    "sglang": Engine(
-        sglang,
-        "sglang",
-        ("torchvision", "IPython", "tvm_ffi", "sentencepiece", "compressed_tensors"),
-    ),
+    "sglang": Engine(sglang, "sglang", SGLANG_STUBS),
     "vllm-omni": Engine(
         vllm_omni,
         "vllm-omni",

@@ -260,6 +260,11 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(errors.MaskError, match="ring"):
             registry["SAGE"](*heads_first, 0.0, False, mask)
     else:
+        ends, n = torch.arange(3, dtype=torch.int32), LONG - 7  # the last keys are padding
+        flat = [x.flatten(0, 1) for x in (q, k[:, :n], v[:, :n])]
+        packed = (*flat, ends * LONG, ends * n, n, 2, LONG, 4, 64)
+        out, lse = registry["SAGE"](*heads_first, 0.0, False, {"packed": packed})
+        close(out.transpose(1, 2), exact(q, k, v, None, n), LONG)
         out, lse = registry["SAGE"](*heads_first, 0.0, False, mask)
         assert torch.equal(out, heads_first[0] + 1) and lse is None
     with pytest.raises(errors.MaskError, match="dropout"):
