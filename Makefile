@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
+.PHONY: help demo test test-engines test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,10 @@ demo: $(VENV)/.installed ## Text to video with and without the patch on the ship
 
 test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can run
 	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS)
+
+# Not part of `test`: it takes wheels from the package index.
+test-engines: $(VENV)/.installed-dev ## The attention inside the newest wheels of SGLang, vllm-omni, xDiT, FastVideo (ENGINES='xdit' for some)
+	$(BIN)/python tests/engines/released.py $(ENGINES)
 
 # Most of a GPU test is compiling kernels on the CPU, so several processes share the card.
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card

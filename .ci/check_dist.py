@@ -41,11 +41,12 @@ def problems(folder: Path) -> Iterator[str]:
             yield f"{path.name} has more than {MOST_MIB[kind]} MiB"
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if not name.endswith("/")}
-        (name,) = (one for one in inside if one.endswith(".dist-info/METADATA"))
+        own = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/"
+        name = f"{own}METADATA"
         metadata = archive.read(name).decode()
     if "py3-none-any" not in wheel.name:
         yield f"{wheel.name} is not for every system"
-    ours = {name for name in inside if ".dist-info/" not in name}
+    ours = {name for name in inside if not name.startswith(own)}
     yield from _compare("the wheel", ours, {one for one in tracked() if in_package(one)})
     with tarfile.open(sdist) as packed:
         members = {one.name.partition("/")[2] for one in packed.getmembers() if one.isfile()}

@@ -35,19 +35,24 @@ from benchmarks.runner import (
 from benchmarks.ways import sage_release
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
+from turbo_rcm_patch.ops.sageattn import sageattn
 
 #: Relative L2 to fp64 from which an output is wrong: int8 with fp8 p and v has 0.04.
 WRONG: Final = 0.1
 #: Rows of the output that are compared with fp64.
 _ROWS: Final = 256
-#: Case -> heads, tokens, channels of a head.
+#: Case -> heads, tokens, channels of a head. First those that are measured unless others are
+#: named, then what else engines run: Wan at 480p and 720p, and the heads of a rank of 4 and of 8.
 SHAPES: Final = {
     f"H{heads}-N{tokens}-D{dim}": (heads, tokens, dim)
     for heads, tokens, dim in (
         (12, 2048, 128), (12, 4096, 128), (12, 8192, 128), (12, 16384, 128), (12, 32760, 128),
         (40, 75600, 128), (48, 17776, 64),
+        (3, 32760, 128), (5, 32760, 128), (10, 32760, 128), (40, 32760, 128),
+        (3, 75600, 128), (5, 75600, 128), (10, 75600, 128), (12, 75600, 128),
     )
 }  # fmt: skip
+_DEFAULT: Final = list(SHAPES)[:7]
 _MICRO: Final = (2, 70, 64)
 #: Inputs of several calls in turn are together larger than the L2 of any card (H200: 50 MB).
 _L2_BYTES: Final = 128 * 2**20
@@ -142,9 +147,14 @@ def _sdpa(heads: int, *inputs: torch.Tensor) -> Call:
 def _sage(heads: int, *inputs: torch.Tensor) -> Call:
     if not sage_release():
         raise MissingPackageError("sageattention", expected="the package", got="none installed")
-    sageattn = import_module("sageattention").sageattn
+    peer = import_module("sageattention").sageattn
     q, k, v = (_with_heads(x, heads) for x in inputs)
     k = k.clone()  # Release 1 writes into it.
+    return lambda: peer(q, k, v, tensor_layout="NHD").flatten(2)
+
+
+def _as_engines_call(heads: int, *inputs: torch.Tensor) -> Call:
+    q, k, v = (_with_heads(x, heads) for x in inputs)
     return lambda: sageattn(q, k, v, tensor_layout="NHD").flatten(2)
 
 
@@ -164,6 +174,7 @@ METHODS: Final[dict[str, Callable[..., Call]]] = {
     "fused auto": partial(_fused, attention="auto"),
     "fused int8": _fused,
     "fused int8 bf16-pv": partial(_fused, pv="bf16"),
+    "fused sageattn": _as_engines_call,
     "torch": _sdpa,
     "torch cuDNN": _sdpa,
     "sageattention": _sage,

@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "diffusers_backend": {"errors", "ops"},
     "patching": WORDS | {"ops", "models"},
     "checkpoints": WORDS | {"ops", "patching"},
+    "engines": WORDS | {"ops"},  # no part may import it; `__main__` starts its command
     "tiny": {"errors"},  # where the shipped weights lie, and their world
     "video": BELOW_VIDEO | {"tiny", "options"},
 }
@@ -51,6 +52,7 @@ ONLY_IN = {
     "triton": {"ops"},
     "diffusers": {"patching/families", "diffusers_backend.py", "video"},
     "transformers": {"video"},
+    **dict.fromkeys(("sglang", "vllm_omni", "xfuser", "lightx2v"), {"engines"}),
     # These lie around the package and import it, never the other way.
     "benchmarks": set(),
     "training": set(),

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.engines import as_sageattention
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 from turbo_rcm_patch.options import COMMANDS, Command, Convert, Demo, Doctor, Run
 from turbo_rcm_patch.usage import add_fields, given_fields
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         One of `exit_codes`, whose `TABLE` says what they mean.
     """
     given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["as-sageattention"]:  # its arguments are those of another program
+        return run_command(partial(as_sageattention.main, given[1:]), interrupted="Interrupted.")
     command = Command()
 
     def run() -> int:
@@ -98,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"turbo_rcm_patch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    one = commands.add_parser("as-sageattention", help=as_sageattention.HELP)
+    as_sageattention.add_arguments(one)
     for name, cls in COMMANDS.items():
         text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0]
         text = text.replace(_NAME, _PROGRAM)

@@ -1,0 +1,318 @@
+"""`as-sageattention` and the plug-ins, without an engine. `make test-engines` tries the released
+ones: `released.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.released import INT8_FLOOR, close, exact, inputs, logsumexp
+from turbo_rcm_patch import errors
+from turbo_rcm_patch.engines import REQUIRE, STAND_IN, SWITCH, plugins
+from turbo_rcm_patch.engines.served import Served
+
+ROOT = Path(__file__).parents[2]
+SHORT, LONG = 100, 1100
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: v for name, v in os.environ.items() if not name.startswith(SWITCH)}
+    environment = inherited | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def as_sageattention(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    front = (sys.executable, "-m", "turbo_rcm_patch", "as-sageattention")
+    return run(*front, *arguments, **environment)
+
+
+# --- the stand-in for sageattention --------------------------------------------------------------
+
+PROGRAM = """
+import importlib.metadata, multiprocessing, os, sys
+import torch
+
+def call():
+    # as SGLang, diffusers, xDiT, LightX2V and KJNodes import it
+    from sageattention import sageattn, sageattn_qk_int8_pv_fp16_triton, sageattn_varlen
+    from sageattention.sm90_compile import (
+        qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf_fake_impl)
+    import sageattention.core
+    assert sageattention.core.sageattn is sageattn
+    assert importlib.metadata.version("sageattention").startswith("2.2.0")
+    q = torch.randn(1, 1100, 1, 32)
+    for _ in range(11):
+        sageattn(q=q, k=q, v=q, tensor_layout="NHD", is_causal=False, sm_scale=None)
+    ends = torch.tensor([0, 100], dtype=torch.int32)
+    sageattn_varlen(q[0, :100], q[0, :100], q[0, :100], ends, ends, 100, 100)
+    print("served in", os.getpid())
+
+if __name__ == "__main__":
+    call()
+    for how in ("fork", "spawn"):
+        worker = multiprocessing.get_context(how).Process(target=call)
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+    from diffusers.models.attention_dispatch import _CAN_USE_SAGE_ATTN
+    assert _CAN_USE_SAGE_ATTN
+    try:
+        from sageattention.core import per_thread_int8_triton  # kernels, which are not here
+    except ImportError:
+        sys.exit(7)
+"""
+
+
+def test_a_program_and_its_workers_find_our_attention(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = as_sageattention("--replace", "--", sys.executable, str(program), PYTHONPATH=str(ROOT))
+    assert done.returncode == 7, done.stderr
+    served = re.findall(r"served in (\d+)", done.stdout)
+    said = [line for line in done.stderr.splitlines() if line.startswith("turbo_rcm_patch [")]
+    for process in {served[0], served[2]}:  # the forked worker goes on counting
+        mine = [line for line in said if f"[{process}]" in line]
+        assert len(mine) == 4, mine
+        assert "attention by turbo_rcm_patch" in mine[0] and "the device cpu" in mine[0]
+        assert "1 call int8 emulated" in mine[1] and "10 calls int8" in mine[2]
+        assert "1 call exact, because it is short" in mine[3]
+
+
+def test_an_installed_sageattention_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "sageattention").mkdir()
+    (tmp_path / "sageattention" / "__init__.py").touch()
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = as_sageattention("--", sys.executable, "-c", "print('ran')", PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(tmp_path) in done.stderr and "--replace" in done.stderr
+    # The program may run in another environment than the command.
+    path = os.pathsep.join([str(STAND_IN), path])
+    done = run(sys.executable, "-c", "import sageattention", PYTHONPATH=path)
+    assert "ConfigError" in done.stderr and "--replace" in done.stderr
+
+
+def test_a_python_without_our_package_does_not_pass_for_one_without_sageattention() -> None:
+    script = "import sys; sys.modules['turbo_rcm_patch'] = None\nimport sageattention"
+    done = run(sys.executable, "-c", script, PYTHONPATH=str(STAND_IN))
+    assert "RuntimeError: as-sageattention" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_required_kernels_are_an_error_where_there_are_none(tokens: int) -> None:
+    script = f"""import torch, sageattention
+q = torch.randn(1, 1, {tokens}, 32)
+sageattention.sageattn(q, q, q)"""
+    done = as_sageattention("--replace", "--require", "--", sys.executable, "-c", script)
+    assert (done.returncode == 0) == (tokens == SHORT)  # a short one is exact anywhere
+    assert ("DeviceError" in done.stderr) == (tokens == LONG)
+
+
+def test_a_command_that_cannot_be_started_is_named() -> None:
+    done = as_sageattention("--replace", "--", "no-such-program")
+    assert done.returncode == 2 and "no-such-program" in done.stderr
+    assert "as-sageattention" in run(sys.executable, "-m", "turbo_rcm_patch", "--help").stdout
+
+
+# --- plug-ins ------------------------------------------------------------------------------------
+
+#: Entry-point group -> our function, and what it imports first.
+GROUPS = {
+    "sglang.multimodal_gen.plugins": (plugins.sglang, "sglang"),
+    "vllm_omni.general_plugins": (plugins.vllm_omni, "vllm_omni"),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_plug_in_acts_only_where_the_environment_asks(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, engine = GROUPS[group]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    module, _, name = project["entry-points"][group]["turbo_rcm_patch"].partition(":")
+    assert getattr(import_module(module), name) is function
+    monkeypatch.setitem(sys.modules, engine, None)
+    monkeypatch.delenv(SWITCH, raising=False)
+    function()
+    monkeypatch.setenv(SWITCH, "1")
+    with pytest.raises(ImportError):
+        function()
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    """Make modules whose names are in a dict each, and all packages above them."""
+    for full, content in names.items():
+        parts = full.split("__")
+        for end in range(1, len(parts) + 1):
+            if ".".join(parts[:end]) not in sys.modules:
+                made = types.ModuleType(".".join(parts[:end]))
+                made.__path__ = []
+                monkeypatch.setitem(sys.modules, made.__name__, made)
+        vars(sys.modules[".".join(parts)]).update(content)
+
+
+def ours(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    full = f"turbo_rcm_patch.engines.{name}"
+    monkeypatch.delitem(sys.modules, full, raising=False)
+    module = import_module(full)
+    monkeypatch.delitem(sys.modules, full)  # the next test imports it anew
+    return module
+
+
+class Layer:
+    """An engine's attention class: keeps the arguments, and its own attention is exact."""
+
+    def __init__(self, causal: bool = False, softmax_scale: float = 0.1) -> None:
+        self.causal, self.softmax_scale = causal, softmax_scale
+
+    def forward_cuda(self, q: Tensor, k: Tensor, v: Tensor, metadata: Any) -> Tensor:
+        return exact(q, k, v, self.softmax_scale, int(metadata.attn_mask.sum(-1)[0]))
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sglang(tokens: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sglang__multimodal_gen__runtime__layers__attention__backends__sage_attn"
+    content = {"SageAttentionBackend": type("Backend", (), {}), "SageAttentionImpl": Layer}
+    modules(monkeypatch, **{name: content})
+    backend = ours(monkeypatch, "sglang").Backend
+    layer = backend.get_impl_cls()()
+    q, k, v = inputs(4, kv_heads, tokens, 64)
+    close(layer.forward(q, k, v, None), exact(q, k, v, 0.1), tokens)
+    out, lse = layer.forward(q, k, v, None, return_softmax_lse=True)
+    close(out, exact(q, k, v, 0.1), tokens)
+    close(lse, logsumexp(q, k, 0.1), tokens)
+    assert 256 in backend.get_supported_head_sizes()
+
+
+def test_sglang_is_answered_for_its_backend_sage_alone() -> None:
+    named = {name: types.SimpleNamespace(name=name) for name in ("SAGE_ATTN", "FA")}
+    choose: Callable[..., str] = plugins._choose
+
+    def original(cls: type, backend: Any, head_size: int, dtype: Any) -> str:
+        return f"SGLang's for {backend and backend.name}"
+
+    def chosen(backend: Any, head_size: int = 128) -> str:
+        return choose(original, type, backend, head_size, torch.bfloat16)
+
+    assert chosen(named["SAGE_ATTN"]) == "turbo_rcm_patch.engines.sglang.Backend"
+    assert chosen(named["FA"]) == "SGLang's for FA" and chosen(None) == "SGLang's for None"
+    with pytest.raises(ValueError, match="at most 256"):
+        chosen(named["SAGE_ATTN"], 320)
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_vllm_omni(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"SDPABackend": type("Backend", (), {}), "SDPAImpl": Layer}
+    modules(monkeypatch, vllm_omni__diffusion__attention__backends__sdpa=content)
+    module = ours(monkeypatch, "vllm_omni")
+    layer = module.Backend.get_impl_cls()()
+    q, k, v = inputs(4, 2, tokens, 64)
+    for metadata in (None, types.SimpleNamespace(attn_mask=None)):
+        close(layer.forward_cuda(q, k, v, metadata), exact(q, k, v, 0.1), tokens)
+    mask = torch.arange(tokens)[None].expand(2, -1) < tokens - 7
+    out = layer.forward_cuda(q, k, v, types.SimpleNamespace(attn_mask=mask))
+    close(out, exact(q, k, v, 0.1, tokens - 7), 0)
+    assert module.SERVED.calls["exact, because of a mask"] == (tokens == LONG)
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["alone", "ring"])
+def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: dict[Any, Any] = {}
+    info: dict[str, bool] = {}
+    kinds = types.SimpleNamespace(SAGE="SAGE", SDPA="SDPA")
+    author = types.SimpleNamespace(
+        AttentionBackendType=kinds, ATTENTION_FUNCTION_REGISTRY=registry,
+        _varlen_pack_keys=lambda q, k, v, given: (given or {}).get("packed"),
+        register_attention_function=lambda kind: lambda f: registry.setdefault(kind, f),
+    )  # fmt: skip
+    modules(
+        monkeypatch,
+        xfuser__core__distributed={
+            "attention_backend": author,
+            "get_ring_parallel_world_size": lambda: 1 + ring,
+        },
+        xfuser__envs={
+            "PACKAGES_CHECKER": types.SimpleNamespace(get_packages_info=lambda: info),
+        },
+    )
+    ours(monkeypatch, "xdit")
+    registry["SDPA"] = lambda q, k, v, *_: (q + 1, None)
+    q, k, v = inputs(4, 4, LONG, 64)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = registry["SAGE"](*heads_first, 0.0, False)
+    close(out.transpose(1, 2), exact(q, k, v), LONG)
+    assert info == {"has_sage": True} and (lse is not None) == ring
+    mask = {"attn_mask": torch.ones(LONG, LONG, dtype=torch.bool)}
+    if ring:
+        close(lse, logsumexp(q, k, 64**-0.5), LONG)
+        with pytest.raises(errors.MaskError, match="ring"):
+            registry["SAGE"](*heads_first, 0.0, False, mask)
+    else:
+        ends, n = torch.arange(3, dtype=torch.int32), LONG - 7  # the last keys are padding
+        flat = [x.flatten(0, 1) for x in (q, k[:, :n], v[:, :n])]
+        packed = (*flat, ends * LONG, ends * n, n, 2, LONG, 4, 64)
+        out, lse = registry["SAGE"](*heads_first, 0.0, False, {"packed": packed})
+        close(out.transpose(1, 2), exact(q, k, v, None, n), LONG)
+        out, lse = registry["SAGE"](*heads_first, 0.0, False, mask)
+        assert torch.equal(out, heads_first[0] + 1) and lse is None
+    with pytest.raises(errors.MaskError, match="dropout"):
+        registry["SAGE"](*heads_first, 0.1, False)
+
+
+def test_lightx2v(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: dict[str, Any] = {}
+    modules(
+        monkeypatch,
+        lightx2v__common__ops__attn__template={"AttnWeightTemplate": type("Template", (), {})},
+        lightx2v__utils__registry_factory={
+            "ATTN_WEIGHT_REGISTER": lambda name: lambda cls: registry.setdefault(name, cls)
+        },
+    )
+    ours(monkeypatch, "lightx2v")
+    attention = registry["turbo_rcm_int8"]()
+    q, k, v = inputs(4, 2, LONG, 64)
+    close(attention.apply(q, k, v, scheduler=None), exact(q, k, v).flatten(2).flatten(0, 1), LONG)
+    ends = torch.tensor([0, 1060, LONG], dtype=torch.int32)
+    out = attention.apply(q[0], k[0], v[0], ends, ends, 1060, 1060, softmax_scale=0.1)
+    for a, b in ((0, 1060), (1060, LONG)):
+        part = [x[:1, a:b] for x in (q, k, v)]
+        close(out[a:b], exact(*part, 0.1)[0].flatten(1), b - a)
+    out, lse = attention.apply_with_lse(q[0], k[0], v[0])
+    close(lse, logsumexp(q, k, 64**-0.5)[0].T, LONG)
+    with pytest.raises(errors.MaskError, match="attn_mask"):
+        attention.apply(q, k, v, attn_mask=torch.ones(1))
+
+
+def test_a_required_kernel_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("an engine")
+    q, k, _ = inputs(2, 2, LONG, 32)
+    served.count(q, k, "NHD", masked=True)
+    monkeypatch.setenv(REQUIRE, "1")
+    with pytest.raises(errors.MaskError, match="a mask"):
+        served.count(q, k, "NHD", masked=True)
+    served.count(q[:, :SHORT], k[:, :SHORT], "NHD", masked=True)  # exact in any case
+    assert sum(served.calls.values()) == 2
+
+
+def test_nothing_is_counted_or_broken_in_a_compiled_graph() -> None:
+    served = Served("an engine")
+    q, k, v = inputs(2, 2, LONG, 32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return served.attend(q, k, v, "NHD", False, 0.1)
+
+    out = torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
+    assert not served.calls
+    assert float((out - exact(q, k, v, 0.1)).norm() / out.norm()) < INT8_FLOOR

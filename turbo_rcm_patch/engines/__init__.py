@@ -1,0 +1,40 @@
+"""Attention for programs that serve videos: one file for each engine.
+
+An engine's file imports the engine, so the engine imports it, or its user does. Nothing else in
+the package imports any of this, except the command `as-sageattention`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+#: "1": plug-ins serve the engine in which they are installed.
+SWITCH: Final = "TURBO_RCM_PATCH"
+#: "1": a long attention that our kernels do not compute is an error.
+REQUIRE: Final = "TURBO_RCM_PATCH_REQUIRE"
+#: Holds a package `sageattention` and its metadata, to be put on the path of Python.
+STAND_IN: Final = Path(__file__).parent / "stand_in"
+
+
+def switched_on(name: str = SWITCH) -> bool:
+    """Return True if the environment sets one of the switches."""
+    return os.environ.get(name) == "1"
+
+
+def say(text: str) -> None:
+    """Write a line to the log, with the process.
+
+    Engines configure their own loggers alone, so this one has a handler of its own.
+    """
+    log = logging.getLogger(__name__)
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("turbo_rcm_patch [%(process)d] %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    log.info(text)
