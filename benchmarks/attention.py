@@ -182,5 +182,5 @@ METHODS: Final[dict[str, Callable[..., Call]]] = {
 }
 attention: Final = Benchmark(
     name="attention", about=_ABOUT, columns=_COLUMNS, cases=SHAPES, methods=METHODS,
-    measure=_measure,
+    measure=_measure, default=_DEFAULT,
 )  # fmt: skip
