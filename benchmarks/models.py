@@ -34,6 +34,8 @@ _WAN: Final[dict[str, Any]] = {
 WANS: Final[dict[str, dict[str, Any]]] = {
     "1.3b": _WAN,
     "14b": _WAN | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "wan2.2-5b": _WAN
+    | {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
 }
 _MICRO_WAN: Final[dict[str, Any]] = {
     "num_attention_heads": 2,
@@ -109,7 +111,8 @@ def build_wan(name: str, plan: Plan, device: torch.device) -> WanTransformer3DMo
     """
     from diffusers import WanTransformer3DModel
 
-    config = _MICRO_WAN if plan.micro else WANS[name]
+    channels = {key: WANS[name][key] for key in ("in_channels", "out_channels")}
+    config = _MICRO_WAN | channels if plan.micro else WANS[name]
     # In fp32, 14 billion parameters would leave no room.
     dtype = torch.bfloat16 if name == "14b" else torch.float32
     with _made_on(device, plan.seed, dtype):

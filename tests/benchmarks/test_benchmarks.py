@@ -34,7 +34,7 @@ RUNS = [
     ("network", "cogvideox-5b,eager,sage,patched compile", "cogvideox-5b", {"sage"}),
     ("network", "1.3b-sla,patched", "1.3b-sla", set()),
     ("length", "780,eager,sage,patched,patched int8 Linears", "780", {"sage"}),
-    ("video", "patched", "1.3b-4-steps", set()),
+    ("pipeline", "patched", "1.3b-4-steps", set()),
     ("parallel", "1.3b,Ulysses patched,ring patched", "1.3b", set()),
 ]
 

@@ -1,0 +1,240 @@
+"""`pipeline`: seconds of a video, everything counted, in a fresh process.
+
+Each method runs in a process of its own, whose kernels an earlier one has compiled and cached. A
+video is the pipeline's own call: denoising, decoding, and frames on the GPU. Weights and
+embeddings are random, because the time does not depend on their values. The text encoder costs all
+methods the same; it is measured once a case, with random weights of its true size.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from benchmarks.models import build_cogvideox, build_wan
+from benchmarks.runner import (
+    Benchmark,
+    Column,
+    Journal,
+    Plan,
+    Record,
+    Wrong,
+    generator,
+    peak_gib,
+    seconds_of,
+)
+from benchmarks.ways import record_report
+from turbo_rcm_patch import patch_model
+from turbo_rcm_patch.config import PatchOptions
+
+
+class _Case(NamedTuple):
+    """A pipeline and its settings; sizes are height, width and frames."""
+
+    network: str
+    steps: int
+    guidance: float
+    size: tuple[int, int, int]
+    micro_size: tuple[int, int, int] = (64, 64, 9)
+
+
+class _Method(NamedTuple):
+    """The dtype of the VAE, and the options of the patch, or None without one."""
+
+    vae: torch.dtype
+    options: PatchOptions | None = None
+
+
+_480P: Final = (480, 832, 81)
+_CASES: Final = {
+    "1.3b-4-steps": _Case("1.3b", 4, 1.0, _480P),
+    "1.3b-30-steps": _Case("1.3b", 30, 5.0, _480P),
+    "14b-4-steps": _Case("14b", 4, 1.0, _480P),
+    "wan2.2-5b-3-steps": _Case("wan2.2-5b", 3, 1.0, (704, 1280, 121)),
+    "cogvideox-5b-50-steps": _Case("cogvideox-5b", 50, 6.0, (480, 720, 49)),
+}
+_DEFAULT: Final = ["1.3b-4-steps", "wan2.2-5b-3-steps"]
+_METHODS: Final = {
+    "unpatched": _Method(torch.float32),
+    "unpatched, VAE in bf16": _Method(torch.bfloat16),
+    "patched": _Method(torch.bfloat16, {}),
+    "patched, VAE in fp32": _Method(torch.float32, {}),
+    "patched, guard off": _Method(torch.bfloat16, {"guard": False}),
+    "patched, int8 Linears": _Method(torch.bfloat16, {"linear": "int8"}),
+}
+_COLUMNS: Final = (
+    Column("first s", "first_seconds", ".2f"), Column("second s", "second_seconds", ".2f"),
+    Column("denoising s", "denoise_seconds", ".2f"), Column("decoding s", "decode_seconds", ".2f"),
+    Column("text s", "text_seconds", ".2f"), Column("same bits", "same_bits", ""),
+    Column("GiB", "peak_gib", ".1f"), Column("patch s", "patch_seconds", ".2f"),
+)  # fmt: skip
+_ABOUT: Final = {
+    "first_seconds": "the first video of a fresh process whose kernels are cached on disk",
+    "second_seconds": "the next video: denoising, decoding and frames, without the text encoder",
+    "denoise_seconds": "the third video up to its latents",
+    "decode_seconds": "the VAE's decoder alone, the second time",
+    "text_seconds": "UMT5-XXL over 512 tokens in bf16, where it was measured",
+    "same_bits": "two videos of one seed have the same frames, bit for bit",
+    "patch_seconds": "patch_model itself",
+    "peak_gib": "allocated memory at the peak of the second video, weights included",
+    "unpatched": "network in bf16; VAE in fp32 with TF32, as diffusers' pages load Wan, and in "
+    "bf16 for CogVideoX",
+}
+
+
+def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    for method in methods:
+        journal.measure(case, method, partial(_fresh, journal.plan, case, method))
+
+
+def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
+    """Measure in a fresh process, after another one that compiles the kernels."""
+    for measured in (False, True):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            record.update(pool.submit(_videos, plan, case, method, measured).result())
+    if not record.pop("finite"):
+        raise Wrong("frames that are not finite")
+    if not record["same_bits"]:
+        raise Wrong("one seed gave different frames")
+
+
+@torch.no_grad()
+def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
+    """Make one video, or with `measured` all that are measured, and return what is known."""
+    device, how = plan.torch_device(), _METHODS[method]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    record: Record = {}
+    if measured and how.options is None and not plan.micro and not case.startswith("cog"):
+        record["text_seconds"] = _text_seconds(device)
+    vae_dtype = torch.bfloat16 if case.startswith("cog") else how.vae
+    pipe, given = _pipeline(plan, case, vae_dtype, device)
+    report = None
+    if how.options is not None:
+        reports: list[Any] = []
+        options = how.options
+        record["patch_seconds"] = seconds_of(
+            lambda: reports.append(patch_model(pipe, **options)), device
+        )
+        report = reports[0]
+    frames: list[torch.Tensor] = []
+
+    def video(output: str = "pt") -> torch.Tensor:
+        random = torch.Generator().manual_seed(plan.seed)
+        made: torch.Tensor = pipe(
+            **given, generator=random, output_type=output, return_dict=False
+        )[0]
+        return made
+
+    def kept() -> None:
+        frames.append(video())
+
+    record["first_seconds"] = seconds_of(kept, device)
+    if measured:
+        record["second_seconds"] = seconds_of(kept, device)
+        record["peak_gib"] = peak_gib(lambda: video(), device)
+        latents: list[torch.Tensor] = []
+        record["denoise_seconds"] = seconds_of(lambda: latents.append(video("latent")), device)
+        z = latents[0].to(vae_dtype)
+        z = z.transpose(1, 2) if case.startswith("cog") else z
+        record["decode_seconds"] = seconds_of(lambda: pipe.vae.decode(z), device)
+    record["same_bits"] = all(torch.equal(frames[0], other) for other in frames)
+    record["finite"] = bool(frames[0].isfinite().all())
+    if report is not None:
+        record_report(record, report)
+        record["guard"] = str(report.guard)
+    return record
+
+
+def _text_seconds(device: torch.device) -> float:
+    """Return the seconds of Wan's text encoder over 512 tokens, the second time."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    size = UMT5Config(
+        vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64
+    )
+    with device:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            encoder = UMT5EncoderModel._from_config(size)
+        finally:
+            torch.set_default_dtype(before)
+    tokens = torch.ones(1, 512, dtype=torch.long, device=device)
+    encoder(tokens)
+    return seconds_of(lambda: encoder(tokens), device)
+
+
+def _pipeline(
+    plan: Plan, case: str, vae_dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Record]:
+    """Return a pipeline without text encoder, and its arguments."""
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        AutoencoderKLWan,
+        CogVideoXDDIMScheduler,
+        CogVideoXPipeline,
+        UniPCMultistepScheduler,
+        WanPipeline,
+    )
+
+    one = _CASES[case]
+    size = one.micro_size if plan.micro else one.size
+    given: Record = dict(zip(("height", "width", "num_frames"), size, strict=True))
+    given |= {"num_inference_steps": one.steps, "guidance_scale": one.guidance}
+    if plan.micro:
+        given["num_inference_steps"] = 2
+    parts: Record = {"tokenizer": None, "text_encoder": None}
+    torch.manual_seed(plan.seed)
+    if one.network.startswith("cog"):
+        small: Record = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1}
+        small |= {"norm_num_groups": 4, "latent_channels": 16}
+        with device:
+            vae: Any = AutoencoderKLCogVideoX(**(small if plan.micro else {}))
+        network: Any = build_cogvideox(one.network, plan, device)
+        parts["scheduler"] = CogVideoXDDIMScheduler()
+        make: Any = CogVideoXPipeline
+        tokens, channels = network.config.max_text_seq_length, network.config.text_embed_dim
+    else:
+        network = build_wan(one.network, plan, device)
+        with device:
+            vae = AutoencoderKLWan(**_vae_of(one.network, plan))
+        parts["scheduler"] = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        )
+        make = WanPipeline
+        parts["expand_timesteps"] = one.network == "wan2.2-5b"
+        tokens, channels = (9 if plan.micro else 512), network.config.text_dim
+    pipe = make(**parts, vae=vae.to(vae_dtype).eval(), transformer=network)
+    pipe.set_progress_bar_config(disable=True)
+    names = ["prompt_embeds"] + (["negative_prompt_embeds"] if one.guidance > 1.0 else [])
+    for index, name in enumerate(names):
+        random = generator(device, plan.seed + index)
+        text = torch.randn(1, tokens, channels, generator=random, device=device)
+        given[name] = text.to(torch.bfloat16)
+    return pipe, given
+
+
+def _vae_of(network: str, plan: Plan) -> Record:
+    """Return the settings of a Wan VAE that differ from Wan 2.1's."""
+    wide = network == "wan2.2-5b"
+    small: Record = {"base_dim": 8, "num_res_blocks": 1} if plan.micro else {}
+    if not wide:
+        return small
+    size: Record = {"base_dim": 160, "decoder_base_dim": 256} | small
+    if plan.micro:
+        size["decoder_base_dim"] = 8
+    return size | {
+        "z_dim": 48, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
+        "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+    }  # fmt: skip
+
+
+pipeline: Final = Benchmark(
+    name="pipeline", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_METHODS,
+    measure=_measure, default=_DEFAULT,
+)  # fmt: skip
