@@ -33,8 +33,8 @@ from turbo_rcm_patch.patching.vae import (
 from turbo_rcm_patch.skip import SkipPair
 
 #: Frames of full resolution that a level runs at once, as elements of its largest tensor. The
-#: author's decoder runs four, and holds copies of them in fp32; three keep within its peak.
-_ROOM: int = 3
+#: author's decoder runs four too.
+_ROOM: int = 4
 
 _INSIDE: Final = frozenset(
     {
@@ -274,7 +274,6 @@ class WanEncoder(_Coder):
         for one in block.down_blocks:
             pieces = self._down(video, one, pieces)
             if isinstance(getattr(one, "downsampler", one), author.WanResample):
-                frames *= 2
                 pieces = gathered(pieces, frames)
         for y in pieces:
             yield self.head(video, self.middle(video, block.mid_block, y))
