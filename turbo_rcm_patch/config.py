@@ -13,6 +13,7 @@ from turbo_rcm_patch.errors import ConfigError
 
 __all__ = [
     "Attention",
+    "Conv",
     "Form",
     "Impl",
     "Kind",
@@ -27,6 +28,7 @@ __all__ = [
 Attention = Literal["auto", "int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Linear = Literal["as-is", "int8", "int8-only"]
+Conv = Literal["as-is", "bf16"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
 Kind = Literal["self", "cross", "image", "feed-forward"]
@@ -36,6 +38,7 @@ _CHOICES: Final = {
     "attention": get_args(Attention),
     "pv": get_args(PVDType),
     "linear": get_args(Linear),
+    "conv": get_args(Conv),
     "impl": get_args(Impl),
     "form": get_args(Form),
 }
@@ -79,6 +82,10 @@ class PatchConfig:
             with one per row) and keeps the int8 weights beside the model's own. "int8-only" keeps
             the int8 weights alone: patching drops the model's own, Linear by Linear, and they do
             not come back (`keep_int8_only`).
+        conv: How the convolutions of a VAE run. "as-is" keeps the VAE's dtype. "bf16" rounds the
+            inputs and weights of a VAE in fp32 to bf16, sums in fp32, and keeps the residual
+            stream in fp32.
+        vae: Patch the VAE of a pipeline too.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
             change. With attention="sage", release 2.x of sageattention always does this.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
@@ -98,6 +105,8 @@ class PatchConfig:
     attention: Attention = "auto"
     pv: PVDType = "auto"
     linear: Linear = "as-is"
+    conv: Conv = "as-is"
+    vae: bool = True
     smooth_k: bool = True
     impl: Impl = "auto"
     form: Form = "auto"
@@ -117,7 +126,7 @@ class PatchConfig:
                 raise ConfigError(
                     f"PatchConfig.{field}", expected=f"one of {choices}", got=repr(value)
                 )
-        for field in ("smooth_k", "guard"):
+        for field in ("smooth_k", "guard", "vae"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
                     f"PatchConfig.{field}",
@@ -153,6 +162,8 @@ class PatchOptions(TypedDict, total=False):
     attention: Attention
     pv: PVDType
     linear: Linear
+    conv: Conv
+    vae: bool
     smooth_k: bool
     impl: Impl
     form: Form

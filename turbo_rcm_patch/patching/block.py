@@ -240,6 +240,10 @@ class PatchedBlock(Replacement):
         tokens = sum([x.shape[1] for x in self.streams(inputs)])
         return tokens, tokens
 
+    def place(self) -> tuple[Any, str]:
+        """Return the module and the name of the function that the block replaces."""
+        return self.block, "forward"
+
     def beside(self) -> list[tuple[Any, Any]]:
         """Return pairs (module of the block, forward to install on it) beside the block's own."""
         return []

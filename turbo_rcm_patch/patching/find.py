@@ -22,6 +22,7 @@ from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
 
 _TRANSFORMERS: Final = "diffusers.models.transformers."
+_AUTOENCODERS: Final = "diffusers.models.autoencoders."
 #: Exact class -> its family. A subclass counts as unknown, because it may run another forward.
 FAMILIES: Final = {
     f"{_TRANSFORMERS}cogvideox_transformer_3d.CogVideoXTransformer3DModel": "cogvideox",
@@ -34,6 +35,12 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+}
+
+#: The same for autoencoders.
+VAES: Final = {
+    f"{_AUTOENCODERS}autoencoder_kl_wan.AutoencoderKLWan": "vae_wan",
+    f"{_AUTOENCODERS}autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": "vae_cogvideox",
 }
 
 #: Exact class -> why no family serves it.
@@ -49,6 +56,8 @@ STRUCTURES: Final = {"WanModel": "turbodiffusion"}
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
 COMPONENTS: Final = ("transformer", "transformer_2")
+#: Where it keeps its autoencoder, which is left alone if its class is not known.
+VAE: Final = "vae"
 
 
 class Family(Protocol):
@@ -95,10 +104,11 @@ def family_of(model: nn.Module) -> Family | None:
         MissingPackageError: The class is of a release of diffusers that is too old.
     """
     cls = author_class(model)
-    name = FAMILIES.get(qualified_name(cls)) or STRUCTURES.get(cls.__qualname__)
+    full = qualified_name(cls)
+    name = FAMILIES.get(full) or VAES.get(full) or STRUCTURES.get(cls.__qualname__)
     if name is None:
         return None
-    if cls.__module__.startswith(_TRANSFORMERS):
+    if cls.__module__.startswith((_TRANSFORMERS, _AUTOENCODERS)):
         check_diffusers(f"patching a {cls.__qualname__}")
     family: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
     known = name not in STRUCTURES.values() or family.recognises(model)
@@ -106,7 +116,7 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def parts_of(model: object) -> dict[str, nn.Module]:
-    """Return the networks of a pipeline by their names, or a module under the name "".
+    """Return the networks of a pipeline and its known VAE by name, or a module under the name "".
 
     Raises:
         NotAModelError: `model` is neither.
@@ -115,10 +125,13 @@ def parts_of(model: object) -> dict[str, nn.Module]:
         return {"": model}
     held = ((name, getattr(model, name, None)) for name in COMPONENTS)
     parts = {name: part for name, part in held if isinstance(part, nn.Module)}
+    vae = getattr(model, VAE, None)
+    if isinstance(vae, nn.Module) and qualified_name(author_class(vae)) in VAES:
+        parts[VAE] = vae
     if not parts:
         raise NotAModelError(
             "model",
-            expected="a torch.nn.Module, or a pipeline with one as its transformer",
+            expected="a torch.nn.Module, or a pipeline with a transformer or a known VAE",
             got=f"a {qualified_name(type(model))}",
             remedy="Pass pipe.transformer or the pipeline itself",
         )
@@ -141,7 +154,9 @@ def find_targets(model: object) -> list[Target]:
         served = [component for component, targets in found.items() if targets]
         raise UnknownArchitectureError(
             ", ".join(filter(None, unknown)) or "model",
-            expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
+            expected="one of "
+            + ", ".join(sorted(FAMILIES | VAES))
+            + ", or a WanModel laid out as "
             "TurboDiffusion's",
             got=", ".join(names),
             remedy=f"The pipeline is unchanged. To patch its {served[0]} alone, pass that: "

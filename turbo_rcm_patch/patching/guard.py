@@ -175,7 +175,7 @@ class Guard:
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
-        self._asked = False
+        self._asked, self.requests = False, 0
         #: Timesteps and the number of those of this network, which one read finds.
         self._steps: tuple[Any, int] = (None, 0)
         self._threads = threading.local()
@@ -191,6 +191,7 @@ class Guard:
     def check_next(self) -> None:
         """Compare every block on the next forward."""
         self._asked = True
+        self.requests += 1
 
     @property
     def prediction(self) -> float | None:

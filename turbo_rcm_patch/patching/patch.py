@@ -28,6 +28,7 @@ from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
 from turbo_rcm_patch.ops.dispatch import load_kernels
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
+    VAE,
     Target,
     execution_device,
     find_targets,
@@ -75,18 +76,19 @@ if hasattr(os, "register_at_fork"):
 def patch_model(
     model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
 ) -> PatchReport:
-    """Patch a model so that its skip pairs run in fused kernels.
+    """Patch a model, a VAE or a pipeline so that its skip pairs run in fused kernels.
 
     Only instance attributes change. Everything is checked before the first one changes, and
     `unpatch_model` restores them exactly.
 
     Args:
-        model: A module of a known class, a module that contains one, or a diffusers pipeline
-            (both experts of Wan 2.2 are patched, or neither).
+        model: A module of a known class, a module that contains one, or a diffusers pipeline: its
+            networks (both experts of Wan 2.2) and its VAE are patched, or none. A VAE of a class
+            that is not known is left alone, and the report says so.
         config: The options; by default `PatchConfig()`: attention "auto", with the guard on.
         **options: Fields of `PatchConfig` (see there), which replace those of `config`: attention
             ("auto", "int8", "exact", "sage", "int4"), linear ("as-is", "int8", "int8-only"), pv,
-            smooth_k, impl, form, guard, fidelity, sla_topk.
+            conv, vae, smooth_k, impl, form, guard, fidelity, sla_topk.
 
     Returns:
         The report, to be printed: every pair, how it runs, and why it runs as its author wrote it
@@ -106,6 +108,8 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
     """Do what `patch_model` does, and fill an empty list with the records before any change."""
     with _LOCK:
         targets = find_targets(model)
+        if not config.vae and not isinstance(model, nn.Module):
+            targets = [target for target in targets if target.path != VAE]
         for target in targets:
             _refuse_patched(target, "patch_model")
             _check_device(config, execution_device(target.module))
@@ -297,7 +301,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
-        if not record.replace(block.block, "forward", block.__call__):
+        if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
         for part, forward in block.beside():
@@ -328,7 +332,7 @@ def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8
 def _boundary(model: object, path: str) -> list[SkipPair]:
     """Return the pair that a pipeline with an rCM scheduler closes around its whole network."""
     scheduler = getattr(model, "scheduler", None)
-    if isinstance(model, nn.Module) or type(scheduler).__name__ != "RCMScheduler":
+    if isinstance(model, nn.Module) or type(scheduler).__name__ != "RCMScheduler" or path == VAE:
         return []
     return [
         SkipPair(
@@ -434,6 +438,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
     held = [(weakref.ref(record.model), record.pairs()) for record in records]
+    remarks = [] if isinstance(model, nn.Module) else _left_alone(model, records)
 
     def blocks() -> list[PatchedBlock]:
         records = [record_of(model) for ref, _ in held if (model := ref()) is not None]
@@ -449,7 +454,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             if module is not None and device is None:
                 device = execution_device(module)
         ran = {block.path: block.words() for block in blocks() if block.last is not None}
-        notes = list(dict.fromkeys(note for block in blocks() for note in block.notes()))
+        notes = [*remarks, *(note for block in blocks() for note in block.notes())]
+        notes = list(dict.fromkeys(notes))
         if device is None:
             return Live(PairTable(pairs), ran, "gone", "", "", notes)
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
@@ -459,6 +465,14 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     return PatchReport(
         type(model).__name__, config, guard.log if guard else GuardLog(), live, blocks
     )
+
+
+def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:
+    """Say so if the VAE of a pipeline is not patched."""
+    vae = getattr(pipe, VAE, None)
+    if vae is None or any(record.model is vae for record in records):
+        return []
+    return [f"the VAE ({type(vae).__name__}) is not patched"]
 
 
 @_undoing

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
-from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
-from turbo_rcm_patch.patching.find import execution_device, parts_of
+from turbo_rcm_patch.patching import PatchReport, find_pairs, patched, sla_as_defined
+from turbo_rcm_patch.patching.find import VAE, execution_device, parts_of
 
 
 class BackendCalls(list[str]):
@@ -80,6 +80,22 @@ def judged(
         yield calls
 
 
+def _networks(model: object) -> list[Any]:
+    """Return the denoising networks of a model or pipeline."""
+    return [part for name, part in parts_of(model).items() if name != VAE]
+
+
+def judged_vae(
+    pipe: Any, config: PatchConfig, attention_backend: str | None
+) -> AbstractContextManager[object]:
+    """Patch the VAE of a pipeline as `judged` patches the pipeline, for a video to be decoded."""
+    vae = parts_of(pipe).get(VAE)
+    if vae is None or not config.vae or attention_backend is not None:
+        return nullcontext()
+    fused = find_pairs(vae).fused
+    return patched(vae, replace(config, linear="as-is")) if fused else nullcontext()
+
+
 def check_judged(model: object, config: PatchConfig, attention_backend: str | None) -> None:
     """Refuse, before hours of work, a model that cannot be judged. Try a backend on a small input.
 
@@ -97,7 +113,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
         )
     with judged(model, config, attention_backend):
         if attention_backend is not None:
-            for network in parts_of(model).values():
+            for network in _networks(model):
                 _try_backend(network, attention_backend)
 
 
@@ -126,7 +142,7 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
 
     from turbo_rcm_patch.diffusers_backend import BACKEND, register_backend, unregister_backend
 
-    networks: list[Any] = list(parts_of(model).values())
+    networks = _networks(model)
     processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
     before = [(p, p._attention_backend) for p in processors if hasattr(p, "_attention_backend")]
     if not before:

@@ -1,0 +1,144 @@
+"""The convolution of video autoencoders and the passes between convolutions, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.implementations import over
+from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops.conv3d import passes
+from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_weight
+
+#: One rounding of the result, and the sums of fp32.
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+EVERY = {"dtype": [torch.float32, torch.bfloat16, torch.float16]}
+#: The interpreter truncates to bf16.
+SOME = {"dtype": [torch.float32, torch.float16]}
+
+#: B, T, H, W, C.
+SHAPES = [(1, 1, 3, 5, 96), (2, 3, 4, 6, 24), (1, 4, 5, 7, 160)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda one: "x".join(map(str, one)))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def close(found: torch.Tensor, truth: torch.Tensor) -> None:
+    assert found.shape == truth.shape
+    far = (found.double().cpu() - truth.cpu()).norm() / truth.norm()
+    assert far <= LIMITS[found.dtype], float(far)
+
+
+def norms(on: Any, channels: int, dtype: torch.dtype, latent: torch.Tensor) -> dict[str, Any]:
+    weight, bias = (on.randn(channels, dtype=dtype) for _ in range(2))
+    return {
+        "none": None,
+        "rms": passes.RMSNorm(weight),
+        "rms-bias": passes.RMSNorm(weight, bias),
+        "group": passes.GroupNorm(weight, bias, 8, 1e-6),
+        "spatial": passes.GroupNorm(weight, bias, 8, 1e-6, latent, latent + 1),
+    }
+
+
+@over(reference=EVERY, interpreter=SOME, gpu=EVERY)
+@pytest.mark.parametrize("kind", ["none", "rms", "rms-bias", "group", "spatial"])
+@shapes
+def test_norm_and_silu_are_written_behind_the_history(
+    on: Any, dtype: torch.dtype, kind: str, shape: tuple[int, ...]
+) -> None:
+    batch, frames, height, width, channels = shape
+    x = on.randn(*shape, dtype=dtype) * 3 + 4
+    latent = on.randn(batch, min(frames, 2 + frames % 2), height, width, channels, dtype=dtype)
+    norm = norms(on, channels, dtype, latent)[kind]
+    before = on.randn(channels, dtype=dtype)
+    history = on.randn(batch, 2, height, width, channels, dtype=dtype)
+    y = x.double() + before.double()
+    if kind.startswith("rms"):
+        y = F.normalize(y, dim=-1) * channels**0.5 * norm.weight.double()
+        y = y if norm.bias is None else y + norm.bias.double()
+    elif norm is not None:
+        planes = y.movedim(-1, 1)
+        y = F.group_norm(planes, 8, norm.weight.double(), norm.bias.double(), 1e-6)
+        y = y.movedim(1, -1)
+        if kind == "spatial":
+            index = passes.frames_of(frames, latent.shape[1], x.device)
+            y = y * latent.double()[:, index] + (latent + 1).double()[:, index]
+    truth = torch.cat([history.double(), F.silu(y)], 1)
+    found, kept = passes.norm_silu(x, norm, before=before, frames=2, history=history, impl=on.impl)
+    close(found[:, 2:], truth[:, 2:])
+    assert torch.equal(found[:, :2], history)
+    assert torch.equal(kept, found[:, -2:])
+    empty, _ = passes.norm_silu(x, norm, frames=1, impl=on.impl)
+    assert not empty[:, :1].any() and empty.shape[1] == frames + 1
+
+
+def test_a_latent_frame_covers_the_frames_that_it_was_decoded_to() -> None:
+    device = torch.device("cpu")
+    for n_frames, n_latent in ((1, 1), (2, 2), (4, 2), (8, 2), (3, 3), (5, 3), (9, 3)):
+        z = torch.arange(float(n_latent)).view(1, 1, n_latent, 1, 1)
+        if n_frames > 1 and n_frames % 2:
+            rest = F.interpolate(z[:, :, 1:], size=(n_frames - 1, 1, 1))
+            expected = torch.cat([z[:, :, :1], rest], 2)
+        else:
+            expected = F.interpolate(z, size=(n_frames, 1, 1))
+        assert passes.frames_of(n_frames, n_latent, device).tolist() == expected.flatten().tolist()
+
+
+@over("reference", "interpreter", "gpu")
+@shapes
+def test_upsampling_repeats_pixels_and_interleaves_frames(on: Any, shape: tuple[int, ...]) -> None:
+    batch, frames, height, width, channels = shape
+    halves = on.randn(batch, frames, height, width, 2 * channels)
+    x = halves.unflatten(-1, (2, channels)).permute(0, 1, 4, 2, 3, 5)
+    out = on.randn(batch, 1 + 2 * frames, 2 * height, 2 * width, channels)
+    first = out[:, 0].clone()
+    passes.upsample(x, out[:, 1:], impl=on.impl)
+    pairs = torch.stack([halves[..., :channels], halves[..., channels:]], 2).flatten(1, 2)
+    planes = F.interpolate(pairs.flatten(0, 1).movedim(-1, 1), scale_factor=2.0)
+    assert torch.equal(out[:, 1:].flatten(0, 1), planes.movedim(1, -1))
+    assert torch.equal(out[:, 0], first)
+
+
+@over(reference=EVERY, gpu=EVERY)
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("more", ["", "bias", "bias-residual"])
+def test_the_convolution_is_torchs(
+    on: Any, dtype: torch.dtype, kernel: Any, stride: Any, more: str
+) -> None:
+    x = on.randn(2, 5, 6, 7, 32, dtype=dtype)
+    weight = on.randn(64, 32, *kernel, dtype=dtype) * 0.05
+    bias = on.randn(64, dtype=dtype) if more else None
+    padding = kernel[1] // 2, kernel[2] // 2
+    truth = F.conv3d(
+        x.double().movedim(-1, 1), weight.double(), None if bias is None else bias.double(),
+        stride, (0, *padding),
+    ).movedim(1, -1)  # fmt: skip
+    residual = on.randn(*truth.shape) if "residual" in more else None
+    truth = truth if residual is None else truth + residual.double()
+    wide = torch.float32 if residual is not None else dtype
+    y = conv3d(
+        x, pack_weight(weight), bias, residual=residual, stride=stride, padding=padding, dtype=wide
+    )
+    assert y.is_contiguous() and y.dtype == wide
+    limit = LIMITS[dtype] if dtype == torch.float32 else 2 * LIMITS[dtype]
+    assert (y.double() - truth).norm() / truth.norm() <= limit
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight = torch.randn(1, 3, 4, 4, 8), torch.randn(4, 3, 3, 3, 8)
+    with pytest.raises(ShapeError, match="pack_weight"):
+        conv3d(x, weight.movedim(-1, 1).contiguous())
+    with pytest.raises(DTypeError, match=r"float32.*bfloat16"):
+        conv3d(x, weight.bfloat16())
+    with pytest.raises(ConfigError, match="contiguous"):
+        conv3d(x.movedim(1, 2), weight)
+    with pytest.raises(GradientError):
+        conv3d(x.requires_grad_(), weight)

@@ -1,0 +1,420 @@
+"""A patched VAE makes its author's video, and leaves to its author what it does not know."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from tests.implementations import over
+from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL
+from turbo_rcm_patch import (
+    is_patched,
+    patch_model,
+    patched,
+    report_of,
+    unpatch_model,
+)
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    UnknownArchitectureError,
+)
+from turbo_rcm_patch.patching.families import vae_wan
+
+#: fp32 sums in another order; the limit that "fusion alone" has everywhere.
+FUSION = 3e-6
+
+every = pytest.mark.parametrize("vae", VAES, ids=lambda one: one.name)
+both_wan = pytest.mark.parametrize("vae", (WAN, WAN_RESIDUAL), ids=lambda one: one.name)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def decode(model: Any, z: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model.decode(z).sample
+    return found
+
+
+def encode(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model.encode(x).latent_dist.parameters
+    return found
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape and a.dtype == b.dtype
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def as_before(model: nn.Module) -> dict[str, Any]:
+    """All that a patch may not change for good."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in vars(module).items()
+            if not key.endswith(("_idx", "_num", "_feat_map"))  # scratch of Wan's author
+        }
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found[f"state {name}"] = (tensor.data_ptr(), tensor.stride(), tensor._version)
+    return found
+
+
+@every
+@pytest.mark.parametrize("frames", [1, 2, 5])
+@pytest.mark.parametrize("batch,height,width", [(1, 4, 6), (2, 3, 5)], ids=["even", "batch-odd"])
+def test_the_video_is_the_authors(
+    vae: VAE, frames: int, batch: int, height: int, width: int
+) -> None:
+    model, z = vae.model(), vae.latent(frames, height, width, batch)
+    x = vae.frames({1: 1, 2: 8 if vae is COGVIDEOX else 5, 5: 17}[frames], batch=batch)
+    expected = decode(model, z), encode(model, x)
+    report = patch_model(model, guard=False)
+    assert error(decode(model, z), expected[0]) < FUSION
+    assert error(encode(model, x), expected[1]) < FUSION
+    assert report.fused == len(report.pairs) == vae.pairs
+    assert all(how.startswith("channels-last") for how in report.ran().values())
+    assert len(report.ran()) == 2
+
+
+@both_wan
+@pytest.mark.parametrize("room", [1, 2, 3, 1000])
+def test_the_numbers_do_not_depend_on_the_frames_at_once(
+    vae: VAE, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, z, x = vae.model(), vae.latent(6), vae.frames(21)
+    patch_model(model, guard=False)
+    expected = decode(model, z), encode(model, x)
+    monkeypatch.setattr(vae_wan, "_ROOM", room)
+    # torch's convolution may take another algorithm for another number of frames.
+    assert error(decode(model, z), expected[0]) < FUSION / 5
+    assert error(encode(model, x), expected[1]) < FUSION / 5
+
+
+@both_wan
+def test_frames_beyond_a_multiple_of_four_are_left_out_as_its_author_does(vae: VAE) -> None:
+    model, x = vae.model(), vae.frames(7)
+    expected = encode(model, x)
+    with patched(model):
+        assert error(encode(model, x), expected) < FUSION
+
+
+@every
+def test_tiles_and_slices_are_the_authors(vae: VAE) -> None:
+    model = vae.model()
+    if vae is COGVIDEOX:
+        model.enable_tiling(32, 32)
+    else:
+        model.enable_tiling(2 * vae.scale, 2 * vae.scale, vae.scale, vae.scale)
+    model.enable_slicing()
+    z, x = vae.latent(3, 6, 7, 2), vae.frames(9, 5, 6, 2)
+    expected = decode(model, z), encode(model, x)
+    report = patch_model(model)
+    assert error(decode(model, z), expected[0]) < FUSION
+    assert error(encode(model, x), expected[1]) < FUSION
+    assert all(how.startswith("channels-last") for how in report.ran().values())
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None:
+    model, z, x = vae.model(dtype), vae.latent(2, batch=3), vae.frames(1)
+    truth, given = decode(vae.model(torch.float64), z.double()), z.to(dtype)
+    unpatched = decode(model, given)
+    report = patch_model(model)
+    result = decode(model, given)
+    assert result.dtype == encode(model, x.to(dtype)).dtype == dtype
+    assert [one.verdict for one in report.guard] == ["kept", "kept"]
+    assert 0 < error(result.double(), truth) <= error(unpatched.double(), truth)
+
+
+def test_bf16_products_of_a_vae_in_fp32_come_close_to_a_vae_in_bf16() -> None:
+    exact, model, z = WAN.model(torch.float64), WAN.model(), WAN.latent()
+    truth = decode(exact, z.double())
+    half = error(decode(WAN.model(torch.bfloat16), z.bfloat16()).double(), truth)
+    report = patch_model(model, conv="bf16")
+    result = decode(model, z)
+    assert result.dtype == torch.float32
+    assert 1e-4 < error(result.double(), truth) < 0.9 * half
+    assert "convolutions of a VAE in bf16" in str(report)
+
+
+@over("interpreter", "gpu")
+@every
+def test_the_kernels_make_the_authors_video(on: Any, vae: VAE) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    model, z, x = vae.model().to(on.device), vae.latent(2, 2, 3), vae.frames(5, 1, 2)
+    z, x = z.to(on.device), x[:, :, : 1 if vae is COGVIDEOX else 5].to(on.device)
+    expected = decode(model, z), encode(model, x)
+    patch_model(model, impl=on.impl)
+    assert error(decode(model, z), expected[0]) < FUSION
+    assert error(encode(model, x), expected[1]) < FUSION
+
+
+# --- undo ----------------------------------------------------------------------------------------
+
+
+@every
+def test_undo_leaves_nothing(vae: VAE) -> None:
+    model, z = vae.model(), vae.latent()
+    before, expected = as_before(model), decode(model, z)
+    patch_model(model)
+    decode(model, z)
+    assert as_before(model) != before
+    unpatch_model(model)
+    assert as_before(model) == before
+    assert torch.equal(decode(model, z), expected)
+
+
+def test_a_copy_of_a_patched_vae_is_a_patched_vae() -> None:
+    model, z = WAN.model(), WAN.latent()
+    expected = decode(model, z)
+    patch_model(model)
+    other = copy.deepcopy(model)
+    for weight in model.parameters():
+        weight.zero_()
+    assert error(decode(other, z), expected) < FUSION
+    unpatch_model(other)
+    assert not is_patched(other) and is_patched(model)
+    assert torch.equal(decode(other, z), expected)
+
+
+def test_patched_twice_or_of_an_unknown_class_it_is_refused() -> None:
+    class Other(AutoencoderKLWan):  # type: ignore[misc]
+        pass
+
+    model = WAN.model()
+    patch_model(model)
+    with pytest.raises(AlreadyPatchedError):
+        patch_model(model)
+    with pytest.raises(UnknownArchitectureError, match="Other"):
+        patch_model(Other(base_dim=8, z_dim=4, num_res_blocks=1))
+
+
+# --- what the author's code runs -----------------------------------------------------------------
+
+
+def _hook(model: Any) -> None:
+    model.decoder.mid_block.register_forward_hook(lambda *_: None)
+
+
+def _outer_hook(model: Any) -> None:
+    model.decoder.register_forward_hook(lambda *_: None)
+
+
+def _forward(model: Any) -> None:
+    conv = model.decoder.conv_out
+    inner = conv.forward
+    conv.forward = lambda *args: 2 * inner(*args)
+
+
+def _no_norm(model: Any) -> None:
+    model.decoder.norm_out = nn.Identity()
+    model.decoder.up_blocks[0].resnets[0].norm1 = nn.Softmax(1)
+
+
+def _compiled(model: Any) -> None:
+    model.decoder.compile(backend="eager")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "hook": (_hook, "mid_block has torch hooks"),
+    "outer-hook": (_outer_hook, "decoder has torch hooks"),
+    "forward": (_forward, "conv_out has a replaced forward"),
+    "no-norm": (_no_norm, "is a Softmax, of which nothing is known"),
+    "compiled": (_compiled, "the decoder is compiled"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_an_unknown_module_is_left_to_its_author(name: str, before: bool) -> None:
+    change, words = CHANGES[name]
+    model, twin, z = WAN.model(), WAN.model(), WAN.latent()
+    change(twin)
+    if before:
+        change(model)
+    report = patch_model(model)
+    if not before:
+        change(model)
+    assert torch.equal(decode(model, z), decode(twin, z))
+    assert words in report.ran()["decoder"]
+    assert any(words in pair.reason for pair in report.pairs if pair.path.startswith("decoder"))
+    assert not any(p.reason for p in report.pairs if p.path.startswith("encoder"))
+
+
+def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
+    model, twin, z = WAN.model(), WAN.model(), WAN.latent()
+    report = patch_model(model)
+    with torch.enable_grad():
+        wanted = z.clone().requires_grad_()
+        decode(model, wanted).square().sum().backward()
+        assert "gradient" in report.ran()["decoder"]
+        other = z.clone().requires_grad_()
+        decode(twin, other).square().sum().backward()
+        assert wanted.grad is not None and other.grad is not None
+        assert torch.equal(wanted.grad, other.grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(decode(model, z), decode(twin, z))
+    assert "autocast" in report.ran()["decoder"]
+    model.double(), twin.double()
+    assert torch.equal(decode(model, z.double()), decode(twin, z.double()))
+    assert "float64" in report.ran()["decoder"]
+
+
+def test_a_function_of_the_vae_replaced_before_is_left() -> None:
+    model, z = WAN.model(), WAN.latent()
+    inner = model._decode
+    model._decode = lambda *args, **kwargs: inner(*args, **kwargs)
+    report = patch_model(model)
+    expected = decode(WAN.model(), z)
+    assert torch.equal(decode(model, z), expected)
+    assert any("replaced by other code" in pair.reason for pair in report.pairs)
+
+
+def test_the_coder_called_by_itself_is_the_authors() -> None:
+    model, twin, z = WAN.model(), WAN.model(), WAN.latent(1)
+    patch_model(model)
+    assert torch.equal(model.decoder(z), twin.decoder(z))
+
+
+def test_a_compiled_decode_runs() -> None:
+    model, z = WAN.model(), WAN.latent(2)
+    expected = decode(model, z)
+    patch_model(model)
+    compiled = torch.compile(model._decode, backend="eager")
+    assert error(compiled(z).sample, expected) < FUSION
+
+
+# --- the guard -----------------------------------------------------------------------------------
+
+
+@every
+def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, z = vae.model(), vae.latent()
+    expected = decode(model, z)
+    report = patch_model(model)
+    family = type(model._decode)
+    inner = family.coded
+
+    def wrong(self: Any, video: Any, x: Any) -> Any:
+        out = inner(self, video, x)
+        out[..., -1, :] = 0  # one row of pixels
+        return out
+
+    monkeypatch.setattr(family, "coded", wrong)
+    assert torch.equal(decode(model, z), expected)
+    assert report.guard[0].verdict == "given back to its author's code"
+    assert "a row of pixels" in report.guard[0].where
+    monkeypatch.undo()
+    assert torch.equal(decode(model, z), expected)
+    assert "row" in report.ran()["decoder"] and len(report.guard) == 1
+    assert all(pair.runs == "as-written" for pair in report.pairs if "decoder" in pair.path)
+
+
+def test_the_guard_compares_once_and_on_request() -> None:
+    model, z = WAN.model(), WAN.latent()
+    report = patch_model(model)
+    for _ in range(2):
+        decode(model, z), encode(model, WAN.frames())
+    assert [one.path for one in report.guard] == ["decoder", "encoder"]
+    assert all(one.verdict == "kept" and one.error < 1e-5 for one in report.guard)
+    report.guard.check_next()
+    decode(model, z)
+    assert len(report.guard) == 3
+
+
+@every
+def test_a_latent_with_nan_is_left_to_the_author(vae: VAE) -> None:
+    model, z = vae.model(), vae.latent()
+    report = patch_model(model)
+    bad = z.clone()
+    bad[0, 0, 0, 1, 1] = float("nan")
+    assert torch.equal(decode(model, bad).isnan(), decode(vae.model(), bad).isnan())
+    assert "NaN" in report.ran()["decoder"] and report.guard[0].verdict == "not compared"
+    decode(model, z)
+    assert report.guard[1].verdict == "kept"
+
+
+# --- videos, threads, devices --------------------------------------------------------------------
+
+
+@every
+def test_videos_of_other_sizes_and_threads_do_not_meet(vae: VAE) -> None:
+    model = vae.model()
+    given = [vae.latent(3, 4, 6), vae.latent(2, 3, 4), vae.latent(1, 5, 5, 2)]
+    expected = [decode(model, z) for z in given]
+    patch_model(model)
+    found: dict[int, torch.Tensor] = {}
+
+    def run(i: int) -> None:
+        with torch.no_grad():
+            found[i] = decode(model, given[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, one in enumerate(expected):
+        assert error(found[i], one) < FUSION
+
+
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_group_offloading_is_the_authors(kind: str) -> None:
+    model, z = WAN.model(), WAN.latent()
+    expected = decode(model, z)
+    report = patch_model(model)
+    apply_group_offloading(
+        model, torch.device("cpu"), torch.device("cpu"), kind,
+        num_blocks_per_group=1 if kind == "block_level" else None,
+    )  # fmt: skip
+    assert torch.equal(decode(model, z), expected)
+    assert "group_offloading" in report.ran()["decoder"]
+    unpatch_model(model)
+    assert torch.equal(decode(model, z), expected)
+
+
+# --- a pipeline ----------------------------------------------------------------------------------
+
+
+def pipeline(vae: Any) -> Any:
+    from tests.patching.models import MODELS
+
+    transformer = next(one for one in MODELS if one.cls == "WanTransformer3DModel").model()
+    return SimpleNamespace(transformer=transformer, vae=vae)
+
+
+def test_a_pipeline_is_patched_with_its_vae_in_one_report() -> None:
+    pipe, z = pipeline(WAN.model()), WAN.latent()
+    expected = decode(pipe.vae, z)
+    report = patch_model(pipe)
+    assert {pair.path.partition(".")[0] for pair in report.pairs} == {"transformer", "vae"}
+    assert error(decode(pipe.vae, z), expected) < FUSION
+    assert report_of(pipe).fused == report.fused
+    unpatch_model(pipe)
+    assert not is_patched(pipe) and not is_patched(pipe.vae)
+    assert torch.equal(decode(pipe.vae, z), expected)
+    patch_model(pipe.transformer)
+    assert not is_patched(pipe.vae)
+    unpatch_model(pipe)
+    report = patch_model(pipe, vae=False)
+    assert not is_patched(pipe.vae)
+    assert "the VAE (AutoencoderKLWan) is not patched" in str(report)
+
+
+def test_an_unknown_vae_of_a_pipeline_is_left_and_named() -> None:
+    pipe = pipeline(nn.Linear(2, 2))
+    assert "the VAE (Linear) is not patched" in str(patch_model(pipe))
+    unpatch_model(pipe)

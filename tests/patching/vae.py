@@ -1,0 +1,77 @@
+"""Tiny VAEs with random weights, of every class that patching knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+
+_DOWN = {"temperal_downsample": [False, True, True], "num_res_blocks": 1}
+
+
+@dataclass(frozen=True)
+class VAE:
+    """One row of the table.
+
+    Attributes:
+        name: For a reader.
+        make: Makes it.
+        channels: Channels of a latent.
+        scale: Pixels a side of a latent's pixel.
+        pairs: Number of skip pairs of decoder and encoder.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    channels: int
+    scale: int
+    pairs: int
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        """Weights at which every layer reaches the output."""
+        torch.manual_seed(0)
+        vae = self.make().eval().requires_grad_(False)
+        for name, weight in vae.named_parameters():
+            if "norm" in name and weight.numel() == max(weight.shape):
+                weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
+            elif weight.dim() > 1:
+                weight.normal_(0.0, 1.4 * weight[0].numel() ** -0.5)
+            else:
+                weight.normal_(0.0, 0.2)
+        return vae.to(dtype)
+
+    def latent(self, frames: int = 3, height: int = 4, width: int = 6, batch: int = 1) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(batch, self.channels, frames, height, width, generator=generator)
+
+    def frames(self, frames: int = 9, height: int = 2, width: int = 3, batch: int = 1) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        size = height * self.scale, width * self.scale
+        return torch.randn(batch, 3, frames, *size, generator=generator)
+
+
+def _wan() -> Any:
+    return AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 4], **_DOWN)
+
+
+def _wan_residual() -> Any:
+    return AutoencoderKLWan(
+        base_dim=8, decoder_base_dim=12, z_dim=6, dim_mult=[1, 2, 4, 4], is_residual=True,
+        patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16, **_DOWN,
+    )  # fmt: skip
+
+
+def _cogvideox() -> Any:
+    return AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 16, 16), latent_channels=4, layers_per_block=1,
+        norm_num_groups=4, sample_height=64, sample_width=64,
+    )  # fmt: skip
+
+
+WAN = VAE("wan", _wan, 4, 8, 18)
+WAN_RESIDUAL = VAE("wan-residual", _wan_residual, 6, 16, 25)
+COGVIDEOX = VAE("cogvideox", _cogvideox, 4, 8, 16)
+VAES = (WAN, WAN_RESIDUAL, COGVIDEOX)

@@ -1,0 +1,1 @@
+"""Convolutions of video autoencoders on channels-last activations, and the passes between them."""

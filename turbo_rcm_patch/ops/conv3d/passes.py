@@ -1,0 +1,169 @@
+"""The passes between the convolutions of a video autoencoder, each one read and one write.
+
+All activations are channels-last, [B, T, H, W, C] with contiguous channels. Every pass computes in
+fp32 and rounds once. On a GPU they are Triton kernels (`triton.py`), elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch.ops.dispatch import resolve_impl
+
+
+class RMSNorm(NamedTuple):
+    """Wan's norm: x / max(|x|, 1e-12) * sqrt(C) * weight + bias over the channels of a pixel.
+
+    Attributes:
+        weight: [C], or any shape of that many elements.
+        bias: The same, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class GroupNorm(NamedTuple):
+    """A group norm over all frames given, and CogVideoX's modulation by the latent.
+
+    Attributes:
+        weight: [C].
+        bias: [C].
+        groups: Number of groups.
+        eps: Epsilon.
+        scale: [B, t, h, w, C], multiplies the norm of the pixels that the latent's pixel covers;
+            None for 1. T is 1 + (t - 1) * r or t * r, H is h * s and W is w * s.
+        shift: The same, added afterwards, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    groups: int
+    eps: float
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+
+#: The smallest norm of a pixel that Wan's norm divides by (`torch.nn.functional.normalize`).
+LEAST_NORM = 1e-12
+
+
+def norm_silu(
+    x: Tensor,
+    norm: RMSNorm | GroupNorm | None,
+    *,
+    silu: bool = True,
+    before: Tensor | None = None,
+    frames: int = 0,
+    history: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compute silu(norm(x + before)) behind the frames of history of a causal convolution.
+
+    Args:
+        x: [B, T, H, W, C]; any strides with contiguous channels and dense frames.
+        norm: The norm, or None for none.
+        silu: False leaves SiLU out.
+        before: [C], added to x first: the bias of the convolution that made x. None for none.
+        frames: Number of frames of history that the convolution needs.
+        history: [B, frames, H, W, C] that an earlier call returned; None for zeros.
+        dtype: dtype of the result; by default that of x.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        [B, frames + T, H, W, C], contiguous, and a copy of its last frames for the next call,
+        [B, frames, H, W, C].
+    """
+    dtype = dtype or x.dtype
+    if resolve_impl(impl, x.device) == "triton":
+        from turbo_rcm_patch.ops.conv3d import triton
+
+        made: tuple[Tensor, Tensor] = triton.norm_silu(
+            x, norm, silu, before, frames, history, dtype
+        )
+        return made
+    y = x.float()
+    if before is not None:
+        y = y + before.float()
+    if isinstance(norm, RMSNorm):
+        y = F.normalize(y, dim=-1, eps=LEAST_NORM) * x.shape[-1] ** 0.5
+        y = y * norm.weight.float().flatten()
+        if norm.bias is not None:
+            y = y + norm.bias.float().flatten()
+    elif norm is not None:
+        planes = y.permute(0, 4, 1, 2, 3)
+        weight, bias = norm.weight.float(), norm.bias.float()
+        y = F.group_norm(planes, norm.groups, weight, bias, norm.eps).permute(0, 2, 3, 4, 1)
+        if norm.scale is not None and norm.shift is not None:
+            y = y * _nearest(norm.scale, y).float() + _nearest(norm.shift, y).float()
+    y = (F.silu(y) if silu else y).to(dtype)
+    if history is None:
+        history = y.new_zeros(y.shape[0], frames, *y.shape[2:])
+    y = torch.cat([history, y], 1).contiguous()
+    return y, y[:, y.shape[1] - frames :].clone()
+
+
+def _nearest(latent: Tensor, y: Tensor) -> Tensor:
+    """Return the latent's pixel of every pixel of y, [B, T, H, W, C]."""
+    repeat = y.shape[2] // latent.shape[2]
+    latent = latent.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
+    return latent[:, frames_of(y.shape[1], latent.shape[1], y.device)]
+
+
+def frames_of(n_frames: int, n_latent: int, device: torch.device) -> Tensor:
+    """Return the latent frame of each frame: with an odd number, the first has one of its own."""
+    odd = n_frames > 1 and n_frames % 2
+    repeat = (n_frames - odd) // (n_latent - odd)
+    return (torch.arange(n_frames, device=device) + odd * (repeat - 1)) // repeat
+
+
+def upsample(x: Tensor, out: Tensor, *, impl: str = "auto") -> None:
+    """Write every pixel of x into a square of 2 x 2 pixels (nearest), and interleave frames.
+
+    Args:
+        x: [B, T, S, H, W, C] of any strides with contiguous channels. Each of T frames becomes S.
+        out: [B, T * S, 2 * H, 2 * W, C] whose frames are dense.
+        impl: "triton", "reference" or "auto".
+    """
+    if resolve_impl(impl, x.device) == "triton":
+        from turbo_rcm_patch.ops.conv3d import triton
+
+        triton.upsample(x, out)
+        return
+    out.copy_(x.flatten(1, 2).repeat_interleave(2, 2).repeat_interleave(2, 3))
+
+
+def add_bias_residual(
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    impl: str = "auto",
+) -> Tensor:
+    """Return y + bias + residual.
+
+    Args:
+        y: [B, T, H, W, C], contiguous; it is overwritten if its dtype is the result's.
+        bias: [C], or None.
+        residual: Of the shape of y, or None.
+        dtype: dtype of the result.
+        impl: "triton", "reference" or "auto".
+    """
+    if resolve_impl(impl, y.device) == "triton":
+        from turbo_rcm_patch.ops.conv3d import triton
+
+        out = y if dtype == y.dtype else torch.empty_like(y, dtype=dtype)
+        triton.add_bias_residual(y, bias, residual, out)
+        return out
+    total = y.float()
+    if bias is not None:
+        total = total + bias.float()
+    if residual is not None:
+        total = total + residual.float()
+    return total.to(dtype)

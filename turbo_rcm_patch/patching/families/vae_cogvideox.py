@@ -1,0 +1,223 @@
+"""The VAE of CogVideoX in diffusers. Written against 0.42.1.
+
+The author's loops run two latent frames (the first time three, where their number is odd) or eight
+frames at a time. Its group norms take their statistics over such a batch of frames, so the fast
+path keeps the author's batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_cogvideox as author
+from diffusers.models.downsampling import CogVideoXDownsample3D
+from diffusers.models.upsampling import CogVideoXUpsample3D
+from torch import Tensor, nn
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, upsample
+from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.families.common import check_parameters
+from turbo_rcm_patch.patching.vae import (
+    PatchedCoder,
+    Video,
+    channels_first,
+    channels_last,
+    plain_conv,
+)
+from turbo_rcm_patch.skip import SkipPair
+
+_INSIDE: Final = frozenset(
+    {
+        author.CogVideoXSafeConv3d, author.CogVideoXCausalConv3d, author.CogVideoXSpatialNorm3D,
+        author.CogVideoXResnetBlock3D, author.CogVideoXDownBlock3D, author.CogVideoXMidBlock3D,
+        author.CogVideoXUpBlock3D, CogVideoXUpsample3D, CogVideoXDownsample3D,
+        nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout,
+    }
+)  # fmt: skip
+
+
+class _Coder(PatchedCoder):
+    """What decoder and encoder share."""
+
+    __slots__ = ()
+    known = _INSIDE
+
+    def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.by_author(self.twin(self._batch), x, *args, **kwargs)
+
+    def _batch(self, x: Tensor, conv_cache: Any = None) -> tuple[Tensor, Video]:
+        """Stand in for the coder in the author's loops over tiles and batches of frames, which
+        begin with no cache."""
+        video = self.new_video(x) if conv_cache is None else conv_cache
+        return self.coded(video, x), video
+
+    def first_frames(self, x: Tensor) -> int:
+        frames = self.batch_frames()
+        return min(x.shape[2], frames + x.shape[2] % frames)
+
+    def batch_frames(self) -> int:
+        """Return the number of frames that the author's loop takes at once."""
+        raise NotImplementedError
+
+    def why_module(self, module: nn.Module) -> str:
+        if isinstance(module, author.CogVideoXCausalConv3d) and module.pad_mode == "replicate":
+            return f"its pad_mode is {module.pad_mode!r}"
+        if not plain_conv(module):
+            return "its groups, dilation or padding are not the author's"
+        if isinstance(module, author.CogVideoXResnetBlock3D):
+            own = module.in_channels == module.out_channels
+            if not own and module.use_conv_shortcut:
+                return "its shortcut is a causal convolution"
+        return ""
+
+    def pairs(self) -> list[SkipPair]:
+        return [
+            self.residual_pair(name)
+            for name, module in self.block.named_modules()
+            if isinstance(module, author.CogVideoXResnetBlock3D)
+        ]
+
+    # --- blocks, each beside its author's forward ------------------------------------------------
+
+    def causal(
+        self,
+        video: Video,
+        causal: Any,
+        x: Tensor,
+        norm: GroupNorm | None = None,
+        *,
+        before: Tensor | None = None,
+        residual: Tensor | None = None,
+        bias: bool = True,
+    ) -> Tensor:
+        """Run norm, SiLU and a `CogVideoXCausalConv3d`; the first frame is repeated before it."""
+        conv = causal.conv
+        first = conv not in video.history
+        y = video.behind(conv, x, norm, silu=norm is not None, before=before)
+        frames = conv.kernel_size[0] - 1
+        if first and frames:
+            y[:, :frames] = y[:, frames : frames + 1]
+            video.history[conv] = y[:, -frames:].clone()
+        return video.conv(conv, y, residual=residual, bias=bias)
+
+    def resnet(self, video: Video, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
+        """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
+        h = x
+        if block.in_channels != block.out_channels:
+            h = video.conv(block.conv_shortcut, x.to(video.dtype))
+        # The next pass adds the bias.
+        y = self.causal(video, block.conv1, x, group(video, block.norm1, zq), bias=False)
+        return self.causal(
+            video, block.conv2, y, group(video, block.norm2, zq), before=block.conv1.conv.bias,
+            residual=h,
+        )  # fmt: skip
+
+    def head(self, video: Video, x: Tensor, zq: Tensor | None) -> Tensor:
+        """Run the last norm and convolution."""
+        norm = group(video, self.block.norm_out, zq)
+        return channels_first(self.causal(video, self.block.conv_out, x, norm))
+
+
+class CogVideoXDecoder(_Coder):
+    """Replaces `AutoencoderKLCogVideoX._decode`."""
+
+    __slots__ = ()
+    part, caller = "decoder", "_decode"
+
+    def batch_frames(self) -> int:
+        return int(self.vae.num_latent_frames_batch_size)
+
+    def coded(self, video: Video, x: Tensor) -> Tensor:
+        block, zq = self.block, channels_last(x)
+        x = self.causal(video, block.conv_in, zq)
+        zq = zq.to(video.dtype)
+        for resnet in block.mid_block.resnets:
+            x = self.resnet(video, resnet, x, zq)
+        for one in block.up_blocks:
+            for resnet in one.resnets:
+                x = self.resnet(video, resnet, x, zq)
+            for up in one.upsamplers or ():
+                x = self._upsample(video, up, x)
+        return self.head(video, x, zq)
+
+    def _upsample(self, video: Video, up: Any, x: Tensor) -> Tensor:
+        """Run a `CogVideoXUpsample3D`; of an odd number of frames the first stays one."""
+        batch, frames, height, width, channels = x.shape
+        twice = up.compress_time and frames > 1
+        first = 1 if twice and frames % 2 else 0
+        frames = first + (frames - first) * (2 if twice else 1)
+        wide = x.new_empty(batch, frames, 2 * height, 2 * width, channels, dtype=video.dtype)
+        if first:
+            upsample(x[:, :1].unsqueeze(2), wide[:, :1], impl=video.impl)
+        rest = x[:, first:].unsqueeze(2).expand(-1, -1, 2 if twice else 1, -1, -1, -1)
+        upsample(rest, wide[:, first:], impl=video.impl)
+        return video.conv(up.conv, wide)
+
+
+class CogVideoXEncoder(_Coder):
+    """Replaces `AutoencoderKLCogVideoX._encode`."""
+
+    __slots__ = ()
+    part, caller = "encoder", "_encode"
+    halves = 2  # mean and logarithm of the variance
+
+    def batch_frames(self) -> int:
+        return int(self.vae.num_sample_frames_batch_size)
+
+    def coded(self, video: Video, x: Tensor) -> Tensor:
+        block = self.block
+        x = self.causal(video, block.conv_in, channels_last(x))
+        for one in block.down_blocks:
+            for resnet in one.resnets:
+                x = self.resnet(video, resnet, x, None)
+            for down in one.downsamplers or ():
+                x = self._downsample(video, down, x)
+        for resnet in block.mid_block.resnets:
+            x = self.resnet(video, resnet, x, None)
+        return self.head(video, x, None)
+
+    def _downsample(self, video: Video, down: Any, x: Tensor) -> Tensor:
+        """Run a `CogVideoXDownsample3D`: means of two frames, of an odd number all but the first,
+        and a convolution with stride 2."""
+        if down.compress_time and x.shape[1] > 1:
+            first = x.shape[1] % 2
+            rest = torch.unflatten(x[:, first:], 1, (-1, 2)).mean(2)
+            x = torch.cat([x[:, :first], rest], 1)
+        x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
+        return video.conv(down.conv, x, padding=tuple(down.conv.padding))
+
+
+def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:
+    """Return the weights of a `GroupNorm`, or of a `CogVideoXSpatialNorm3D` and its modulation.
+
+    The author's two convolutions of one pixel read the latent after it was enlarged; they are the
+    same before that.
+    """
+    if zq is None:
+        return GroupNorm(norm.weight, norm.bias, norm.num_groups, norm.eps)
+    own = norm.norm_layer
+    scale, shift = (
+        video.conv(one.conv, zq, dtype=video.dtype) for one in (norm.conv_y, norm.conv_b)
+    )
+    return GroupNorm(own.weight, own.bias, own.num_groups, own.eps, scale, shift)
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
+    """Find the decoder and the encoder of a VAE."""
+    coder = ("self", "sample", "temb", "conv_cache")
+    expected = {
+        author.CogVideoXDecoder3D.forward: coder,
+        author.CogVideoXEncoder3D.forward: coder,
+        author.CogVideoXResnetBlock3D.forward: ("self", "inputs", "temb", "zq", "conv_cache"),
+        author.CogVideoXSpatialNorm3D.forward: ("self", "f", "zq", "conv_cache"),
+        author.CogVideoXCausalConv3d.forward: ("self", "inputs", "conv_cache"),
+        CogVideoXUpsample3D.forward: ("self", "inputs"),
+        CogVideoXDownsample3D.forward: ("self", "x"),
+        author.AutoencoderKLCogVideoX._decode: ("self", "z", "return_dict"),
+        author.AutoencoderKLCogVideoX._encode: ("self", "x"),
+    }
+    check_parameters(expected, "diffusers")
+    return [one(model, path, config) for one in (CogVideoXDecoder, CogVideoXEncoder)]

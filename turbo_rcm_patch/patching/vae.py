@@ -1,0 +1,376 @@
+"""A patched VAE: its decoder and its encoder run channels-last from the first convolution to the
+last.
+
+A family subclasses `PatchedCoder` once for the decoder and once for the encoder. It replaces the
+VAE's `_decode` or `_encode`, and decides once for a whole video.
+
+- One pass norms, applies SiLU and writes behind the frames of history that the next causal
+  convolution needs. Biases and residuals are added where the result is read next (`ops/conv3d`).
+- Tiles and batches of frames are the author's own loops, run over a shallow copy of the VAE whose
+  coder is the fast path.
+- Weights are packed for one video and dropped with it. All state belongs to the call.
+- On the first video the author's code decodes two latent frames or encodes five frames. Over the
+  budget the author's code runs from that video on.
+- Group offloading, hooks inside, compiled coders, gradients, autocast and mixed dtypes are left to
+  the author's code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.ops.conv3d.api import Call, conv3d, implementation_of, pack_weight
+from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, RMSNorm, norm_silu
+from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
+from turbo_rcm_patch.patching.plain import (
+    FLOATS,
+    author_class,
+    bare,
+    compiling,
+    drops,
+    hook_names,
+)
+from turbo_rcm_patch.patching.report import GuardRecord
+from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+
+_log = logging.getLogger(__name__)
+
+#: Least root mean square of a frame or a line that an error is relative to, for values in -1..1.
+_LEAST_SIZE: Final = 0.05
+
+
+class Video:
+    """All that a coder keeps while it runs one video: packed weights, and frames of history.
+
+    It lives as long as the call, so no weight is read twice with different values, and two threads
+    share nothing.
+
+    Args:
+        dtype: dtype of the products.
+        stream: dtype of the residual stream.
+        impl: As `PatchConfig.impl`.
+
+    Attributes:
+        history: Convolution -> the last frames that it read, for its next call.
+        begun: Modules that have passed the first frame.
+        ran: Name of an implementation -> number of convolutions that it ran.
+    """
+
+    def __init__(self, dtype: torch.dtype, stream: torch.dtype, impl: Impl) -> None:
+        self.dtype, self.stream, self.impl = dtype, stream, impl
+        self.history: dict[nn.Module, Tensor] = {}
+        self.begun: set[nn.Module] = set()
+        self.ran: Counter[str] = Counter()
+        self._packed: dict[nn.Module, Tensor] = {}
+
+    def behind(
+        self,
+        conv: Any,
+        x: Tensor,
+        norm: RMSNorm | GroupNorm | None = None,
+        *,
+        silu: bool = True,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Return silu(norm(x + before)) behind the frames that a causal convolution read last.
+
+        Args:
+            conv: The convolution, [kT, kH, kW].
+            x: [B, T, H, W, C].
+            norm: Its norm, or None.
+            silu: False leaves SiLU out.
+            before: [C], added to x first, or None.
+
+        Returns:
+            [B, kT - 1 + T, H, W, C] in the dtype of the products.
+        """
+        frames = conv.kernel_size[0] - 1
+        y, self.history[conv] = norm_silu(
+            x, norm, silu=silu, before=before, frames=frames, history=self.history.get(conv),
+            dtype=self.dtype, impl=self.impl,
+        )  # fmt: skip
+        return y
+
+    def conv(
+        self,
+        conv: Any,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        bias: bool = True,
+        padding: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Run a convolution of the model on x [B, T + history, H, W, C].
+
+        Args:
+            conv: The module; its own padding is not read.
+            x: Its input, in the dtype of the products.
+            residual: Added to the result, or None.
+            bias: False leaves the bias to the next pass.
+            padding: Zeros around a frame; by default as many as keep its size.
+            dtype: dtype of the result; by default that of the stream, or of the products without
+                the bias.
+        """
+        weight = self._packed.get(conv)
+        if weight is None:
+            weight = self._packed[conv] = pack_weight(conv.weight, self.dtype)
+        stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
+        if padding is None:
+            padding = weight.shape[2] // 2, weight.shape[3] // 2
+        call = Call(x, weight, stride, padding, self.impl)
+        self.ran[implementation_of(call).name] += 1
+        dtype = dtype or (self.stream if bias else self.dtype)
+        return conv3d(
+            x, weight, conv.bias if bias else None, residual=residual, stride=stride,
+            padding=padding, dtype=dtype, impl=self.impl,
+        )  # fmt: skip
+
+
+class PatchedCoder(PatchedBlock):
+    """The function that replaces `_decode` or `_encode` of a VAE.
+
+    Args:
+        vae: The VAE.
+        path: Its name in what the user passed.
+        config: How it is patched.
+    """
+
+    __slots__ = ("compared", "ran", "vae")
+
+    #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
+    part: ClassVar[str]
+    caller: ClassVar[str]
+    #: Exact classes of the modules inside.
+    known: ClassVar[frozenset[type[nn.Module]]]
+    #: Parts of the channels of the result that the guard compares by themselves.
+    halves: ClassVar[int] = 1
+
+    def __init__(self, vae: Any, path: str, config: PatchConfig) -> None:
+        name = f"{path}.{self.part}".strip(".")
+        super().__init__(getattr(vae, self.part), name, config, 1, 0)
+        self.vae, self.compared = vae, dict[Any, int]()
+        self.ran: Counter[str] = Counter()
+
+    # --- a call ----------------------------------------------------------------------------------
+
+    def place(self) -> tuple[Any, str]:
+        return self.vae, self.caller
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the coder over a whole video."""
+        if compiling():
+            return self.by_author(self.vae, x, *args, **kwargs)
+        why = self.why_author(x)
+        self.last = why or (0, 0)
+        if why:
+            return self.by_author(self.vae, x, *args, **kwargs)
+        guard, key = self.guard, (x.dtype, x.device.type)
+        expected = None
+        if guard is not None and self.compared.get(key) != guard.requests:
+            self.compared[key] = guard.requests
+            expected = self._start_by_author(x)
+        self.ran = Counter()
+        out = self.run_video(x, *args, **kwargs)
+        if expected is not None and not self._fits(_tensor(out), expected, x):
+            return self.by_author(self.vae, x, *args, **kwargs)
+        return out
+
+    def by_author(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the author's `_decode` or `_encode`."""
+        return getattr(author_class(self.vae), self.caller)(vae, x, *args, **kwargs)
+
+    def new_video(self, x: Tensor) -> Video:
+        """Return the state of a video that begins."""
+        half = self.config.conv == "bf16" and x.dtype == torch.float32
+        video = Video(torch.bfloat16 if half else x.dtype, x.dtype, self.config.impl)
+        video.ran = self.ran
+        return video
+
+    def twin(self, coder: Any = None) -> Any:
+        """Return a shallow copy of the VAE, whose functions may write attributes without changing
+        the VAE.
+
+        Args:
+            coder: What its functions call as the coder; by default the coder itself.
+        """
+        twin: Any = object.__new__(type(self.vae))
+        vars(twin).update(vars(self.vae))
+        for name in (self.caller, *((self.part,) if coder is not None else ())):
+            vars(twin).pop(name, None)
+        if coder is not None:
+            vars(twin)[self.part] = coder
+        return twin
+
+    def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the fast path over a whole video, tiled and sliced as the VAE says.
+
+        Returns:
+            What the author's function returns.
+        """
+        raise NotImplementedError
+
+    def coded(self, video: Video, x: Tensor) -> Any:
+        """Run the fast path over the next frames of a video."""
+        raise NotImplementedError
+
+    def first_frames(self, x: Tensor) -> int:
+        """Return the number of frames of x that the guard's comparison takes."""
+        raise NotImplementedError
+
+    # --- which path ------------------------------------------------------------------------------
+
+    def why_modules(self) -> str:
+        block, part = self.block, self.part
+        if getattr(self.vae, part) is not block:
+            return f"the {part} was replaced"
+        if block._compiled_call_impl is not None:
+            return f"the {part} is compiled"
+        for name, module in block.named_modules(prefix=part):
+            if module is not block and type(module) not in self.known:
+                return f"{name} is a {type(module).__name__}, of which nothing is known"
+            if not bare(module):
+                return f"{name} has {hook_names(module)}"
+            why = "dropout is on" if drops(module) else self.why_module(module)
+            if why:
+                return f"{name}: {why}"
+        return ""
+
+    def why_module(self, module: nn.Module) -> str:
+        """Return why a module inside is not one that the fast path knows, or ""."""
+        return ""
+
+    def why_inputs(self, x: Tensor) -> str:
+        for name, weight in self.block.named_parameters():
+            if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
+                return f"{name} is a {type(weight).__name__} in {weight.dtype}"
+            if weight.dtype != x.dtype or weight.device != x.device:
+                return f"the input is {x.dtype} on {x.device}, {name} is {weight.dtype} on " + str(
+                    weight.device
+                )
+        return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
+
+    # --- the guard -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _start_by_author(self, x: Tensor) -> Tensor | None:
+        """Return the author's result of the first frames, or None if its code fails."""
+        try:
+            return _tensor(self.by_author(self.twin(), x[:, :, : self.first_frames(x)]))
+        except Exception as error:  # Its memory may not suffice.
+            words = f"its author's code failed: {type(error).__name__}: {error}"
+            self._add(float("nan"), "not compared", words)
+            return None
+
+    @torch.no_grad()
+    def _fits(self, out: Tensor, expected: Tensor, x: Tensor) -> bool:
+        """Compare a result with the author's first frames. Return False if it is not to be used;
+        the coder is given back, unless its input is to blame."""
+        error, where = distance(out[:, :, : expected.shape[2]], expected, self.halves)
+        if error <= BUDGET:
+            self._add(error, "kept", where)
+            return True
+        if not bool(x.isfinite().all()):
+            self.last = "the input holds NaN or infinity"
+            self.compared.clear()  # The next video is compared.
+            self._add(error, "not compared", self.last)
+            return False
+        self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+        self.last = self.reason
+        self._add(error, LEVEL_WORDS[Level.AUTHOR], self.reason)
+        return False
+
+    def _add(self, error: float, verdict: str, where: str) -> None:
+        assert self.guard is not None
+        self.guard.log.add(GuardRecord(self.path, None, "first", error, BUDGET, verdict, where))
+        if verdict != "kept":
+            _log.warning("%s: %s: %s", self.path, verdict, where)
+
+    # --- for the report --------------------------------------------------------------------------
+
+    def linears(self) -> dict[str, Any]:
+        return {}
+
+    def words(self) -> str:
+        if isinstance(self.last, str):
+            return f"as their author wrote them: {self.last}" if self.last else ""
+        ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
+        return f"channels-last, convolutions: {ran}"
+
+    def residual_pair(self, path: str, kind: Any = "convolution", heads: int = 0) -> SkipPair:
+        """Describe a residual block or an attention of the coder."""
+        why = self.left or self.why_modules()
+        reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
+        runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
+        return SkipPair(
+            path=f"{self.path}.{path}", kind=kind, heads=1 if heads else 0, head_dim=heads,
+            streams=(Stream("video", "1", "1"),), cast="model", projection=bool(heads), runs=runs,
+            reason="; ".join(filter(None, reasons)),
+        )  # fmt: skip
+
+
+def _tensor(out: Any) -> Tensor:
+    found: Tensor = out if isinstance(out, Tensor) else out[0]
+    return found
+
+
+def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]:
+    """Return the largest relative error of a frame, a row or a column, scaled so that `BUDGET` is
+    the limit of each, and where it is.
+
+    Args:
+        fast: [B, C, T, H, W].
+        author: The same of the author's code.
+        halves: Parts of the channels that are compared by themselves.
+    """
+    size, off = (
+        torch.unflatten(one, 1, (halves, -1)).square()
+        for one in (author.float(), fast.float() - author.float())
+    )
+    found = []
+    for dims, room in (((2, 4, 5), 1.0), ((2, 5), ROW_ROOM), ((2, 4), ROW_ROOM)):
+        whole = size.mean((2, 4, 5), keepdim=True).mean(dims)
+        own = torch.maximum(size.mean(dims), whole).clamp_min(_LEAST_SIZE**2)
+        error = (off.mean(dims) / own).sqrt() / room
+        found.append(torch.nan_to_num(error, nan=torch.inf).amax())
+    values: list[float] = torch.stack(found).tolist()
+    worst = max(range(3), key=values.__getitem__)
+    return values[worst], ("a frame", "a row of pixels", "a column of pixels")[worst]
+
+
+def plain_conv(module: nn.Module) -> bool:
+    """Return False for a convolution with groups, dilation or other padding than zeros."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d):
+        return True
+    plain = module.groups == 1 and module.padding_mode == "zeros"
+    return plain and all(step == 1 for step in module.dilation)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return [B, C, T, H, W] as a contiguous [B, T, H, W, C]."""
+    return x.permute(0, 2, 3, 4, 1).contiguous()
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """Return [B, T, H, W, C] as a view [B, C, T, H, W]."""
+    return x.permute(0, 4, 1, 2, 3)
+
+
+def gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
+    """Join pieces of a video along time until each has at least this many frames."""
+    held: list[Tensor] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(one.shape[1] for one in held) >= frames:
+            yield held[0] if len(held) == 1 else torch.cat(held, 1)
+            held = []
+    if held:
+        yield held[0] if len(held) == 1 else torch.cat(held, 1)
