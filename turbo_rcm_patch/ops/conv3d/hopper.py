@@ -1,17 +1,17 @@
 """Convolution over time and space for Hopper, in Gluon, as an implicit matrix product.
 
-    y[t, h, w] = sum over kt, kh, kw of W[kt, kh, kw] x[t + kt, h + kh - 1, w + kw - 1] + bias (+ residual)
+    y[t, h, w] = sum over kt, kh, kw of W[kt, kh, kw] x[t + kt, h + kh - 1, w + kw - 1] + bias + residual
 
 Activations are channels-last, and x begins with the frames of history that a causal convolution
 needs, so there is no padding in time. The padding in space is what a hardware copy writes for
 coordinates outside of the frame: zeros.
 
-A tile of y is 6 rows of 64 neighbouring positions. Each of three groups of four warps has two of
-the rows, and all output channels (up to 128) of them. One step of the product takes 32 input
-channels at one offset in time and one in width: the copy brings 8 rows of 64 positions, which
-serve all three offsets in height, because an offset in height is a whole row of shared memory. So
-the L2 is read 4 times for each element of x, where a copy per tap reads it 27 times, which would
-take longer than the product.
+A tile of y is 6 rows of 64 neighbouring positions, with up to 128 output channels. Each of three
+groups of four warps has two of the rows. One step of the product takes 64 bytes of input channels
+at one offset in time and one along the row: a copy brings 8 rows of 64 positions, which serve all
+three offsets across the rows, because such an offset is a whole row of shared memory. So the L2 is
+read 4 times for each element of x. A copy for each of the 27 taps would read it 27 times, and take
+longer than the product.
 
 Warps, over time (a step is 3 taps of 32 channels):
 
@@ -20,8 +20,8 @@ Warps, over time (a step is 3 taps of 32 channels):
 
 Shared memory:
 
-    x      [STAGES, 8 rows, 64 positions, 32 channels], swizzled by 64 bytes: 32 KiB a slot
-    w      [STAGES, 3 taps, 128, 32], swizzled by 64 bytes: 24 KiB a slot
+    x      [STAGES, 8 rows, 64 positions, 64 bytes], swizzled by 64 bytes: 32 KiB a slot
+    w      [STAGES, 3 taps, 128 channels, 64 bytes], the same: 24 KiB a slot
     ready  [STAGES], empty [STAGES]: barriers of 8 bytes
 
 Barriers:
@@ -30,9 +30,16 @@ Barriers:
     ready[slot]  1 + bytes  producer, copies       groups      n % 2
     empty[slot]  3          groups, one each       producer    (n % 2) ^ 1: the first passes
 
-The shape of a product of the tensor cores is a power of two, so 96 output channels cost as much as
-128. The rows of the weight are in the order of `packed`, which gives a thread eight neighbouring
-channels, so that it stores whole 16-byte words.
+n counts the uses of that slot.
+
+The columns of a product are a power of two. For 96 output channels a group multiplies by 64 and by
+32 columns (REST). It reads x into registers for that (REGISTERS), because two products that both
+read x from shared memory would wait for it. A descriptor reads the rows of the weight in the order
+of `int8_linear.hopper.describe_weight`, which gives a thread eight neighbouring channels, so that
+it stores whole 16-byte words.
+
+Rows and positions may change places (`_turned`): of a frame of 60 x 104, tiles of 6 x 64 cover 128
+columns, and tiles of 64 x 6 only 64 x 108.
 """
 
 from __future__ import annotations
@@ -51,206 +58,288 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
-from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.int8_linear.hopper import _pieces, _unpermuted, programs
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 
 _GROUPS = gl.constexpr(3)
 _ROWS = gl.constexpr(2)  # of a group
+_ROWS_READ = gl.constexpr(8)  # those of a tile and one above and below
 _WIDTH = gl.constexpr(64)
-_BLOCK_K = gl.constexpr(32)
-_BLOCK_N = gl.constexpr(128)
+_FEATURES = gl.constexpr(128)  # rows of the weight in a slot
+_STEP_BYTES = gl.constexpr(64)
 _STAGES = gl.constexpr(3)
-#: Rows of the frame in a tile of y.
-_TILE_ROWS = _GROUPS.value * _ROWS.value
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _REGISTERS = gl.constexpr(160)
+#: Rows of a tile.
+_TILE_ROWS = _GROUPS.value * _ROWS.value
 
 
 @gluon.jit
-def _tile(tile, frames, height, width, TILE_ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Return sample, frame, first row and first position of a tile.
+def _tile(tile, frames, rows, width, n_tiles):
+    """Return sample, frame, first row, first position and channel tile of a tile.
 
-    Frames come first, so that the programs which run together share x in the L2.
+    Channel tiles and frames come first, so that programs which run together share x in the L2.
     """
-    across, down = gl.cdiv(width, WIDTH), gl.cdiv(height, TILE_ROWS)
+    across = gl.cdiv(width, _WIDTH)
+    down = gl.cdiv(rows, _GROUPS * _ROWS)
+    n = tile % n_tiles
+    tile = tile // n_tiles
     t = tile % frames
-    rest = tile // frames
-    w = rest % across * WIDTH
-    h = rest // across % down * TILE_ROWS
-    return rest // (across * down), t, h, w
+    tile = tile // frames
+    w = tile % across * _WIDTH
+    tile = tile // across
+    return tile // down, t, tile % down * (_GROUPS * _ROWS), w, n
 
 
 @gluon.jit
 def _producer(
-    x_desc, w_desc, shared, sizes,
-    CHANNELS: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr,
-    ROWS_READ: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, shared, sizes, weight_sizes, tiles,
+    ACROSS: gl.constexpr, BLOCK_N: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """Fill the slots in turn, each with rows of x and the taps of the weight over them."""
     x_smem, w_smem, ready, empty = shared
-    frames, height, width, tiles = sizes
-    STEPS: gl.constexpr = CHANNELS // _BLOCK_K
+    frames, rows, width, n_tiles = sizes
+    BLOCK_K: gl.constexpr = _STEP_BYTES // (x_desc.dtype.primitive_bitwidth // 8)
+    channels, _, times, along_taps = weight_sizes
+    steps = channels // BLOCK_K
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, t, h, w = _tile(tile, frames, height, width, _GROUPS * _ROWS, _WIDTH)
-        for k in range(0, KT * KW * STEPS):
-            c, tap = k % STEPS * _BLOCK_K, k // STEPS
-            kt, kw = tap // KW, tap % KW
-            slot = step % STAGES
+        b, t, row, w, n = _tile(tile, frames, rows, width, n_tiles)
+        for k in range(0, times * along_taps * steps):
+            c, offset = k % steps * BLOCK_K, k // steps
+            kt, along = offset // along_taps, offset % along_taps
+            slot = step % _STAGES
             full = ready.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (ROWS_READ * _WIDTH + KH * _BLOCK_N) * _BLOCK_K * 2)
-            at = [b, t + kt, h - KH // 2, w + kw - KW // 2, c]
+            # The phase before the first counts as complete, so the first round does not wait.
+            mbarrier.wait(empty.index(slot), ((step // _STAGES) % 2) ^ 1)
+            mbarrier.expect(full, (_ROWS_READ * _WIDTH + ACROSS * _FEATURES) * _STEP_BYTES)
+            at = [b, t + kt, row - ACROSS // 2, w + along - along_taps // 2, c]
             tma_load(x_desc, at, full, x_smem.index(slot))
-            for kh in gl.static_range(KH):
-                tma_load(
-                    w_desc, [((kt * KH + kh) * KW + kw) * 4, 0, 0, 0, c], full,
-                    w_smem.index(slot * KH + kh),
-                )  # fmt: skip
+            for across in gl.static_range(ACROSS):
+                if TURNED:
+                    tap = (kt * along_taps + along) * ACROSS + across
+                else:
+                    tap = (kt * ACROSS + across) * along_taps + along
+                at_w = [n * (BLOCK_N // 32), 0, 0, 0, tap * channels + c]
+                tma_load(w_desc, at_w, full, w_smem.index(slot * ACROSS + across))
             step += 1
 
 
 @gluon.jit
+def _multiply(
+    x, taps, main, rest, use, rest_layout: gl.constexpr,
+    MAIN: gl.constexpr, REST: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Start main += x taps[:MAIN]^T and rest += x taps[MAIN:]^T.
+
+    x [64, BLOCK_K] is in registers or in shared memory. Without REST the second is not computed.
+    """
+    first = taps.slice(0, MAIN).permute((1, 0))
+    main = warpgroup_mma(x, first, main, use_acc=use, is_async=True)
+    if REST:
+        second = taps.slice(MAIN, REST).permute((1, 0))
+        if REGISTERS:
+            layout: gl.constexpr = gl.DotOperandLayout(0, rest_layout, 2)
+            x = gl.convert_layout(x, layout, assert_trivial=True)
+        rest = warpgroup_mma(x, second, rest, use_acc=use, is_async=True)
+    return main, rest
+
+
+@gluon.jit
 def _consumer(
-    shared, memory, sizes,
-    GROUP: gl.constexpr, CHANNELS: gl.constexpr, FEATURES: gl.constexpr,
-    KT: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr,
-    ROWS_READ: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    shared, memory, sizes, weight_sizes, tiles, GROUP: gl.constexpr, ACROSS: gl.constexpr,
+    MAIN: gl.constexpr, REST: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Compute two rows of every tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
-    STEPS: gl.constexpr = KT * KW * (CHANNELS // _BLOCK_K)
     x_smem, w_smem, ready, empty = shared
-    frames, height, width, tiles = sizes
+    frames, rows, width, n_tiles = sizes
+    BLOCK_K: gl.constexpr = _STEP_BYTES // (x_smem.dtype.primitive_bitwidth // 8)
+    DEPTH: gl.constexpr = BLOCK_K // 2
+    main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, DEPTH])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, DEPTH])
+    channels, features, times, along_taps = weight_sizes
+    steps = times * along_taps * (channels // BLOCK_K)
+    STARTED: gl.constexpr = 2 * ACROSS * (2 if REST else 1)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, t, h, w = _tile(tile, frames, height, width, _GROUPS * _ROWS, _WIDTH)
-        upper = gl.zeros([_WIDTH, _BLOCK_N], gl.float32, layout)
-        lower = gl.zeros([_WIDTH, _BLOCK_N], gl.float32, layout)
-        for k in range(0, STEPS):
-            slot = (step + k) % STAGES
-            mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
-            rows = x_smem.index(slot).reshape([ROWS_READ * _WIDTH, _BLOCK_K])
-            for kh in gl.static_range(KH):
-                taps = w_smem.index(slot * KH + kh).reshape([_BLOCK_N, _BLOCK_K])
-                use = (k > 0) if kh == 0 else True
-                taps = taps.permute((1, 0))
-                x = rows.slice((GROUP * _ROWS + kh) * _WIDTH, _WIDTH)
-                upper = warpgroup_mma(x, taps, upper, use_acc=use, is_async=True)
-                x = rows.slice((GROUP * _ROWS + kh + 1) * _WIDTH, _WIDTH)
-                lower = warpgroup_mma(x, taps, lower, use_acc=use, is_async=True)
-            # The products of this step stay in flight. Those before it no longer read their slot.
-            upper, lower = warpgroup_mma_wait(2 * KH, deps=(upper, lower))
-            mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        mbarrier.arrive(empty.index((step + STEPS - 1) % STAGES), count=1)
-        step += STEPS
-        frame, row = b * frames + t, h + GROUP * _ROWS
-        _epilogue(
-            upper, memory, frame, row, w, height, width, FEATURES, HAS_BIAS, HAS_RESIDUAL
-        )
-        _epilogue(
-            lower, memory, frame, row + 1, w, height, width, FEATURES, HAS_BIAS, HAS_RESIDUAL
-        )
+        b, t, row, w, n = _tile(tile, frames, rows, width, n_tiles)
+        upper = gl.zeros([_WIDTH, MAIN], gl.float32, main_layout)
+        lower = gl.zeros([_WIDTH, MAIN], gl.float32, main_layout)
+        upper_rest = gl.zeros([_WIDTH, 32], gl.float32, rest_layout)
+        lower_rest = gl.zeros([_WIDTH, 32], gl.float32, rest_layout)
+        for k in range(0, steps):
+            slot = (step + k) % _STAGES
+            mbarrier.wait(ready.index(slot), ((step + k) // _STAGES) % 2)
+            x_rows = x_smem.index(slot).reshape([_ROWS_READ * _WIDTH, BLOCK_K])
+            for i in gl.static_range(ACROSS + 1):  # the rows that the group's two rows need
+                x = x_rows.slice((GROUP * _ROWS + i) * _WIDTH, _WIDTH)
+                if REGISTERS:
+                    x = x.load(gl.DotOperandLayout(0, main_layout, 2))
+                if i < ACROSS:
+                    taps = w_smem.index(slot * ACROSS + i).reshape([_FEATURES, BLOCK_K])
+                    upper, upper_rest = _multiply(
+                        x, taps, upper, upper_rest, (k > 0) if i == 0 else True, rest_layout,
+                        MAIN, REST, REGISTERS,
+                    )
+                if i > 0:
+                    taps = w_smem.index(slot * ACROSS + i - 1).reshape([_FEATURES, BLOCK_K])
+                    lower, lower_rest = _multiply(
+                        x, taps, lower, lower_rest, (k > 0) if i == 1 else True, rest_layout,
+                        MAIN, REST, REGISTERS,
+                    )
+            if REGISTERS:
+                # The next step's rows need the registers of this step's.
+                upper, lower, upper_rest, lower_rest = warpgroup_mma_wait(
+                    0, deps=(upper, lower, upper_rest, lower_rest)
+                )
+                mbarrier.arrive(empty.index(slot), count=1)
+            else:
+                # This step's products stay in flight. Those before it no longer read their slot.
+                upper, lower, upper_rest, lower_rest = warpgroup_mma_wait(
+                    STARTED, deps=(upper, lower, upper_rest, lower_rest)
+                )
+                before = empty.index((step + k + _STAGES - 1) % _STAGES)
+                mbarrier.arrive(before, count=1, pred=k > 0)
+        if not REGISTERS:
+            upper, lower, upper_rest, lower_rest = warpgroup_mma_wait(
+                0, deps=(upper, lower, upper_rest, lower_rest)
+            )
+            mbarrier.arrive(empty.index((step + steps - 1) % _STAGES), count=1)
+        step += steps
+        for i in gl.static_range(_ROWS):
+            main, rest = (upper, upper_rest) if i == 0 else (lower, lower_rest)
+            pieces = _pieces(main, _WIDTH, MAIN)
+            if REST:
+                pieces = pieces + (rest,)
+            place = (b * frames + t, row + GROUP * _ROWS + i, w, n * (MAIN + REST))
+            _epilogue(
+                pieces, memory, place, rows, width, features, (MAIN + REST) // 32, TURNED, WHOLE
+            )
 
 
 @gluon.jit
 def _epilogue(
-    acc, memory, frame, row, w, height, width, FEATURES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    pieces, memory, place, rows, width, features,
+    PIECES: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Add bias and residual to a row of products [64, 128], and store it."""
+    """Add bias and residual to a row of products, pieces [64, 32], and store it."""
     y_ptr, bias_ptr, residual_ptr = memory
-    pieces = _pieces(acc, _WIDTH, _BLOCK_N)
+    frame, row, w, start_c = place
     like = _unpermuted(pieces[0], True)
-    out: gl.constexpr = like.type.layout
-    offs_w = w + gl.arange(0, 64, gl.SliceLayout(1, out))
-    lanes_c = gl.arange(0, 32, gl.SliceLayout(0, out))
-    mask = (offs_w < width) & (row < height)
-    first = (frame.to(gl.int64) * height + row) * width
-    for i in gl.static_range(FEATURES // 32):
-        offs_c = i * 32 + lanes_c
+    layout: gl.constexpr = like.type.layout
+    offs_w = w + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    lanes_c = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    mask = (offs_w < width) & (row < rows)
+    first = frame.to(gl.int64) * rows * width
+    if TURNED:
+        token = first + offs_w * rows + row
+    else:
+        token = first + row * width + offs_w
+    for i in gl.static_range(PIECES):
+        offs_c = start_c + i * 32 + lanes_c
+        inside = mask[:, None]
+        if not WHOLE:
+            inside = inside & (offs_c < features)[None, :]
         y = _unpermuted(pieces[i], True)
-        if HAS_BIAS:
-            y += gl.load(bias_ptr + offs_c).to(gl.float32)[None, :]
-        at = ((first + offs_w) * FEATURES)[:, None] + offs_c[None, :]
-        if HAS_RESIDUAL:
-            y += gl.load(residual_ptr + at, mask=mask[:, None], other=0.0).to(gl.float32)
-        gl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask[:, None])
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + offs_c, mask=offs_c < features, other=0.0)
+            y += bias.to(gl.float32)[None, :]
+        at = (token * features)[:, None] + offs_c[None, :]
+        if residual_ptr is not None:
+            y += gl.load(residual_ptr + at, mask=inside, other=0.0).to(gl.float32)
+        gl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=LENGTHS)
+#: As `LENGTHS`: no divisibility of these helps the kernel.
+_SIZES = (*LENGTHS, "along_taps", "n_frames", "n_tiles", "times", "width")
+
+
+@gluon.jit(do_not_specialize=_SIZES)
 def hopper_conv3d_kernel(
-    y_ptr, x_desc, w_desc, bias_ptr, residual_ptr, frames, height, width, tiles,
-    CHANNELS: gl.constexpr, FEATURES: gl.constexpr,
-    KT: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr,
-    ROWS_READ: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    y_ptr, x_desc, w_desc, bias_ptr, residual_ptr,
+    n_frames, rows, width, n_tiles, tiles, channels, features, times, along_taps,
+    ACROSS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Compute y = conv3d(x, w) + bias + residual.
 
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
-    x [B, frames + KT - 1, height, width, CHANNELS]; w as in `packed`; y, residual
-    [B, frames, height, width, FEATURES]; bias [FEATURES].
+    x [B, n_frames + times - 1, rows, width, channels]; w [features, times, taps across the rows,
+    along_taps, channels]; y, residual [B, n_frames, rows, width, features]; bias [features].
+    TURNED: the frames of y and the taps of w lie in memory with the two changed. A tile has
+    MAIN + REST output channels. WHOLE: features are divisible by that.
     """
+    BLOCK_K: gl.constexpr = _STEP_BYTES // (x_desc.dtype.primitive_bitwidth // 8)
     x_smem = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES, 1, 1, ROWS_READ, _WIDTH, _BLOCK_K], x_desc.layout
+        x_desc.dtype, [_STAGES, 1, 1, _ROWS_READ, _WIDTH, BLOCK_K], x_desc.layout
     )
     w_smem = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * KH, 4, 4, 4, 2, _BLOCK_K], w_desc.layout
+        w_desc.dtype, [_STAGES * ACROSS, 4, 4, 4, 2, BLOCK_K], w_desc.layout
     )
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=_GROUPS)
     fence_async_shared()
     cta_barrier()
     shared = (x_smem, w_smem, ready, empty)
     memory = (y_ptr, bias_ptr, residual_ptr)
-    sizes = (frames, height, width, tiles)
+    sizes = (n_frames, rows, width, n_tiles)
+    weight_sizes = (channels, features, times, along_taps)
     gl.warp_specialize(
         [
-            (_consumer, (shared, memory, sizes, 0, CHANNELS, FEATURES, KT, KH, KW,
-                         ROWS_READ, STAGES, HAS_BIAS, HAS_RESIDUAL)),
-            (_consumer, (shared, memory, sizes, 1, CHANNELS, FEATURES, KT, KH, KW,
-                         ROWS_READ, STAGES, HAS_BIAS, HAS_RESIDUAL)),
-            (_consumer, (shared, memory, sizes, 2, CHANNELS, FEATURES, KT, KH, KW,
-                         ROWS_READ, STAGES, HAS_BIAS, HAS_RESIDUAL)),
-            (_producer, (x_desc, w_desc, shared, sizes, CHANNELS, KT, KH, KW, ROWS_READ, STAGES)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 0, ACROSS, MAIN, REST,
+                         REGISTERS, TURNED, WHOLE)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 1, ACROSS, MAIN, REST,
+                         REGISTERS, TURNED, WHOLE)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 2, ACROSS, MAIN, REST,
+                         REGISTERS, TURNED, WHOLE)),
+            (_producer, (x_desc, w_desc, shared, sizes, weight_sizes, tiles, ACROSS, MAIN + REST,
+                         TURNED)),
         ],
         [4, 4, 1],
         [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
+_ELEMENTS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+
+
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(
-        block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
+    return gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[dtype])
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [Cout, Cin, KT, KH, KW] as the kernel reads it: [taps, 128, Cin].
+def _covered(rows: int, width: int) -> int:
+    """Return the positions that the tiles over a frame cover."""
+    return cdiv(rows, _TILE_ROWS) * _TILE_ROWS * cdiv(width, _WIDTH.value) * _WIDTH.value
 
-    Output channels are padded with zeros to 128. Channel 8q + 2j + e of every 32 comes at place
-    8j + 2q + e, as in `int8_linear.hopper.describe_weight`.
-    """
-    features, channels = weight.shape[:2]
-    taps = weight.permute(2, 3, 4, 0, 1).reshape(-1, features, channels)
-    taps = torch.nn.functional.pad(taps, (0, 0, 0, _BLOCK_N.value - features))
-    return taps.view(-1, 4, 4, 4, 2, channels).transpose(2, 3).reshape(-1, _BLOCK_N.value, channels)
+
+def _turned(height: int, width: int) -> bool:
+    """Return True if tiles whose rows run down the frame cover less beyond its borders."""
+    return _covered(width, height) < _covered(height, width)
+
+
+def columns_for(features: int) -> tuple[int, int]:
+    """Return MAIN and REST, the output channels of a tile: those that waste the fewest."""
+    if features <= 64:
+        return (64, 0) if features > 32 else (32, 0)
+    wasted = {columns: -features % sum(columns) for columns in ((128, 0), (64, 32))}
+    return min(wasted, key=lambda columns: wasted[columns])
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Return True if the kernel supports a weight [Cout, Cin, KT, KH, KW]."""
-    features, channels, *taps = weight.shape
+    """Return True if the kernel supports a weight [Cout, KT, KH, KW, Cin]."""
+    features, *taps, channels = weight.shape
     return (
-        weight.dtype in (torch.bfloat16, torch.float16)
+        weight.dtype in _ELEMENTS
         and features % 32 == channels % 32 == 0
-        and features <= _BLOCK_N.value
         and all(tap in (1, 3) for tap in taps)
     )
 
@@ -258,58 +347,70 @@ def serves(weight: torch.Tensor) -> bool:
 def conv3d(
     x: torch.Tensor,
     weight: torch.Tensor,
-    taps: tuple[int, int, int],
-    features: int,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    registers: bool | None = None,
+    turned: bool | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Compute a convolution of stride 1 with padding in space and none in time.
 
     Args:
-        x: [B, T + KT - 1, H, W, Cin], dense, bf16 or fp16.
-        weight: From `packed`, dtype of x.
-        taps: KT, KH, KW.
-        features: Cout.
+        x: [B, T + KT - 1, H, W, Cin], dense, bf16, fp16 or fp32 (whose products are TF32).
+        weight: [Cout, KT, KH, KW, Cin], dense, dtype of x.
         bias: [Cout] or None.
         residual: [B, T, H, W, Cout], dense, or None.
+        out_dtype: dtype of the result.
 
     Returns:
         [B, T, H, W, Cout].
     """
     batch, _, height, width, channels = x.shape
-    kt, kh, kw = taps
+    features, kt, kh, kw, _ = weight.shape
     frames = x.shape[1] - kt + 1
-    y = x.new_empty((batch, frames, height, width, features))
-    rows_read = 8
-    block = (1, 1, rows_read, _WIDTH.value, _BLOCK_K.value)
-    x_desc = TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
-    w_block = (4, 4, 4, 2, _BLOCK_K.value)
-    w_desc = TensorDescriptor.from_tensor(
-        weight.view(-1, 4, 4, 2, channels), list(w_block), _layout(w_block, x.dtype)
-    )
-    tiles = batch * frames * cdiv(height, _TILE_ROWS) * cdiv(width, _WIDTH.value)
+    y = torch.empty(batch, frames, height, width, features, dtype=out_dtype, device=x.device)
+    if turned is None:
+        turned = _turned(height, width)
+    if turned:
+        x, height, width = x.transpose(2, 3), width, height
+    main, rest = columns or columns_for(features)
+    if registers is None:
+        registers = rest > 0
+    block_k = _STEP_BYTES.value // x.element_size()
+    block = (1, 1, _ROWS_READ.value, _WIDTH.value, block_k)
+    w_block = (4, 4, 4, 2, block_k)
+    row = kt * kh * kw * channels
+    n_tiles = cdiv(features, main + rest)
+    tiles = n_tiles * batch * frames * cdiv(height, _TILE_ROWS) * cdiv(width, _WIDTH.value)
     launch(
         hopper_conv3d_kernel,
         (min(tiles, programs(x.device)),),
         x.device,
         y_ptr=y,
-        x_desc=x_desc,
-        w_desc=w_desc,
+        x_desc=TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype)),
+        w_desc=TensorDescriptor(
+            weight, [features // 32, 4, 4, 2, row], [32 * row, 2 * row, 8 * row, row, 1],
+            list(w_block), _layout(w_block, x.dtype),
+        ),
         bias_ptr=bias,
         residual_ptr=residual,
-        frames=frames,
-        height=height,
+        n_frames=frames,
+        rows=height,
         width=width,
+        n_tiles=n_tiles,
         tiles=tiles,
-        CHANNELS=channels,
-        FEATURES=features,
-        KT=kt,
-        KH=kh,
-        KW=kw,
-        ROWS_READ=rows_read,
-        STAGES=_STAGES.value,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        channels=channels,
+        features=features,
+        times=kt,
+        along_taps=kh if turned else kw,
+        ACROSS=kw if turned else kh,
+        MAIN=main,
+        REST=rest,
+        REGISTERS=registers,
+        TURNED=turned,
+        WHOLE=features % (main + rest) == 0,
         num_warps=4,
-    )
+    )  # fmt: skip
     return y
