@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from tests.implementations import over
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.conv3d import passes
-from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_weight
+from turbo_rcm_patch.ops.conv3d.api import Call, conv3d, implementation_of, pack_weight
 
 #: One rounding of the result, and the sums of fp32.
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 EVERY = {"dtype": [torch.float32, torch.bfloat16, torch.float16]}
 #: The interpreter truncates to bf16.
 SOME = {"dtype": [torch.float32, torch.float16]}
+
+FP32 = torch.float32
 
 #: B, T, H, W, C.
 SHAPES = [(1, 1, 3, 5, 96), (2, 3, 4, 6, 24), (1, 4, 5, 7, 160)]
@@ -142,3 +144,46 @@ def test_wrong_arguments_are_named() -> None:
         conv3d(x.movedim(1, 2), weight)
     with pytest.raises(GradientError):
         conv3d(x.requires_grad_(), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", EVERY["dtype"], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "features", "kernel", "size"),
+    [
+        (96, 96, (3, 3, 3), (3, 50, 100)),
+        (384, 384, (3, 3, 3), (2, 60, 104)),  # rows and positions change places
+        (96, 160, (3, 3, 3), (2, 30, 70)),  # a tile of channels is half empty
+        (192, 192, (1, 3, 3), (2, 33, 129)),
+        (64, 768, (3, 1, 1), (5, 12, 64)),
+        (3, 96, (3, 3, 3), (2, 20, 30)),
+        (96, 3, (3, 3, 3), (1, 6, 64)),
+    ],
+    ids=str,
+)
+def test_the_kernel_of_hopper_pads_covers_and_rounds(
+    channels: int, features: int, kernel: Any, size: Any, dtype: torch.dtype
+) -> None:
+    """fp32 is multiplied in TF32, whose error is that of cuDNN's, and has no bias."""
+    torch.backends.cudnn.allow_tf32 = True
+    kt, kh, kw = kernel
+    frames, height, width = size
+    on = {"device": "cuda", "dtype": dtype}
+    x = torch.randn(2, frames + kt - 1, height, width, channels, **on)
+    weight = torch.randn(features, channels, *kernel, **on) / (channels * kt * kh * kw) ** 0.5
+    bias, residual = torch.randn(features, **on), torch.randn(2, *size, features, **on)
+    packed, padding = pack_weight(weight), (kh // 2, kw // 2)
+    chosen = implementation_of(Call(x, packed, (1, 1, 1), padding)).name
+    if torch.cuda.get_device_capability() == (9, 0) and not (dtype == FP32 and features == 768):
+        assert chosen == "hopper"
+    planes = x.double().permute(0, 4, 1, 2, 3)
+    branch = F.conv3d(planes, weight.double(), padding=(0, *padding)).permute(0, 2, 3, 4, 1)
+    truth = branch + bias.double() + residual.double()
+    made = conv3d(x, packed, bias, residual=residual, padding=padding)
+    if dtype != FP32:
+        close(made, truth)
+        return
+    bare = conv3d(x, packed, padding=padding).double()
+    assert (bare - branch).norm() / branch.norm() < 4e-4
+    assert abs(float((bare * branch).sum() / branch.square().sum()) - 1) < 5e-5
+    assert (made.double() - truth).norm() / truth.norm() < 4e-4

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from types import ModuleType
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,11 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.conv3d.passes import add_bias_residual
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.register import refuse_gradient
 
+#: What the kernel for sm_90 makes faster, for a warning.
+_WHAT: Final = "convolution of a VAE"
 #: Strides over time, height and width.
 Stride = tuple[int, int, int]
 
@@ -39,7 +43,7 @@ class Call(NamedTuple):
     impl: Impl = "auto"
 
 
-class Implementation(NamedTuple):
+class Choice(NamedTuple):
     """One row of the dispatch table.
 
     Attributes:
@@ -60,10 +64,16 @@ def pack_weight(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         weight: [Cout, Cin, kT, kH, kW], or [Cout, Cin, kH, kW] of a 2D convolution.
-        dtype: dtype of the result; by default the weight's.
+        dtype: dtype of the result; by default the weight's. fp32 on a GPU is rounded to TF32 where
+            torch's flag for convolutions allows that.
     """
     wide = weight.detach() if weight.dim() == 5 else weight.detach().unsqueeze(2)
-    return wide.permute(0, 2, 3, 4, 1).to(dtype or weight.dtype).contiguous()
+    packed = wide.permute(0, 2, 3, 4, 1).to(dtype or weight.dtype).contiguous()
+    if packed.dtype != torch.float32 or not (packed.is_cuda and torch.backends.cudnn.allow_tf32):
+        return packed
+    # Products will be in TF32, and the tensor cores would cut off the last bits.
+    rounded = ((packed.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(packed.isfinite(), rounded, packed)
 
 
 def _is_pointwise(call: Call) -> bool:
@@ -105,13 +115,64 @@ def _torch(call: Call, bias: Tensor | None, residual: Tensor | None, dtype: torc
     return add_bias_residual(y, bias, residual, dtype=dtype, impl=call.impl)
 
 
+def _load_hopper() -> ModuleType:
+    from turbo_rcm_patch.ops.conv3d import hopper
+
+    return hopper
+
+
+def _on_hopper(call: Call) -> bool:
+    """Return True where the kernel for sm_90 was faster than cuDNN on an H200 (`hopper.py`).
+
+    The number of frames has no part in it, so the bits do not depend on how many are decoded at
+    once.
+    """
+    features, *taps, _ = call.weight.shape
+    if not call.x.is_cuda or resolve_impl(call.impl, call.x.device) != "triton":
+        return False
+    from turbo_rcm_patch.ops.gluon import hopper_module
+    from turbo_rcm_patch.ops.launch import target_of
+
+    same = call.stride == (1, 1, 1) and call.padding == (taps[1] // 2, taps[2] // 2)
+    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps):
+        return False
+    if call.x.dtype != torch.float32:
+        chosen = features % 256 != 0 or taps[1] == 1
+    else:
+        chosen = torch.backends.cudnn.allow_tf32 and (features % 128 != 0 or features == 384)
+    return (
+        chosen
+        and target_of(call.x.device) == ("cuda", 90)
+        and hopper_module(_load_hopper, _WHAT) is not None
+    )
+
+
+def _hopper(
+    call: Call, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    from turbo_rcm_patch.ops.gluon import ran
+
+    made: list[Tensor] = []
+
+    def run(own: Any) -> None:
+        made.append(own.conv3d(call.x, call.weight, bias, residual, out_dtype=dtype))
+
+    return made[0] if ran(_load_hopper, _WHAT, run) else _torch(call, bias, residual, dtype)
+
+
 IMPLEMENTATIONS: Final = [
-    Implementation("linear", _is_pointwise, _linear, "a 1x1x1 convolution is one product"),
-    Implementation("torch", lambda call: True, _torch, "cuDNN's kernels, channels-last"),
+    Choice("linear", _is_pointwise, _linear, "a 1x1x1 convolution is one product"),
+    Choice(
+        "hopper",
+        _on_hopper,
+        _hopper,
+        "sm_90: up to 3 times as fast as cuDNN where Cout is no multiple of its 256 columns",
+    ),
+    Choice("torch", lambda call: True, _torch, "cuDNN's kernels, channels-last"),
 ]
 
 
-def implementation_of(call: Call) -> Implementation:
+def implementation_of(call: Call) -> Choice:
     """Return the implementation that runs a call."""
     return next(one for one in IMPLEMENTATIONS if one.serves(call))
 

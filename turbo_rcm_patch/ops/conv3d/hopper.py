@@ -35,9 +35,9 @@ n counts the uses of that slot.
 
 The columns of a product are a power of two. For 96 output channels a group multiplies by 64 and by
 32 columns (REST). It reads x into registers for that (REGISTERS), because two products that both
-read x from shared memory would wait for it. A descriptor reads the rows of the weight in the order
-of `int8_linear.hopper.describe_weight`, which gives a thread eight neighbouring channels, so that
-it stores whole 16-byte words.
+read x from shared memory would wait for it. fp32 is rounded to TF32 in registers. A descriptor
+reads the rows of the weight in the order of `int8_linear.hopper.describe_weight`, which gives a
+thread eight neighbouring channels, so that it stores whole 16-byte words.
 
 Rows and positions may change places (`_turned`): of a frame of 60 x 104, tiles of 6 x 64 cover 128
 columns, and tiles of 64 x 6 only 64 x 108.
@@ -134,8 +134,16 @@ def _producer(
 
 
 @gluon.jit
+def _to_tf32(x):
+    """Round fp32 to TF32, of which the tensor cores would cut off the last bits."""
+    return gl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _multiply(
-    x, taps, main, rest, use, rest_layout: gl.constexpr,
+    x, taps, main, rest, use, x_layout: gl.constexpr,
     MAIN: gl.constexpr, REST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Start main += x taps[:MAIN]^T and rest += x taps[MAIN:]^T.
@@ -147,8 +155,7 @@ def _multiply(
     if REST:
         second = taps.slice(MAIN, REST).permute((1, 0))
         if REGISTERS:
-            layout: gl.constexpr = gl.DotOperandLayout(0, rest_layout, 2)
-            x = gl.convert_layout(x, layout, assert_trivial=True)
+            x = gl.convert_layout(x, x_layout, assert_trivial=True)
         rest = warpgroup_mma(x, second, rest, use_acc=use, is_async=True)
     return main, rest
 
@@ -166,6 +173,9 @@ def _consumer(
     DEPTH: gl.constexpr = BLOCK_K // 2
     main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, DEPTH])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, DEPTH])
+    PAIR: gl.constexpr = 32 // x_smem.dtype.primitive_bitwidth  # channels in a register
+    x_layout: gl.constexpr = gl.DotOperandLayout(0, main_layout, PAIR)
+    x_rest_layout: gl.constexpr = gl.DotOperandLayout(0, rest_layout, PAIR)
     channels, features, times, along_taps = weight_sizes
     steps = times * along_taps * (channels // BLOCK_K)
     STARTED: gl.constexpr = 2 * ACROSS * (2 if REST else 1)
@@ -183,32 +193,18 @@ def _consumer(
             for i in gl.static_range(ACROSS + 1):  # the rows that the group's two rows need
                 x = x_rows.slice((GROUP * _ROWS + i) * _WIDTH, _WIDTH)
                 if REGISTERS:
-                    x = x.load(gl.DotOperandLayout(0, main_layout, 2))
+                    x = x.load(x_layout)
+                    if PAIR == 1:
+                        x = _to_tf32(x)
                 if i < ACROSS:
                     taps = w_smem.index(slot * ACROSS + i).reshape([SLOT_N, BLOCK_K])
                     upper, upper_rest = _multiply(
-                        x,
-                        taps,
-                        upper,
-                        upper_rest,
-                        (k > 0) if i == 0 else True,
-                        rest_layout,
-                        MAIN,
-                        REST,
-                        REGISTERS,
+                        x, taps, upper, upper_rest, k + i > 0, x_rest_layout, MAIN, REST, REGISTERS
                     )
                 if i > 0:
                     taps = w_smem.index(slot * ACROSS + i - 1).reshape([SLOT_N, BLOCK_K])
                     lower, lower_rest = _multiply(
-                        x,
-                        taps,
-                        lower,
-                        lower_rest,
-                        (k > 0) if i == 1 else True,
-                        rest_layout,
-                        MAIN,
-                        REST,
-                        REGISTERS,
+                        x, taps, lower, lower_rest, k + i > 1, x_rest_layout, MAIN, REST, REGISTERS
                     )
             if REGISTERS:
                 # The next step's rows need the registers of this step's.
@@ -364,9 +360,9 @@ def conv3d(
     """Compute a convolution of stride 1 with padding in space and none in time.
 
     Args:
-        x: [B, T + KT - 1, H, W, Cin], dense, bf16, fp16 or fp32. The tensor cores read the first
-            19 bits of fp32 (TF32) and do not round, so it should be rounded to TF32 before.
-        weight: [Cout, KT, KH, KW, Cin], dense, as x. KH and KW are 1 or 3.
+        x: [B, T + KT - 1, H, W, Cin], dense, bf16, fp16 or fp32, which is rounded to TF32.
+        weight: [Cout, KT, KH, KW, Cin], dense, dtype of x; fp32 as `api.pack_weight` rounds it. KH
+            and KW are 1 or 3.
         bias: [Cout] or None.
         residual: [B, T, H, W, Cout], dense, or None.
         out_dtype: dtype of the result.
@@ -418,7 +414,7 @@ def conv3d(
         MAIN=main,
         REST=rest,
         SLOT_N=slot_n,
-        REGISTERS=rest > 0 and x.element_size() == 2,
+        REGISTERS=rest > 0 or x.dtype == torch.float32,
         TURNED=turned,
         WHOLE=features % (main + rest) == 0,
         num_warps=4,
