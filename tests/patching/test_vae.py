@@ -305,7 +305,7 @@ def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.Monk
     model, z = vae.model(), vae.latent()
     expected = decode(model, z)
     report = patch_model(model)
-    family = type(model._decode)
+    family = type(model._decode.__self__)
     inner = family.coded
 
     def wrong(self: Any, video: Any, x: Any) -> Any:

@@ -237,7 +237,8 @@ class PatchedCoder(PatchedBlock):
         for name, module in block.named_modules(prefix=part):
             if module is not block and type(module) not in self.known:
                 return f"{name} is a {type(module).__name__}, of which nothing is known"
-            if not bare(module):
+            # A list is never called, so its forward is torch's for "not implemented".
+            if type(module) is not nn.ModuleList and not bare(module):
                 return f"{name} has {hook_names(module)}"
             why = "dropout is on" if drops(module) else self.why_module(module)
             if why:
