@@ -52,7 +52,7 @@ mutants: $(VENV)/.installed-dev ## Break the library in many places and see whet
 	$(BIN)/python -m tools.mutants --out outputs/mutants.json $(MUTANTS_ARGS)
 
 record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, into results/gpu
-	for one in attention sparse fidelity network length pipeline; do \
+	for one in attention sparse fidelity network length pipeline vae; do \
 		$(BIN)/python -m benchmarks $$one --limit 3600 --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types

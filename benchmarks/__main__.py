@@ -36,6 +36,10 @@ BENCHMARKS: Final = {
         "seconds of a video, everything counted, in a fresh process",
         '"1.3b-4-steps,unpatched,patched"',
     ),
+    "vae": (
+        "decoding and encoding a video by the VAEs of Wan and CogVideoX",
+        '"wan2.1-decode,bf16,bf16 patched"',
+    ),
     "parallel": ("one forward of Wan split over all GPUs", '"1.3b,Ulysses patched"'),
     "sparse": ("sparse-linear attention (SLA) compared with dense int8", "H12-N32760-D128-k0.1"),
 }

@@ -142,6 +142,40 @@ def build_cogvideox(name: str, plan: Plan, device: torch.device) -> CogVideoXTra
     return network.eval().requires_grad_(False)
 
 
+#: VAE -> what differs from diffusers' defaults, which are those of Wan 2.1 and CogVideoX.
+_VAES: Final[dict[str, dict[str, Any]]] = {
+    "wan2.1": {},
+    "wan2.2-5b": {
+        "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True,
+        "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+    },
+    "cogvideox": {},
+}  # fmt: skip
+_MICRO_VAES: Final[dict[str, dict[str, Any]]] = {
+    "wan2.1": {"base_dim": 8, "num_res_blocks": 1},
+    "wan2.2-5b": {"base_dim": 8, "num_res_blocks": 1, "decoder_base_dim": 8},
+    "cogvideox": {
+        "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4,
+    },
+}  # fmt: skip
+
+
+def build_vae(name: str, plan: Plan, device: torch.device) -> Any:
+    """Make a VAE with seeded random weights, in fp32.
+
+    Args:
+        name: A key of `_VAES`.
+        plan: For seed and sizes.
+        device: Where it is made.
+    """
+    from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+
+    make: Any = AutoencoderKLCogVideoX if name == "cogvideox" else AutoencoderKLWan
+    with _made_on(device, plan.seed, torch.float32):
+        return make(**_VAES[name] | (_MICRO_VAES[name] if plan.micro else {})).eval()
+
+
 def _noise(device: torch.device, seed: int, wide: bool) -> Callable[..., torch.Tensor]:
     """Return a source of normal noise: bf16 values, held in fp32 if `wide`."""
     random = generator(device, seed)

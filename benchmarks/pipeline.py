@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.models import build_cogvideox, build_wan
+from benchmarks.models import build_cogvideox, build_vae, build_wan
 from benchmarks.runner import (
     Benchmark,
     Column,
@@ -60,11 +60,11 @@ _CASES: Final = {
 _DEFAULT: Final = ["1.3b-4-steps", "wan2.2-5b-3-steps"]
 _METHODS: Final = {
     "unpatched": _Method(torch.float32),
-    "unpatched, VAE in bf16": _Method(torch.bfloat16),
+    "unpatched bf16 VAE": _Method(torch.bfloat16),
     "patched": _Method(torch.bfloat16, {}),
-    "patched, VAE in fp32": _Method(torch.float32, {}),
-    "patched, guard off": _Method(torch.bfloat16, {"guard": False}),
-    "patched, int8 Linears": _Method(torch.bfloat16, {"linear": "int8"}),
+    "patched fp32 VAE": _Method(torch.float32, {}),
+    "patched guard off": _Method(torch.bfloat16, {"guard": False}),
+    "patched int8 Linears": _Method(torch.bfloat16, {"linear": "int8"}),
 }
 _COLUMNS: Final = (
     Column("first s", "first_seconds", ".2f"), Column("second s", "second_seconds", ".2f"),
@@ -174,8 +174,6 @@ def _pipeline(
 ) -> tuple[Any, Record]:
     """Return a pipeline without text encoder, and its arguments."""
     from diffusers import (
-        AutoencoderKLCogVideoX,
-        AutoencoderKLWan,
         CogVideoXDDIMScheduler,
         CogVideoXPipeline,
         UniPCMultistepScheduler,
@@ -189,27 +187,22 @@ def _pipeline(
     if plan.micro:
         given["num_inference_steps"] = 2
     parts: Record = {"tokenizer": None, "text_encoder": None}
-    torch.manual_seed(plan.seed)
     if one.network.startswith("cog"):
-        small: Record = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1}
-        small |= {"norm_num_groups": 4, "latent_channels": 16}
-        with device:
-            vae: Any = AutoencoderKLCogVideoX(**(small if plan.micro else {}))
+        vae = build_vae("cogvideox", plan, device)
         network: Any = build_cogvideox(one.network, plan, device)
         parts["scheduler"] = CogVideoXDDIMScheduler()
         make: Any = CogVideoXPipeline
         tokens, channels = network.config.max_text_seq_length, network.config.text_embed_dim
     else:
         network = build_wan(one.network, plan, device)
-        with device:
-            vae = AutoencoderKLWan(**_vae_of(one.network, plan))
+        vae = build_vae("wan2.1" if one.network in ("1.3b", "14b") else one.network, plan, device)
         parts["scheduler"] = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         )
         make = WanPipeline
         parts["expand_timesteps"] = one.network == "wan2.2-5b"
         tokens, channels = (9 if plan.micro else 512), network.config.text_dim
-    pipe = make(**parts, vae=vae.to(vae_dtype).eval(), transformer=network)
+    pipe = make(**parts, vae=vae.to(vae_dtype), transformer=network)
     pipe.set_progress_bar_config(disable=True)
     names = ["prompt_embeds"] + (["negative_prompt_embeds"] if one.guidance > 1.0 else [])
     for index, name in enumerate(names):
@@ -217,21 +210,6 @@ def _pipeline(
         text = torch.randn(1, tokens, channels, generator=random, device=device)
         given[name] = text.to(torch.bfloat16)
     return pipe, given
-
-
-def _vae_of(network: str, plan: Plan) -> Record:
-    """Return the settings of a Wan VAE that differ from Wan 2.1's."""
-    wide = network == "wan2.2-5b"
-    small: Record = {"base_dim": 8, "num_res_blocks": 1} if plan.micro else {}
-    if not wide:
-        return small
-    size: Record = {"base_dim": 160, "decoder_base_dim": 256} | small
-    if plan.micro:
-        size["decoder_base_dim"] = 8
-    return size | {
-        "z_dim": 48, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
-        "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
-    }  # fmt: skip
 
 
 pipeline: Final = Benchmark(

@@ -1,0 +1,110 @@
+"""`vae`: decoding and encoding of a video by the VAEs of Wan and CogVideoX.
+
+Weights are random numbers that bf16 can represent. The error is taken against the same VAE in fp32
+without TF32, over the first frames, because that one is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from benchmarks.models import build_vae
+from benchmarks.runner import (
+    ERROR,
+    Benchmark,
+    Column,
+    Journal,
+    Record,
+    error_to,
+    free,
+    generator,
+    peak_gib,
+    seconds_of,
+)
+from turbo_rcm_patch import patched
+from turbo_rcm_patch.config import PatchOptions
+
+
+class _Case(NamedTuple):
+    """A VAE, its input [B, C, T, H, W], and how many frames of it the error is taken over."""
+
+    vae: str
+    encodes: bool
+    size: tuple[int, int, int, int, int]
+    first: int
+
+
+_CASES: Final = {
+    "wan2.1-decode": _Case("wan2.1", False, (1, 16, 21, 60, 104), 5),
+    "wan2.1-encode": _Case("wan2.1", True, (1, 3, 81, 480, 832), 9),
+    "wan2.2-decode": _Case("wan2.2-5b", False, (1, 48, 31, 44, 80), 3),
+    "cogvideox-decode": _Case("cogvideox", False, (1, 16, 13, 60, 90), 5),
+    "cogvideox-encode": _Case("cogvideox", True, (1, 3, 49, 480, 720), 9),
+}
+#: Method -> dtype of the VAE, and the options of its patch or None without one.
+_METHODS: Final[dict[str, tuple[torch.dtype, PatchOptions | None]]] = {
+    "bf16": (torch.bfloat16, None),
+    "bf16 patched": (torch.bfloat16, {"guard": False}),
+    "fp32": (torch.float32, None),
+    "fp32 patched": (torch.float32, {"guard": False}),
+    "fp32 patched conv=bf16": (torch.float32, {"guard": False, "conv": "bf16"}),
+}
+#: Relative L2 from which a result is wrong; the unpatched VAEs in bf16 have up to 0.03.
+_WRONG: Final = 0.1
+_COLUMNS: Final = (Column("s", "seconds", ".3f"), Column("GiB", "peak_gib", ".2f"), ERROR)
+_ABOUT: Final = {
+    "seconds": "the faster of two calls after one to warm up, TF32 allowed, guard off",
+    "peak_gib": "allocated memory at the peak of a call, weights and result included",
+    "error": "relative L2 to fp32 without TF32, over the first frames",
+}
+
+
+@torch.no_grad()
+def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    plan, device, one = journal.plan, journal.device, _CASES[case]
+    vae = build_vae(one.vae, plan, device).to(torch.bfloat16).float()
+    size = (1, one.size[1], 5, 4, 6) if plan.micro and not one.encodes else one.size
+    if plan.micro and one.encodes:
+        size = (1, 3, 9, 32, 48)
+    x = torch.randn(*size, generator=generator(device, plan.seed), device=device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        made: Any = vae.encode(x).latent_dist.parameters if one.encodes else vae.decode(x).sample
+        return torch.as_tensor(made)
+
+    torch.backends.cudnn.allow_tf32 = False
+    truth = call(x[:, :, : one.first])
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    error = error_to(truth, _WRONG)
+
+    def timed(dtype: torch.dtype, options: PatchOptions | None) -> Callable[[Record], None]:
+        def fill(record: Record) -> None:
+            vae.to(dtype)
+            given = x.to(dtype)
+
+            def run() -> None:
+                record["error"] = error(call(given[:, :, : one.first]).to(torch.float32))
+                free(device)
+                call(given)
+                record["seconds"] = min(seconds_of(lambda: call(given), device) for _ in range(2))
+                record["peak_gib"] = peak_gib(lambda: call(given), device)
+
+            if options is None:
+                run()
+                return
+            with patched(vae, **options) as report:
+                run()
+                record["ran"] = report.ran()
+
+        return fill
+
+    for method in methods:
+        journal.measure(case, method, timed(*_METHODS[method]))
+
+
+vae: Final = Benchmark(
+    name="vae", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_METHODS, measure=_measure
+)
