@@ -35,6 +35,7 @@ RUNS = [
     ("network", "1.3b-sla,patched", "1.3b-sla", set()),
     ("length", "780,eager,sage,patched,patched int8 Linears", "780", {"sage"}),
     ("pipeline", "patched", "1.3b-4-steps", set()),
+    ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
     ("parallel", "1.3b,Ulysses patched,ring patched", "1.3b", set()),
 ]
 
