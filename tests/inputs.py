@@ -18,8 +18,6 @@ def attention_inputs(
     spec = {"attention": "int8", "pv": "fp8", "impl": "triton", "heads": heads}
     spec |= {name: options.pop(name) for name in AttentionSpec.__slots__ if name in options}
     weights = {name: options.pop(f"norm_{name}", None) for name in Norms._fields[:4]}
-    weights["q_bias"] = options.pop("norm_q_bias", None)
-    weights["k_bias"] = options.pop("norm_k_bias", None)
     eps = spec.get("eps", 1e-6)
     cos, sin = options.pop("cos", None), options.pop("sin", None)
     skip = {name: options.pop(name) for name in Skip._fields if options.get(name) is not None}
