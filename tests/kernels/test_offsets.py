@@ -28,7 +28,7 @@ def test_rows_that_lie_far_apart_are_copied_for_a_product(apart: int, copied: bo
 def test_channels_that_lie_far_apart_are_copied(apart: int, copied: bool) -> None:
     shape = torch.Size((2, 3, 64))
     value = far((1, 1, 64), (0, 0, apart))
-    of_skip = coefficient(value, shape)
+    of_skip, kind = coefficient(value, shape)
     assert of_skip.strides == (0, 0, 1 if copied else apart)
     own, strides = broadcast(value, shape)
     assert (own is not value) == copied

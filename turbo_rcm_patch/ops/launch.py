@@ -82,19 +82,26 @@ class Tile(NamedTuple):
 
 
 class Coefficient(NamedTuple):
-    """The arguments of a kernel for one coefficient.
+    """A coefficient as kernels take it.
 
     Attributes:
-        tensor: The coefficient, broadcast to [B, N, C], or None for a number.
+        ptr: The coefficient, broadcast to [B, N, C], or None for a number.
         value: The number.
         strides: Strides of the tensor over [B, N, C].
-        kind: VALUE, PER_BATCH, PER_CHANNEL or PER_ELEMENT.
     """
 
-    tensor: torch.Tensor | None
+    ptr: torch.Tensor | None
     value: float
     strides: tuple[int, int, int]
-    kind: int
+
+
+class SkipOperands(NamedTuple):
+    """A skip as kernels take it; the residual is [B, N, C] with contiguous channels, or None."""
+
+    residual_ptr: torch.Tensor | None
+    residual_strides: tuple[int, int]
+    c_skip: Coefficient
+    c_out: Coefficient
 
 
 @cache
@@ -227,10 +234,14 @@ def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, t
     }
 
 
-def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:
-    """Describe a float, or a tensor that broadcasts to `shape` [B, N, C], for a kernel."""
+def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> tuple[Coefficient, int]:
+    """Describe a float, or a tensor that broadcasts to `shape` [B, N, C], for a kernel.
+
+    Returns:
+        The coefficient, and its kind: VALUE, PER_BATCH, PER_CHANNEL or PER_ELEMENT.
+    """
     if not isinstance(value, torch.Tensor):
-        return Coefficient(None, float(value), (0, 0, 0), VALUE)
+        return Coefficient(None, float(value), (0, 0, 0)), VALUE
     wide = value.expand(*shape)
     # For an extent of 1 `expand` keeps the original stride, which has no meaning.
     stride_b, stride_n, stride_c = (
@@ -244,7 +255,7 @@ def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficien
         kind = PER_CHANNEL
     else:
         kind = PER_ELEMENT
-    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c), kind)
+    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c)), kind
 
 
 def skip_arguments(
@@ -261,20 +272,13 @@ def skip_arguments(
         out_factor: Number, or tensor that broadcasts to `shape`.
         shape: [B, N, C].
     """
-    c_skip, c_out = coefficient(skip_factor, shape), coefficient(out_factor, shape)
+    c_skip, skip_kind = coefficient(skip_factor, shape)
+    c_out, out_kind = coefficient(out_factor, shape)
     residual = None if residual is None else dense_rows(residual)
+    strides = (0, 0) if residual is None else residual.stride()[:2]
     return {
-        "residual_ptr": residual,
-        "residual_strides": (0, 0) if residual is None else residual.stride()[:2],
-        "skip_ptr": c_skip.tensor,
-        "skip_value": c_skip.value,
-        "skip_strides": c_skip.strides,
-        "out_ptr": c_out.tensor,
-        "out_value": c_out.value,
-        "out_strides": c_out.strides,
-        "HAS_RESIDUAL": residual is not None,
-        "SKIP_KIND": c_skip.kind,
-        "OUT_KIND": c_out.kind,
+        "skip": SkipOperands(residual, strides, c_skip, c_out),
+        "KINDS": (skip_kind, out_kind),
     }
 
 

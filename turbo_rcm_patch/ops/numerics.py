@@ -46,27 +46,27 @@ def gelu_tanh(x):
 
 @triton.jit
 def load_coefficient(
-    ptr, value, strides, b, offs_n, offs_c, mask_n, mask_c,
-    KIND: tl.constexpr, ROUND_TO: tl.constexpr,
-):  # fmt: skip
-    """Load a coefficient that broadcasts against a tile [N, C], in fp32.
+    of, b, offs_n, offs_c, mask_n, mask_c, KIND: tl.constexpr, ROUND_TO: tl.constexpr
+):
+    """Load a `launch.Coefficient` that broadcasts against a tile [N, C], in fp32.
 
-    KIND: 0 for the number `value`, or a tensor that varies with 1 batch, 2 batch and channel,
-    3 batch, token and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
+    KIND: 0 for a number, or a tensor that varies with 1 batch, 2 batch and channel, 3 batch, token
+    and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
     """
-    c = value
+    c = of.value
     if KIND != 0:
-        base = ptr + b.to(tl.int64) * strides[0]
+        base = of.ptr + b.to(tl.int64) * of.strides[0]
         if KIND == 1:
             c = tl.load(base)
         elif KIND == 2:
-            c = tl.load(base + offs_c * strides[2], mask=mask_c, other=0.0)[None, :]
+            c = tl.load(base + offs_c * of.strides[2], mask=mask_c, other=0.0)[None, :]
         else:
             c = tl.load(
-                base + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :] * strides[2],
+                base + offs_n.to(tl.int64)[:, None] * of.strides[1]
+                + offs_c[None, :] * of.strides[2],
                 mask=mask_n[:, None] & mask_c[None, :],
                 other=0.0,
-            )
+            )  # fmt: skip
         if ROUND_TO is not None:
             c = c.to(ROUND_TO)
         c = c.to(tl.float32)
@@ -104,29 +104,22 @@ def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
 
 @triton.jit
 def close_skip(
-    branch, residual_ptr, strides, b, offs_n, offs_c, mask_n, mask_c,
-    skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    ROUND_TO: tl.constexpr,
-):  # fmt: skip
+    branch, skip, b, offs_n, offs_c, mask_n, mask_c, KINDS: tl.constexpr, ROUND_TO: tl.constexpr
+):
     """Compute c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
 
-    residual [B, N, C] with contiguous channels. ROUND_TO: None computes in fp32 throughout; a
-    dtype rounds after every step. Both equal eager code bit for bit.
+    skip: `launch.SkipOperands`; KINDS: those of c_skip and c_out. ROUND_TO: None computes in fp32
+    throughout; a dtype rounds after every step. Both equal eager code bit for bit.
     """
-    c_out = load_coefficient(
-        out_ptr, out_value, out_strides, b, offs_n, offs_c,
-        mask_n, mask_c, OUT_KIND, ROUND_TO,
-    )  # fmt: skip
+    c_out = load_coefficient(skip.c_out, b, offs_n, offs_c, mask_n, mask_c, KINDS[1], ROUND_TO)
     y = scaled(branch, c_out, ROUND_TO)
-    if HAS_RESIDUAL:
+    if skip.residual_ptr is not None:
         c_skip = load_coefficient(
-            skip_ptr, skip_value, skip_strides, b, offs_n, offs_c,
-            mask_n, mask_c, SKIP_KIND, ROUND_TO,
-        )  # fmt: skip
+            skip.c_skip, b, offs_n, offs_c, mask_n, mask_c, KINDS[0], ROUND_TO
+        )
         residual = tl.load(
-            residual_ptr + b.to(tl.int64) * strides[0]
-            + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :],
+            skip.residual_ptr + b.to(tl.int64) * skip.residual_strides[0]
+            + offs_n.to(tl.int64)[:, None] * skip.residual_strides[1] + offs_c[None, :],
             mask=mask_n[:, None] & mask_c[None, :],
             other=0.0,
         )  # fmt: skip

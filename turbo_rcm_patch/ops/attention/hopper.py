@@ -192,8 +192,7 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones):
 @gluon.jit
 def _consumer(
     y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
-    GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
+    GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of one head."""
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
@@ -254,10 +253,10 @@ def _consumer(
     # A row without keys has the total 0, so output 0 and logsumexp -inf. NaN stays NaN.
     total = gl.max(l_i, axis=1)
     total = gl.where(total == 0.0, 1.0, total)
-    if WANT_LSE:
+    if lse_ptr is not None:
         total_s = gl.convert_layout(total, rows_s, assert_trivial=True)
         lse = gl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + gl.log2(total_s)) * _LN_2
-        if HAS_SHIFT:
+        if shift_ptr is not None:
             shifts = shift_ptr + bh.to(gl.int64) * n_q_padded
             lse += gl.load(shifts + offs_m, mask=offs_m < n_q, other=0.0)
         gl.store(lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
@@ -286,7 +285,6 @@ def hopper_kernel(
     q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_levels_ptr, lengths_ptr,
     n_q, n_kv, n_q_padded, n_kv_padded, heads,
     P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
 ):  # fmt: skip
     """Compute y = softmax(q k^T) v.
 
@@ -297,7 +295,7 @@ def hopper_kernel(
     b = gl.program_id(2)
     start_m = gl.program_id(0) * (_GROUPS * _BLOCK_M)
     limit = n_kv
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
@@ -329,11 +327,11 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES)),
             (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES)),
             (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES)),
             (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
                        n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
         ],
@@ -385,9 +383,6 @@ def launch_kernel(
         P_MAX_LOG2=P_MAX_LOG2[a.spec.pv],
         HEAD_DIM=head_dim,
         STAGES=STAGES,
-        HAS_LENGTHS=lengths is not None,
-        WANT_LSE=lse is not None,
-        HAS_SHIFT=shift is not None,
         num_warps=4,
         launch_pdl=True,  # after the prologue
     )

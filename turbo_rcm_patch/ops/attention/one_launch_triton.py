@@ -14,6 +14,8 @@ launches, streams and replayed graphs are safe.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,28 +36,44 @@ from turbo_rcm_patch.ops.launch import (
 from turbo_rcm_patch.ops.numerics import close_skip
 
 
+class Projection(NamedTuple):
+    """The output projection: weight [Cout, Cin] with its stride, bias [Cout] or None, and Cout."""
+
+    weight_ptr: torch.Tensor
+    weight_stride: int
+    bias_ptr: torch.Tensor | None
+    c_out: int
+
+
+class ProjectionTiles(NamedTuple):
+    """Columns and depth of a tile of the projection, and whether that depth divides Cin."""
+
+    BLOCK_C: int
+    BLOCK_K: int
+    EVEN_K: bool
+
+
 @triton.jit
 def project_tile(
-    x_ptr, x_stride, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+    x_ptr, c_in, mask_m, projection, start_c,
+    BLOCK_M: tl.constexpr, TILES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Compute x W^T + bias for BLOCK_M rows and BLOCK_C columns, in fp32.
 
-    x_ptr: the first row; rows are x_stride apart and dense in channels. weight [Cout, Cin];
-    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
+    x_ptr: the first of dense rows of c_in channels; projection: `Projection`; TILES:
+    `ProjectionTiles`. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
     pointer.
     """
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    rows_c = tl.arange(0, BLOCK_C)
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, TILES.BLOCK_K)
+    rows_c = tl.arange(0, TILES.BLOCK_C)
     offs_c = start_c + rows_c
-    mask_c = offs_c < c_out
-    x_ptrs = x_ptr + offs_m[:, None] * x_stride + offs_k[None, :]
-    w_ptrs = weight_ptr + tl.cast(start_c, tl.int64) * weight_stride
-    w_ptrs += rows_c[:, None] * weight_stride + offs_k[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for start_k in range(0, c_in, BLOCK_K):
-        if EVEN_K:
+    mask_c = offs_c < projection.c_out
+    x_ptrs = x_ptr + offs_m[:, None] * c_in + offs_k[None, :]
+    w_ptrs = projection.weight_ptr + tl.cast(start_c, tl.int64) * projection.weight_stride
+    w_ptrs += rows_c[:, None] * projection.weight_stride + offs_k[None, :]
+    acc = tl.full([BLOCK_M, TILES.BLOCK_C], 0.0, tl.float32)
+    for start_k in range(0, c_in, TILES.BLOCK_K):
+        if TILES.EVEN_K:
             x = tl.load(x_ptrs + start_k, mask=mask_m[:, None], other=0.0, cache_modifier=CACHE)
             w = tl.load(w_ptrs + start_k, mask=mask_c[:, None], other=0.0)
         else:
@@ -64,73 +82,57 @@ def project_tile(
                 x_ptrs + start_k, mask=mask_m[:, None] & mask_k, other=0.0, cache_modifier=CACHE
             )
             w = tl.load(w_ptrs + start_k, mask=mask_c[:, None] & mask_k, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if projection.bias_ptr is not None:
+        acc += tl.load(projection.bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[
+            None, :
+        ]
     return acc, offs_c, mask_c
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(
-    y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-    residual_ptr, skip_ptr, out_ptr,
-    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads,
-    weight_stride, c_out,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    ROUND_TO: tl.constexpr,
+    y_ptr, attended_ptr, counter_ptr, projection, q_src, k_src, v_src, scales, lengths_ptr, skip,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    FORM: tl.constexpr, TILES: tl.constexpr, KINDS: tl.constexpr, ROUND_TO: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
     Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
     complete soon after its first program starts.
     y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
-    weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
+    the rest as in `project_tile`, `attend` and `close_skip`.
     """
     h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start_m = block * BLOCK_M
+    start_m = block * FORM.BLOCK_M
     out, _ = attend(
-        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-        v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
+        b, h, start_m, FORM,
     )  # fmt: skip
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_PAD)
+    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
     mask_m = offs_m < n_q
-    c_in = heads * HEAD_DIM
+    c_in = heads * FORM.HEAD_DIM
     row = b.to(tl.int64) * n_q + start_m
-    rows = tl.arange(0, BLOCK_M)[:, None]
+    rows = tl.arange(0, FORM.BLOCK_M)[:, None]
     attended_first = attended_ptr + row * c_in
     tl.store(
-        attended_first + rows * c_in + (h * HEAD_DIM + offs_d)[None, :],
+        attended_first + rows * c_in + (h * FORM.HEAD_DIM + offs_d)[None, :],
         out.to(attended_ptr.dtype.element_ty),
-        mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
+        mask=mask_m[:, None] & (offs_d < FORM.HEAD_DIM)[None, :],
     )
     # One thread executes the atomic. Without this barrier it would not wait for the other warps'
     # stores.
     tl.debug_barrier()
-    blocks = tl.cdiv(n_q, BLOCK_M)
+    blocks = tl.cdiv(n_q, FORM.BLOCK_M)
     done = tl.atomic_add(counter_ptr + b * blocks + block, 1, sem="acq_rel", scope="gpu")
     if done == heads - 1:
-        for start_c in range(0, c_out, BLOCK_C):
+        c_out = projection.c_out
+        for start_c in range(0, c_out, TILES.BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended_first, c_in, mask_m, weight_ptr, bias_ptr, weight_stride, start_c,
-                c_in, c_out,
-                BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
-            )  # fmt: skip
-            y = close_skip(
-                branch, residual_ptr, residual_strides, b, offs_m, offs_c,
-                mask_m, mask_c,
-                skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
-                HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
-            )  # fmt: skip
+                attended_first, c_in, mask_m, projection, start_c, FORM.BLOCK_M, TILES, ".cg"
+            )
+            y = close_skip(branch, skip, b, offs_m, offs_c, mask_m, mask_c, KINDS, ROUND_TO)
             tl.store(
                 y_ptr + row * c_out + rows * c_out + offs_c[None, :],
                 y.to(y_ptr.dtype.element_ty),
@@ -178,15 +180,10 @@ def launch_kernel(
         y_ptr=y,
         attended_ptr=attended,
         counter_ptr=counters,
-        weight_ptr=weight,
-        bias_ptr=None if bias is None else bias.contiguous(),
-        weight_stride=weight.stride(0),
-        c_out=features,
-        BLOCK_C=64,
-        BLOCK_K=block_k,
-        HAS_BIAS=bias is not None,
-        EVEN_K=channels % block_k == 0,
-        PRECISION="ieee",
+        projection=Projection(
+            weight, weight.stride(0), None if bias is None else bias.contiguous(), features
+        ),
+        TILES=ProjectionTiles(64, block_k, EVEN_K=channels % block_k == 0),
         ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
         **skip_arguments(*skip, y.shape),
         **arguments,

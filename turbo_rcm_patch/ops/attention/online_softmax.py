@@ -7,6 +7,8 @@ within v so that p never moves between registers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,38 @@ _THREE_PROGRAMS = 168
 
 LN_2 = tl.constexpr(formats.LN_2)
 _ERROR_STEPS = tl.constexpr(float(formats.ERROR_STEPS))
+
+
+class Scales(NamedTuple):
+    """What belongs to int8 q and k and to v in `attend`.
+
+    Attributes:
+        q_scale_ptr: fp32 [B, H, n_q_padded].
+        k_scale_ptr: fp32 [B, H, n_kv_padded / SCALE_BLOCK].
+        v_levels_ptr: As in `formats.Values`; None for 16-bit v.
+        ones_ptr: e4m3 [BLOCK_N, 16]; None for 16-bit v.
+        v_strides: Strides of batch and tokens of 16-bit v.
+    """
+
+    q_scale_ptr: torch.Tensor
+    k_scale_ptr: torch.Tensor
+    v_levels_ptr: torch.Tensor | None
+    ones_ptr: torch.Tensor | None
+    v_strides: tuple[int, int]
+
+
+class Form(NamedTuple):
+    """The numbers of `attend` that are known when it is compiled."""
+
+    P_MAX_LOG2: float
+    HEAD_DIM: int
+    HEAD_PAD: int
+    BLOCK_M: int
+    BLOCK_N: int
+    SCALE_BLOCK: int
+    FP8: bool
+    DESCRIPTORS: bool
+    CAUSAL: bool
 
 
 @triton.jit
@@ -49,47 +83,46 @@ def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
 def over_block(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_strides, offs_m, limit, start_n,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Compute one step of the online softmax over BLOCK_N keys from start_n on.
 
-    With FP8 l_i is [BLOCK_M, 16] with equal columns.
+    FORM: `Form`. With FP8 l_i is [BLOCK_M, 16] with equal columns.
     """
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_PAD)
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
     start_n = tl.multiple_of(start_n, BLOCK_N)
-    if DESCRIPTORS:
+    if FORM.DESCRIPTORS:
         k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
     else:
-        k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
-        k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
+        k_rows = k_src + (bh * n_kv_padded + start_n) * FORM.HEAD_PAD
+        k = tl.load(k_rows + offs_n[:, None] * FORM.HEAD_PAD + offs_d[None, :])
     qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
-    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)  # [BLOCK_M]
+    scale = q_scale * tl.load(k_scale_ptr + start_n // FORM.SCALE_BLOCK)  # [BLOCK_M]
     if MASKED:
         seen = (start_n + offs_n < limit)[None, :]
-        if CAUSAL:
+        if FORM.CAUSAL:
             seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
         logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
         m_new = tl.maximum(m_i, tl.max(logits, axis=1))
         # A row without keys so far has the maximum -inf; 0 instead gives p = 0, not NaN.
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
+        p = tl.exp2(logits - (m_use - FORM.P_MAX_LOG2)[:, None])
     else:
         # The maximum of raw integers is cheaper, and correct because scales are positive.
         m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
         m_use = m_new
-        p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
+        p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - FORM.P_MAX_LOG2)[:, None])
     alpha = tl.exp2(m_i - m_use)  # [BLOCK_M]
     m_i = m_new
-    if FP8:
+    if FORM.FP8:
         # Permute in fp32 and cast last, because permuting bytes costs shuffles.
-        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)  # [BLOCK_M, BLOCK_N]
-        if DESCRIPTORS:
-            v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
+        p8 = _permute_keys(p, FORM.BLOCK_M, BLOCK_N).to(tl.float8e4nv)  # [BLOCK_M, BLOCK_N]
+        if FORM.DESCRIPTORS:
+            v = v_src.load([(bh * FORM.HEAD_PAD).to(tl.int32), start_n])
         else:
-            v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
+            v_rows = v_src + bh * FORM.HEAD_PAD * n_kv_padded + start_n
             v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
         # Sum the rounded P, because it is what multiplies v.
         l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
@@ -98,12 +131,12 @@ def over_block(
         v_rows = v_src + start_n.to(tl.int64) * v_strides[1]
         offs_v = offs_n[:, None].to(tl.int64) * v_strides[1] + offs_d[None, :]
         if MASKED:
-            mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < FORM.HEAD_DIM)[None, :]
             v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
-        elif HEAD_DIM == HEAD_PAD:
+        elif FORM.HEAD_DIM == FORM.HEAD_PAD:
             v = tl.load(v_rows + offs_v)
         else:
-            v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_rows + offs_v, mask=(offs_d < FORM.HEAD_DIM)[None, :], other=0.0)
         p16 = p.to(v.dtype)  # [BLOCK_M, BLOCK_N]
         l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
         acc = tl.dot(p16, v, acc * alpha[:, None])
@@ -114,18 +147,15 @@ def over_block(
 def over_keys(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_strides, offs_m, limit, lo, hi,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the online softmax over keys lo to hi."""
     # The masked loop runs once or twice. Unpipelined, it leaves registers for a third program.
-    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
+    for start_n in tl.range(lo, hi, FORM.BLOCK_N, num_stages=1 if MASKED else None):
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
             v_strides, offs_m, limit, start_n,
-            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-            FP8, DESCRIPTORS, MASKED, CAUSAL,
+            FORM, MASKED,
         )  # fmt: skip
     return acc, l_i, m_i
 
@@ -166,75 +196,69 @@ def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
 
 @triton.jit
 def attend(
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
+    b, h, start_m, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute rows start_m.. of one head: [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
 
     q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
     [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
-    the same memory (DESCRIPTORS; v only with FP8). q_scale [B, H, n_q_padded]; k_scale
-    [B, H, n_kv_padded / SCALE_BLOCK]; v_levels as in `formats.Values`; ones [BLOCK_N, 16] e4m3;
-    lengths [B].
+    the same memory (DESCRIPTORS; v only with FP8). scales: `Scales`; lengths [B] or None;
+    FORM: `Form`.
     """
     bh = b.to(tl.int64) * heads + h
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_PAD)
+    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
     limit = n_kv
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
-    if DESCRIPTORS:
+    if FORM.DESCRIPTORS:
         q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
     else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
-        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
+        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
 
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
     ones = None
-    if FP8:
-        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
-        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
+    if FORM.FP8:
+        l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
+        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
         v_head = v_src
     else:
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
+        l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
+        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
 
     # First the blocks that every row sees whole, then those that need a mask.
     hi = limit
-    full = limit // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        hi = tl.minimum(limit, start_m + BLOCK_M)
-        full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
+    full = limit // FORM.BLOCK_N * FORM.BLOCK_N
+    if FORM.CAUSAL:
+        hi = tl.minimum(limit, start_m + FORM.BLOCK_M)
+        full = tl.minimum(full, (start_m + 1) // FORM.BLOCK_N * FORM.BLOCK_N)
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, limit, 0, full,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, False, CAUSAL,
+        scales.v_strides, offs_m, limit, 0, full,
+        FORM, False,
     )  # fmt: skip
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, limit, full, hi,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, True, CAUSAL,
+        scales.v_strides, offs_m, limit, full, hi,
+        FORM, True,
     )  # fmt: skip
 
-    total = row_sums(l_i, FP8)
+    total = row_sums(l_i, FORM.FP8)
     out = acc
-    if FP8:
+    if FORM.FP8:
         # Without keys acc is 0. The branch also separates this code from the loads of the skip;
         # scheduled together, both would not fit into registers.
         if limit > 0:
-            lost = v_correction(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
-            out = times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD)
+            lost = v_correction(scales.v_levels_ptr, bh, limit, FORM.HEAD_PAD)[None, :]
+            out = times_v_scale(acc, total, lost, scales.v_levels_ptr, bh, FORM.HEAD_PAD)
     else:
         out = acc / total[:, None]
-    lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
+    lse = tl.where(m_i == float("-inf"), m_i, m_i - FORM.P_MAX_LOG2 + tl.log2(total))
     return out, lse
 
 
@@ -293,31 +317,24 @@ def attention_arguments(
         q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
         k_src = descriptor(k_src.view(-1, head_pad), [block_n, head_pad])
         v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, block_n])
+    levels = None if values is None else values.levels
+    ones = None if values is None else ones_for(queries.scale.device)
+    strides = (0, 0) if v is None else v.stride()[:2]
     return {
         "q_src": q_src,
-        "q_scale_ptr": queries.scale,
         "k_src": k_src,
-        "k_scale_ptr": keys.scale,
         "v_src": v_src,
-        "v_levels_ptr": None if values is None else values.levels,
-        "ones_src": None if values is None else ones_for(queries.scale.device),
+        "scales": Scales(queries.scale, keys.scale, levels, ones, strides),
         "lengths_ptr": operands.lengths,
-        "v_strides": (0, 0) if v is None else v.stride()[:2],
         "n_q": operands.n_q,
         "n_kv": operands.n_kv,
         "n_q_padded": n_q_padded,
         "n_kv_padded": n_kv_padded,
         "heads": heads,
-        "P_MAX_LOG2": P_MAX_LOG2[a.spec.pv],
-        "HEAD_DIM": a.head_dim,
-        "HEAD_PAD": head_pad,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": block_n,
-        "SCALE_BLOCK": keys_a_scale,
-        "FP8": values is not None,
-        "DESCRIPTORS": descriptors,
-        "CAUSAL": a.spec.causal,
-        "HAS_LENGTHS": operands.lengths is not None,
+        "FORM": Form(
+            P_MAX_LOG2[a.spec.pv], a.head_dim, head_pad, tile.block_m, block_n, keys_a_scale,
+            FP8=values is not None, DESCRIPTORS=descriptors, CAUSAL=a.spec.causal,
+        ),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-    }
+    }  # fmt: skip

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -56,6 +57,78 @@ _LARGEST_CENTRED = gl.constexpr(formats.LARGEST_CENTRED)
 _MEAN_ROWS = gl.constexpr(formats.MEAN_ROWS)
 _ERROR_STEPS = gl.constexpr(float(formats.ERROR_STEPS))
 _ALL = gl.constexpr(PropagateNan.ALL)
+_CHUNKS = gl.constexpr(AMAX_CHUNKS)
+
+
+class Rows(NamedTuple):
+    """q or k [B, N, H*D] with weight [H*D] or [D] and bias [D] of its norm, each or None.
+
+    strides: those of batch and tokens.
+    """
+
+    ptr: torch.Tensor
+    weight_ptr: torch.Tensor | None
+    bias_ptr: torch.Tensor | None
+    strides: tuple[int, int]
+
+
+class Quantized(NamedTuple):
+    """Memory of quantised q or k, as in `formats.Queries` and `formats.Keys`, and its padding."""
+
+    int8_ptr: torch.Tensor
+    scale_ptr: torch.Tensor
+    shift_ptr: torch.Tensor | None
+    n_padded: int
+
+
+class ValueRows(NamedTuple):
+    """v [B, N, H*D], its statistics and the memory of its result; all but v are None without fp8.
+
+    Attributes:
+        ptr: The rows.
+        strides: Their strides of batch and tokens.
+        stats_ptr: fp32 [B, H, 1 + chunks, D]: the mean, then largest magnitudes.
+        error_ptr: `levels_ptr` as int32.
+        levels_ptr: [B, H, 3, D], see `formats.Values`.
+        out_ptr: e4m3 [B, H, D, n_padded].
+    """
+
+    ptr: torch.Tensor
+    strides: tuple[int, int]
+    stats_ptr: torch.Tensor | None
+    error_ptr: torch.Tensor | None
+    levels_ptr: torch.Tensor | None
+    out_ptr: torch.Tensor | None
+
+
+class Factors(NamedTuple):
+    """Numbers of a prologue: on scales of q and on its shift, and epsilon of the norms."""
+
+    q: float
+    shift: float
+    eps: float
+
+
+class Options(NamedTuple):
+    """What a prologue is compiled for.
+
+    Attributes:
+        CHANNELS: H*D.
+        D: Channels of a head.
+        QMAX: Largest magnitude of quantised q and k.
+        MEANS: Partial sums of the mean of k.
+        Q_NORM: Kind of the norm of q, see `formats.norm_kind`.
+        K_NORM: Kind of the norm of k.
+        COUNTER_ROWS: Rows of q that share a counter.
+    """
+
+    CHANNELS: int
+    D: int
+    QMAX: int
+    MEANS: int
+    Q_NORM: int
+    K_NORM: int
+    COUNTER_ROWS: int
 
 
 @gluon.jit
@@ -128,24 +201,31 @@ def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
 
 
 @gluon.jit
-def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
-    """Store cos of even and sin of odd channels of T tokens in shared memory, for all heads."""
+def keep_tables(rotary, at, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
+    """Store cos of even and sin of odd channels of T tokens in shared memory, for all heads.
+
+    rotary: cos, sin [N, D]; at: offset of the first of these tokens.
+    """
     layout: gl.constexpr = coalesced_layout(D, 4)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
-    cos, _ = read_rows(cos_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    cos, _ = (
+        read_rows(rotary[0] + at, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    )
     tables[0].slice(0, T).store(cos.to(gl.float32))
-    _, sin = read_rows(sin_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    _, sin = (
+        read_rows(rotary[1] + at, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    )
     tables[1].slice(0, T).store(sin.to(gl.float32))
 
 
 @gluon.jit
 def rotated(
-    x, rms, weight_ptr, bias_ptr, h, left, tables, eps,
+    x, rms, of, h, left, tables, eps,
     T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate x [T, D], one head, in fp32; rms [T] (NORM 1).
+    """Normalise and rotate x [T, D], one head, in fp32; of: `Rows`; rms [T] (NORM 1).
 
-    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `operands`.
+    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `formats.norm_kind`.
     """
     own: gl.constexpr = x.type.layout
     x = x.to(gl.float32)
@@ -156,10 +236,10 @@ def rotated(
     if NORM != 0:
         offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
         first = h * D if NORM == 1 else 0
-        w = gl.load(weight_ptr + first + offs_d)
+        w = gl.load(of.weight_ptr + first + offs_d)
         x = x * rms[:, None] * w.to(gl.float32)[None, :]
         if NORM == 3:
-            x = x + gl.load(bias_ptr + offs_d).to(gl.float32)[None, :]
+            x = x + gl.load(of.bias_ptr + offs_d).to(gl.float32)[None, :]
             if not ROPE:
                 rows = gl.arange(0, T, gl.SliceLayout(1, own))
                 x = gl.where((rows < left)[:, None], x, 0.0)
@@ -218,15 +298,14 @@ def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.con
 
 @gluon.jit
 def token_block(
-    block, part, group, b, limit, count, shared,
-    x_ptr, int8_ptr, scale_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
-    strides, n_padded, eps, factor, shift_factor,
-    T: gl.constexpr, CHANNELS: gl.constexpr, D: gl.constexpr, QMAX: gl.constexpr,
-    MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
-    KEYS: gl.constexpr, SUBTRACT: gl.constexpr, SHIFT: gl.constexpr,
+    block, part, group, b, limit, count, shared, of, to, mean_ptr, rotary, factors,
+    T: gl.constexpr, OPTIONS: gl.constexpr, NORM: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Store T tokens of `group` heads as int8, as `key_block` (KEYS) or `query_block` does."""
-    heads: gl.constexpr = CHANNELS // D
+    """Compute `prologue_triton.token_block`: T tokens of `group` heads of k (KEYS) or q."""
+    D: gl.constexpr = OPTIONS.D
+    QMAX: gl.constexpr = OPTIONS.QMAX
+    MEANS: gl.constexpr = OPTIONS.MEANS
+    heads: gl.constexpr = OPTIONS.CHANNELS // D
     wide: gl.constexpr = coalesced_layout(D, 2)
     own: gl.constexpr = row_per_thread_layout(D)
     narrow: gl.constexpr = coalesced_layout(D, 1)
@@ -239,47 +318,47 @@ def token_block(
     left = limit - start
     out_rows = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
     out_rows += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
-    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
+    base = of.ptr + b.to(gl.int64) * of.strides[0] + start.to(gl.int64) * of.strides[1]
     first = part * group
     last = gl.minimum(first + group, heads) - 1
-    copy_rows(tile, base + first * D, rows, left, strides[1], D)
-    if ROPE:
+    copy_rows(tile, base + first * D, rows, left, of.strides[1], D)
+    if rotary is not None:
         at = start.to(gl.int64) * D
-        keep_tables(cos_ptr + at, sin_ptr + at, left, D, tables, T, D)
+        keep_tables(rotary, at, left, D, tables, T, D)
     rms = 0.0
     if NORM == 1:
-        rms = row_rms(base, rows, left, strides[1], eps, CHANNELS, T, D, wide)
+        rms = row_rms(base, rows, left, of.strides[1], factors.eps, OPTIONS.CHANNELS, T, D, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
-    if SUBTRACT or SHIFT:
+    if (KEYS and mean_ptr is not None) or to.shift_ptr is not None:
         grid_dependency_wait()  # for the mean
     for h in range(first, last + 1):
         async_copy.wait_group(0)
         x = tile.load(own)
         # The next head is copied while this one is computed.
         following = gl.where(h < last, left, 0)
-        copy_rows(tile, base + (h + 1) * D, rows, following, strides[1], D)
-        x = rotated(x, rms, weight_ptr, bias_ptr, h, left, tables, eps, T, D, NORM, ROPE)
+        copy_rows(tile, base + (h + 1) * D, rows, following, of.strides[1], D)
+        x = rotated(x, rms, of, h, left, tables, factors.eps, T, D, NORM, rotary is not None)
         bh = b.to(gl.int64) * heads + h
-        if SUBTRACT:
+        if KEYS and mean_ptr is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
             x = gl.where((own_rows < left)[:, None], x - mean[None, :], 0.0)
-        if SHIFT:
+        if to.shift_ptr is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            shift = gl.sum(x * mean[None, :], axis=1) * shift_factor
-            gl.store(shift_ptr + bh * n_padded + start + own_rows, shift)
+            shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
+            gl.store(to.shift_ptr + bh * to.n_padded + start + own_rows, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(scale_ptr + bh * (n_padded // T) + block, amax / QMAX)
+            gl.store(to.scale_ptr + bh * (to.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(scale_ptr + bh * n_padded + start + own_rows, amax / QMAX * factor)
+            gl.store(to.scale_ptr + bh * to.n_padded + start + own_rows, amax / QMAX * factors.q)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         out.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
-        gl.store(int8_ptr + (bh * n_padded + start) * D + out_rows, out.load(narrow))
+        gl.store(to.int8_ptr + (bh * to.n_padded + start) * D + out_rows, out.load(narrow))
     async_copy.wait_group(0)
 
 
@@ -294,10 +373,7 @@ _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 @gluon.jit
 def _values(
-    part, h, b, limit,
-    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, strides, n_padded, chunks,
-    tiles,
-    CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
+    part, h, b, limit, v, n_padded, chunks, tiles, CHANNELS: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
     """Compute `value_block` for `tiles` tiles.
 
@@ -313,13 +389,13 @@ def _values(
     p = gl.arange(0, T, gl.SliceLayout(1, layout))
     token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
     start = part * (tiles * T)
-    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
-    base += start.to(gl.int64) * strides[1]
+    base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D
+    base += start.to(gl.int64) * v.strides[1]
     left = limit - start
-    following = read_rows(base, token, left, strides[1], D, layout)
+    following = read_rows(base, token, left, v.strides[1], D, layout)
     grid_dependency_wait()  # for the maxima and the mean
-    offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
-    stats = v_stats_ptr + bh * ((1 + chunks) * D)
+    offs_c = gl.arange(0, _CHUNKS, gl.SliceLayout(1, partial_layout))
+    stats = v.stats_ptr + bh * ((1 + chunks) * D)
     partial = read_rows(stats + D, offs_c, chunks, D, D, partial_layout)
     amax = gl.max(partial, axis=0)
     offs_s = gl.arange(0, D, gl.SliceLayout(0, partial_layout))
@@ -327,8 +403,8 @@ def _values(
     amax = gl.maximum(amax + gl.abs(mean), _LEAST_V)
     levels = 3 * bh * D
     if part == 0:
-        gl.store(levels_ptr + levels + offs_s, amax / _E4M3_MAX)
-        gl.store(levels_ptr + levels + D + offs_s, mean)
+        gl.store(v.levels_ptr + levels + offs_s, amax / _E4M3_MAX)
+        gl.store(v.levels_ptr + levels + D + offs_s, mean)
     factor = gl.div_rn(gl.full_like(amax, _E4M3_MAX), amax)
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))
     mean = gl.convert_layout(mean, gl.SliceLayout(0, layout))
@@ -337,7 +413,7 @@ def _values(
     errors = gl.sum(errors, axis=1)
     offs_d = gl.arange(0, D, gl.SliceLayout(1, out_layout))
     offs_p = gl.arange(0, T, gl.SliceLayout(0, out_layout))
-    out_ptr += bh * D * n_padded + start
+    out_ptr = v.out_ptr + (bh * D * n_padded + start)
     out_at = offs_d[:, None] * n_padded + offs_p[None, :]
     for i in range(0, tiles):
         x = (following.to(gl.float32) - mean[None, :]) * factor[None, :]
@@ -349,13 +425,13 @@ def _values(
         # Load the next tile while this one is written, because earlier there is no room for it.
         token += T
         more = gl.where(i < tiles - 1, left, 0)
-        following = read_rows(base, token, more, strides[1], D, layout)
+        following = read_rows(base, token, more, v.strides[1], D, layout)
         if start + i * T < n_padded:
             gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
     total = gl.sum(errors, axis=0)
     offs_e = gl.arange(0, D, total.type.layout)
     # The errors are integers, so their sum does not depend on the order.
-    gl.atomic_add(error_ptr + levels + 2 * D + offs_e, total, sem="relaxed")
+    gl.atomic_add(v.error_ptr + levels + 2 * D + offs_e, total, sem="relaxed")
 
 
 @gluon.jit
@@ -368,89 +444,78 @@ def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.con
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_prologue_kernel(
-    q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
-    k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
-    v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    q_strides, k_strides, v_strides,
-    n_q, n_kv, n_q_padded, n_kv_padded, n_counters, chunks, step,
-    q_programs, k_programs, q_blocks, kv_blocks, q_group, k_group, tiles,
-    eps, factor, shift_factor,
-    CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, QMAX: gl.constexpr,
-    COUNTER_ROWS: gl.constexpr, CHUNKS: gl.constexpr, MEANS: gl.constexpr,
-    Q_NORM: gl.constexpr, K_NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    SUBTRACT: gl.constexpr, SHIFT: gl.constexpr, COUNTERS: gl.constexpr, FP8: gl.constexpr,
+    q, k, v, beside, q_out, k_out,
+    n_q, n_kv, n_counters, chunks, step, q_programs, k_programs, q_blocks, kv_blocks,
+    q_group, k_group, tiles, factors, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Store q and k as int8 and, with FP8, v as transposed e4m3.
+    """Store q and k as int8 and, for fp8, v as transposed e4m3.
 
     Grid: (blocks of q times groups of q_group heads + the same of k + parts of v times heads,
     batch).
-    Arguments as in `prologue.prologue_kernel`, but mean [B, H, MEANS, D]: partial sums.
+    Arguments as in `prologue_triton.prologue_kernel`, but mean [B, H, MEANS, D]: partial sums.
+    beside: mean, rotary, lengths and counters.
     """
     launch_dependents()
+    mean_ptr, rotary, lengths_ptr, counter_ptr = beside
     at = gl.program_id(0)
     b = gl.program_id(1)
     limit = n_kv
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     count = gl.maximum(1, (limit + step - 1) // step)
-    shared = allocate(k_ptr.dtype.element_ty, _K_ROWS, HEAD_DIM, ROPE)
+    shared = allocate(k.ptr.dtype.element_ty, _K_ROWS, OPTIONS.D, rotary is not None)
     # Queries come first, because they do not read the results of the kernel before.
     if at < q_programs:
-        rows: gl.constexpr = _TILE // HEAD_DIM
-        if COUNTERS:  # noqa: SIM102 (a compile-time branch)
+        rows: gl.constexpr = _TILE // OPTIONS.D
+        if counter_ptr is not None:  # noqa: SIM102 (a compile-time branch)
             if at < q_blocks:
-                _zero(counter_ptr + b * n_counters, at * rows, n_counters, rows, COUNTER_ROWS)
+                _zero(
+                    counter_ptr + b * n_counters, at * rows, n_counters, rows, OPTIONS.COUNTER_ROWS
+                )
         token_block(
             at % q_blocks, at // q_blocks, q_group, b, n_q, count, shared,
-            q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, cos_ptr, sin_ptr,
-            mean_ptr, shift_ptr, q_strides, n_q_padded, eps, factor, shift_factor,
-            rows, CHANNELS, HEAD_DIM, QMAX, MEANS, Q_NORM, ROPE, False, False, SHIFT,
+            q, q_out, mean_ptr, rotary, factors, rows, OPTIONS, OPTIONS.Q_NORM, False,
         )  # fmt: skip
     elif at < q_programs + k_programs:
         at = at - q_programs
         token_block(
             at % kv_blocks, at // kv_blocks, k_group, b, limit, count, shared,
-            k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr,
-            mean_ptr, None, k_strides, n_kv_padded, eps, 1.0, 1.0,
-            _K_ROWS, CHANNELS, HEAD_DIM, QMAX, MEANS, K_NORM, ROPE, True, SUBTRACT, False,
+            k, k_out, mean_ptr, rotary, factors, _K_ROWS, OPTIONS, OPTIONS.K_NORM, True,
         )  # fmt: skip
-    elif FP8:
-        heads: gl.constexpr = CHANNELS // HEAD_DIM
+    elif v.stats_ptr is not None:
+        heads: gl.constexpr = OPTIONS.CHANNELS // OPTIONS.D
         at = at - q_programs - k_programs
         _values(
-            at // heads, at % heads, b, limit,
-            v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_strides,
-            n_kv_padded, chunks, tiles, CHANNELS, HEAD_DIM, CHUNKS,
+            at // heads, at % heads, b, limit, v, k_out.n_padded, chunks, tiles,
+            OPTIONS.CHANNELS, OPTIONS.D,
         )  # fmt: skip
 
 
 @gluon.jit
 def _sample_sum(
-    part, h, b, limit, step,
-    x_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, strides, eps,
-    CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
-    NORM: gl.constexpr, ROPE: gl.constexpr,
+    part, h, b, limit, step, of, mean_ptr, rotary, eps,
+    CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """Store the sum of a normalised, rotated head of x over some tokens 0, step, ... < limit."""
+    """Store the sum of a normalised, rotated head of `of` over tokens 0, step, ... < limit."""
     T: gl.constexpr = _TILE // D
     own: gl.constexpr = row_per_thread_layout(D)
-    tile, _, cos, sin = allocate(x_ptr.dtype.element_ty, T, D, ROPE)
+    tile, _, cos, sin = allocate(of.ptr.dtype.element_ty, T, D, rotary is not None)
     rows = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
     start = part * T * step
     left = (limit - start + step - 1) // step
-    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
-    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
+    base = of.ptr + b.to(gl.int64) * of.strides[0] + start.to(gl.int64) * of.strides[1]
+    stride = gl.to_tensor(step).to(gl.int64) * of.strides[1]
     copy_rows(tile, base + h * D, rows, left, stride, D)
-    if ROPE:
+    if rotary is not None:
         at = start.to(gl.int64) * D
-        keep_tables(cos_ptr + at, sin_ptr + at, left, step * D, (cos, sin), T, D)
+        keep_tables(rotary, at, left, step * D, (cos, sin), T, D)
     rms = 0.0
     if NORM == 1:
         rms = row_rms(base, rows, left, stride, eps, CHANNELS, T, D, coalesced_layout(D, 2))
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     async_copy.wait_group(0)
     x = tile.load(own)
-    x = rotated(x, rms, weight_ptr, bias_ptr, h, left, (cos, sin), eps, T, D, NORM, ROPE)
+    x = rotated(x, rms, of, h, left, (cos, sin), eps, T, D, NORM, rotary is not None)
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     at = mean_ptr + (bh * MEANS + part) * D
     gl.store(at + gl.arange(0, D, gl.SliceLayout(0, own)), gl.sum(x, axis=0))
@@ -458,40 +523,38 @@ def _sample_sum(
 
 @gluon.jit
 def _channel_amax(
-    chunk, h, b, limit,
-    v_ptr, v_stats_ptr, strides, chunk_tokens, chunks,
+    chunk, h, b, limit, v, chunk_tokens, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Compute `channel_amax`."""
     T: gl.constexpr = 128
     layout: gl.constexpr = coalesced_layout(D, 2)
     start = chunk * chunk_tokens
-    base = v_ptr + b.to(gl.int64) * strides[0] + h * D + start.to(gl.int64) * strides[1]
+    base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D + start.to(gl.int64) * v.strides[1]
     left = gl.minimum(limit - start, chunk_tokens)
     amax = gl.zeros([T, D], gl.float32, layout)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
     for _ in range(0, gl.cdiv(chunk_tokens, T)):
-        x = read_rows(base, rows, left, strides[1], D, layout)
-        base += T * strides[1]
+        x = read_rows(base, rows, left, v.strides[1], D, layout)
+        base += T * v.strides[1]
         left -= T
         amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     row = bh * (1 + chunks) + 1 + chunk
-    gl.store(v_stats_ptr + row * D + offs_d, gl.max(amax, axis=0))
+    gl.store(v.stats_ptr + row * D + offs_d, gl.max(amax, axis=0))
 
 
 @gluon.jit
 def _value_mean(
-    h, b, limit, step, samples,
-    v_ptr, v_stats_ptr, error_ptr, strides, chunks,
+    h, b, limit, step, samples, v, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Compute `value_mean`, adding in the same order."""
     layout: gl.constexpr = coalesced_layout(D, 2)
-    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
+    base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D
     left = (limit + step - 1) // step
-    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
+    stride = gl.to_tensor(step).to(gl.int64) * v.strides[1]
     rows = gl.arange(0, _MEAN_ROWS, gl.SliceLayout(1, layout))
     total = gl.zeros([_MEAN_ROWS, D], gl.float32, layout)
     for start in range(0, samples, _MEAN_ROWS):
@@ -503,54 +566,44 @@ def _value_mean(
     mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, left).to(gl.float32))
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     offs_d = gl.arange(0, D, total.type.layout)
-    gl.store(v_stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
-    gl.store(error_ptr + (3 * bh + 2) * D + offs_d, gl.full_like(offs_d, 0))
+    gl.store(v.stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
+    gl.store(v.error_ptr + (3 * bh + 2) * D + offs_d, gl.full_like(offs_d, 0))
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_statistics_kernel(
-    k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr,
-    lengths_ptr,
-    k_strides, v_strides, n_kv, step, chunk_tokens, chunks, eps,
-    CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, MEANS: gl.constexpr,
-    NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    SMOOTH: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """Store sums of a sample of k (SMOOTH), and the mean of a sample and maxima of v (FP8).
+    k, v, beside, n_kv, step, chunk_tokens, chunks, eps, OPTIONS: gl.constexpr
+):
+    """Store sums of a sample of k, and the mean of a sample and maxima of v.
 
-    Grid: (heads * MEANS with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
-    `prologue.statistics_kernel`, but mean [B, H, MEANS, D].
+    Grid: (heads * MEANS if k is averaged + heads * chunks + heads for fp8, batch). Arguments as in
+    `prologue_triton.statistics_kernel`, but mean [B, H, MEANS, D]. beside: mean, rotary and
+    lengths, and what is not read here.
     """
     launch_dependents()
+    mean_ptr, rotary, lengths_ptr, _ = beside
     at = gl.program_id(0)
     b = gl.program_id(1)
-    heads: gl.constexpr = CHANNELS // HEAD_DIM
+    D: gl.constexpr = OPTIONS.D
+    heads: gl.constexpr = OPTIONS.CHANNELS // D
     limit = n_kv
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
-    means: gl.constexpr = heads * MEANS if SMOOTH else 0
+    means: gl.constexpr = heads * OPTIONS.MEANS if mean_ptr is not None else 0
     if at < means:
-        if SMOOTH:
+        if mean_ptr is not None:
             _sample_sum(
-                at // heads, at % heads, b, limit, step,
-                k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, k_strides,
-                eps, CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
+                at // heads, at % heads, b, limit, step, k, mean_ptr, rotary, eps,
+                OPTIONS.CHANNELS, D, OPTIONS.MEANS, OPTIONS.K_NORM,
             )  # fmt: skip
-    elif FP8:
+    elif v.stats_ptr is not None:
         chunk = (at - means) // heads
         h = (at - means) % heads
         if chunk < chunks:
-            _channel_amax(
-                chunk, h, b, limit,
-                v_ptr, v_stats_ptr, v_strides, chunk_tokens, chunks, CHANNELS,
-                HEAD_DIM,
-            )  # fmt: skip
+            _channel_amax(chunk, h, b, limit, v, chunk_tokens, chunks, OPTIONS.CHANNELS, D)
         else:
-            _value_mean(
-                h, b, limit, step, (n_kv + step - 1) // step,
-                v_ptr, v_stats_ptr, v_error_ptr, v_strides, chunks, CHANNELS,
-                HEAD_DIM,
-            )  # fmt: skip
+            samples = (n_kv + step - 1) // step
+            _value_mean(h, b, limit, step, samples, v, chunks, OPTIONS.CHANNELS, D)
 
 
 @cache
@@ -571,7 +624,6 @@ def run_prologue(job: Prologue) -> None:
     """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
     q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
-    cos, sin = a.rotary or (None, None)
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
     fp8, smooth = values is not None, a.spec.smooth_k
     q_rows = _TILE.value // head_dim
@@ -585,27 +637,21 @@ def run_prologue(job: Prologue) -> None:
     most = max(1, min(AMAX_CHUNKS, _AMAX_PROGRAMS // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
-    stats = empty(1 + chunks) if fp8 else None
+    of_q, of_k, of_v = strides(one_sample=batch == 1, q=q, k=k, v=v).values()
+    v_rows = ValueRows(v, of_v, None, None, None, None)
+    if values is not None:
+        errors = values.levels.view(torch.int32)
+        v_rows = ValueRows(v, of_v, empty(1 + chunks), errors, values.levels, values.e4m3)
     common = {
-        "k_ptr": k,
-        "mean_ptr": mean,
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "v_ptr": v,
-        "v_stats_ptr": stats,
-        "v_error_ptr": None if values is None else values.levels.view(torch.int32),
-        "lengths_ptr": a.kv_lengths,
-        **strides(one_sample=batch == 1, k=k, v=v),
+        "k": Rows(k, norms.k, norms.k_bias, of_k),
+        "v": v_rows,
+        "beside": (mean, a.rotary, a.kv_lengths, counters),
         "n_kv": n_kv,
         "step": job.step,
         "chunks": chunks,
-        "eps": norms.eps,
-        "CHANNELS": channels,
-        "HEAD_DIM": head_dim,
-        "MEANS": means,
-        "ROPE": cos is not None,
-        "HAS_LENGTHS": a.kv_lengths is not None,
-        "FP8": fp8,
+        "OPTIONS": Options(
+            channels, head_dim, QMAX[a.spec.attention], means, job.q_norm, job.k_norm, counter_rows
+        ),
         "num_warps": 8,
     }
     dependent = smooth or fp8
@@ -614,11 +660,8 @@ def run_prologue(job: Prologue) -> None:
             hopper_statistics_kernel,
             (heads * (means * smooth + (chunks + 1) * fp8), batch),
             device,
-            weight_ptr=norms.k,
-            bias_ptr=norms.k_bias,
             chunk_tokens=chunk_tokens,
-            NORM=job.k_norm,
-            SMOOTH=smooth,
+            eps=norms.eps,
             **common,
         )
     n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
@@ -635,23 +678,10 @@ def run_prologue(job: Prologue) -> None:
         hopper_prologue_kernel,
         (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
         device,
-        q_ptr=q,
-        q_int8_ptr=queries.int8,
-        q_scale_ptr=queries.scale,
-        q_weight_ptr=norms.q,
-        q_bias_ptr=norms.q_bias,
-        shift_ptr=queries.shift,
-        counter_ptr=counters,
-        k_int8_ptr=keys.int8,
-        k_scale_ptr=keys.scale,
-        k_weight_ptr=norms.k,
-        k_bias_ptr=norms.k_bias,
-        v_out_ptr=None if values is None else values.e4m3,
-        v_levels_ptr=None if values is None else values.levels,
-        **strides(one_sample=batch == 1, q=q),
+        q=Rows(q, norms.q, norms.q_bias, of_q),
+        q_out=Quantized(queries.int8, queries.scale, queries.shift, n_q_padded),
+        k_out=Quantized(keys.int8, keys.scale, None, n_kv_padded),
         n_q=n_q,
-        n_q_padded=n_q_padded,
-        n_kv_padded=n_kv_padded,
         n_counters=0 if counters is None else counters.shape[1],
         q_programs=q_programs,
         k_programs=k_programs,
@@ -660,16 +690,7 @@ def run_prologue(job: Prologue) -> None:
         q_group=q_group,
         k_group=k_group,
         tiles=tiles,
-        factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
-        shift_factor=a.sm_scale,
-        QMAX=QMAX[a.spec.attention],
-        COUNTER_ROWS=counter_rows,
-        CHUNKS=AMAX_CHUNKS,
-        Q_NORM=job.q_norm,
-        K_NORM=job.k_norm,
-        SUBTRACT=smooth,
-        SHIFT=queries.shift is not None,
-        COUNTERS=counters is not None,
+        factors=Factors(a.sm_scale * LOG2_E / hadamard_width(head_dim), a.sm_scale, norms.eps),
         maxnreg=128,  # two programs per multiprocessor
         launch_pdl=dependent,
         **common,

@@ -25,7 +25,6 @@ from turbo_rcm_patch.ops.launch import (
     cdiv,
     launch,
     pad_head,
-    strides,
     target_of,
     tile_for,
 )
@@ -38,6 +37,124 @@ LEAST_V = tl.constexpr(formats.LEAST_V)
 LARGEST_CENTRED = tl.constexpr(formats.LARGEST_CENTRED)
 MEAN_ROWS = tl.constexpr(formats.MEAN_ROWS)
 _ERROR_STEPS = tl.constexpr(float(formats.ERROR_STEPS))
+
+
+class Rows(NamedTuple):
+    """q or k [B, N, H*D] with weight and bias of its norm, as a kernel reads them.
+
+    Attributes:
+        ptr: The rows.
+        weight_ptr: [H*D], or [D] per head, or None.
+        bias_ptr: [D] or None.
+        words_ptr: The rows as int64, four 16-bit channels each, or None if any of the three cannot
+            be read so.
+        weight_words_ptr: The weight as int64.
+        bias_words_ptr: The bias as int64.
+        strides: Strides of batch and tokens of the rows.
+    """
+
+    ptr: torch.Tensor
+    weight_ptr: torch.Tensor | None
+    bias_ptr: torch.Tensor | None
+    words_ptr: torch.Tensor | None
+    weight_words_ptr: torch.Tensor | None
+    bias_words_ptr: torch.Tensor | None
+    strides: tuple[int, int]
+
+
+class Quantized(NamedTuple):
+    """Memory of quantised q or k.
+
+    Attributes:
+        int8_ptr: [B, H, n_padded, HEAD_PAD], as int64.
+        scale_ptr: fp32 [B, H, n_padded] of q, [B, H, n_scales] of k.
+        shift_ptr: fp32 [B, H, n_padded] of q, or None.
+        n_padded: Padded number of tokens.
+    """
+
+    int8_ptr: torch.Tensor
+    scale_ptr: torch.Tensor
+    shift_ptr: torch.Tensor | None
+    n_padded: int
+
+
+class ValueRows(NamedTuple):
+    """v [B, N, H*D], its statistics and the memory of its result; all but v are None without fp8.
+
+    Attributes:
+        ptr: The rows.
+        strides: Their strides of batch and tokens.
+        stats_ptr: fp32 [B, H, 1 + chunks, HEAD_PAD]: the mean, then largest magnitudes.
+        error_ptr: `levels_ptr` as int32.
+        levels_ptr: [B, H, 3, HEAD_PAD], see `formats.Values`.
+        out_ptr: e4m3 [B, H, HEAD_PAD, n_padded].
+    """
+
+    ptr: torch.Tensor
+    strides: tuple[int, int]
+    stats_ptr: torch.Tensor | None
+    error_ptr: torch.Tensor | None
+    levels_ptr: torch.Tensor | None
+    out_ptr: torch.Tensor | None
+
+
+class Shape(NamedTuple):
+    """Channels of all heads, of one head, of one in a kernel, and the tiles of a program.
+
+    Attributes:
+        CHANNELS: H*D.
+        HEAD_DIM: D.
+        HEAD_PAD: D up to a power of two.
+        BLOCK_T: Tokens of a program.
+        BLOCK_C: Channels that a norm across all heads reads at a time.
+    """
+
+    CHANNELS: int
+    HEAD_DIM: int
+    HEAD_PAD: int
+    BLOCK_T: int
+    BLOCK_C: int
+
+
+class Options(NamedTuple):
+    """What a prologue is compiled for.
+
+    Attributes:
+        GROUP: Heads of a program.
+        QMAX: Largest magnitude of quantised q and k.
+        Q_NORM: Kind of the norm of q, see `formats.norm_kind`.
+        K_NORM: Kind of the norm of k.
+        COUNTER_ROWS: Rows of q that share a counter.
+        CHUNKS: Most partial maxima of a channel of v.
+    """
+
+    GROUP: int
+    QMAX: int
+    Q_NORM: int
+    K_NORM: int
+    COUNTER_ROWS: int
+    CHUNKS: int = AMAX_CHUNKS
+
+
+def _as_words(x: torch.Tensor | None) -> torch.Tensor | None:
+    """View x as int64, four 16-bit elements each, or return None if that is impossible."""
+    if x is None:
+        return None
+    strides = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    if x.element_size() != 2 or any(stride % 4 for stride in strides):
+        return None
+    # Memory of another library may have any address.
+    if x.device.type != "meta" and x.data_ptr() % 8:
+        return None
+    return x.view(torch.int64)
+
+
+class Factors(NamedTuple):
+    """Numbers of a prologue: on scales of q and on its shift, and epsilon of the norms."""
+
+    q: float
+    shift: float
+    eps: float
 
 
 # `_load_8`, `_load_16` and `_load_32` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and
@@ -165,16 +282,16 @@ def row_rms(
 
 @triton.jit
 def head_tile(
-    x, first, mask, n_left, rms, h, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
-    cos, sin, eps, dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
+    x, first, mask, n_left, rms, h, rows, cos, sin, eps,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate one head: [BLOCK_T, HEAD_PAD] fp32, 0 where masked.
 
-    x: the head as `read_channels` loaded it; rms [BLOCK_T] (NORM 1). NORM as in `operands`.
+    x: the head as `read_channels` loaded it; rms [BLOCK_T] (NORM 1); cos, sin as of
+    `rotary_tables`, or None. NORM as in `formats.norm_kind`.
     """
-    x = unpack_channels(x, dtype, BLOCK_T, HEAD_PAD, WORDS)
+    WORDS: tl.constexpr = rows.words_ptr is not None
+    x = unpack_channels(x, rows.ptr.dtype.element_ty, BLOCK_T, HEAD_PAD, WORDS)
     if NORM == 3:  # layer norm
         x = x - (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
         if HEAD_DIM != HEAD_PAD:
@@ -184,15 +301,15 @@ def head_tile(
     if NORM != 0:
         own = first + h * HEAD_DIM if NORM == 1 else first
         padded: tl.constexpr = HEAD_DIM % 32 != 0
-        w = read_channels(weight_ptr, weight_words_ptr, own, mask, n_left, WORDS, padded)
-        kind: tl.constexpr = weight_ptr.dtype.element_ty
+        w = read_channels(rows.weight_ptr, rows.weight_words_ptr, own, mask, n_left, WORDS, padded)
+        kind: tl.constexpr = rows.weight_ptr.dtype.element_ty
         x = x * rms[:, None] * unpack_channels(w, kind, BLOCK_T, HEAD_PAD, WORDS)
         if NORM == 3:
             # Masked like x, so that a token past the end stays 0.
-            w = read_channels(bias_ptr, bias_words_ptr, own, mask, n_left, WORDS, padded)
-            bias_kind: tl.constexpr = bias_ptr.dtype.element_ty
+            w = read_channels(rows.bias_ptr, rows.bias_words_ptr, own, mask, n_left, WORDS, padded)
+            bias_kind: tl.constexpr = rows.bias_ptr.dtype.element_ty
             x += unpack_channels(w, bias_kind, BLOCK_T, HEAD_PAD, WORDS)
-    if ROPE:
+    if cos is not None:
         even, odd = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
         x = tl.join(even * cos - odd * sin, even * sin + odd * cos)
         x = tl.reshape(x, [BLOCK_T, HEAD_PAD])
@@ -242,10 +359,10 @@ def store_int8(words_ptr, x, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr
 
 
 @triton.jit
-def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
+def kv_limit(lengths_ptr, b, n_tokens):
     """Return the number of keys that batch entry b sees."""
     limit = n_tokens
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_tokens)).to(tl.int32)
     return limit
 
@@ -264,48 +381,46 @@ def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: 
 
 @triton.jit
 def channel_amax(
-    chunk, h, b, limit,
-    v_ptr, v_stats_ptr, strides, chunk_tokens, chunks, heads,
+    chunk, h, b, limit, v, chunk_tokens, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Store the largest magnitude of each channel of a head of v over a chunk of tokens.
 
-    v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32: the mean, then the magnitudes.
+    v: `ValueRows`.
     """
     offs_d = tl.arange(0, HEAD_PAD)
-    base = v_ptr + b.to(tl.int64) * strides[0] + h * HEAD_DIM
+    base = v.ptr + b.to(tl.int64) * v.strides[0] + h * HEAD_DIM
     amax = tl.zeros([BLOCK_T, HEAD_PAD], tl.float32)
     for start in range(0, chunk_tokens, BLOCK_T):
         offs_t = chunk * chunk_tokens + start + tl.arange(0, BLOCK_T)
         x = tl.load(
-            base + offs_t.to(tl.int64)[:, None] * strides[1] + offs_d[None, :],
+            base + offs_t.to(tl.int64)[:, None] * v.strides[1] + offs_d[None, :],
             mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
         amax = tl.maximum(amax, tl.abs(x))
     bh = b.to(tl.int64) * heads + h
     row = bh * (1 + chunks) + 1 + chunk
-    tl.store(v_stats_ptr + row * HEAD_PAD + offs_d, tl.max(amax, axis=0))
+    tl.store(v.stats_ptr + row * HEAD_PAD + offs_d, tl.max(amax, axis=0))
 
 
 @triton.jit
 def value_mean(
-    h, b, limit,
-    v_ptr, v_stats_ptr, error_ptr, strides, samples, step, chunks, heads,
+    h, b, limit, v, samples, step, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
     """Store the mean of each channel of a head of v over tokens 0, step, 2 * step, ... < limit.
 
-    There are at most `samples` of these. v [B, N, H*D]; v_stats as in `channel_amax`. The sums of
-    errors, the last row of [B, H, 3, HEAD_PAD] int32, are zeroed for `value_block`.
+    There are at most `samples` of these. v: `ValueRows`. The sums of errors, the last row of its
+    levels, are zeroed for `value_block`.
     """
     offs_d = tl.arange(0, HEAD_PAD)
-    base = v_ptr + b.to(tl.int64) * strides[0] + h * HEAD_DIM
+    base = v.ptr + b.to(tl.int64) * v.strides[0] + h * HEAD_DIM
     total = tl.zeros([MEAN_ROWS, HEAD_PAD], tl.float32)
     for start in range(0, samples, MEAN_ROWS):
         offs_t = (start + tl.arange(0, MEAN_ROWS)) * step
         total += tl.load(
-            base + offs_t.to(tl.int64)[:, None] * strides[1] + offs_d[None, :],
+            base + offs_t.to(tl.int64)[:, None] * v.strides[1] + offs_d[None, :],
             mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -315,28 +430,24 @@ def value_mean(
     total = tl.reshape(total, [HEAD_PAD])
     count = tl.maximum(1, (limit + step - 1) // step).to(tl.float32)
     bh = b.to(tl.int64) * heads + h
-    tl.store(v_stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d, tl.div_rn(total, count))
-    tl.store(error_ptr + (3 * bh + 2) * HEAD_PAD + offs_d, tl.zeros([HEAD_PAD], tl.int32))
+    tl.store(v.stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d, tl.div_rn(total, count))
+    tl.store(v.error_ptr + (3 * bh + 2) * HEAD_PAD + offs_d, tl.zeros([HEAD_PAD], tl.int32))
 
 
 @triton.jit
 def value_block(
-    block, h, b, limit,
-    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, strides, n_padded, chunks,
-    heads,
+    block, h, b, limit, v, n_padded, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store BLOCK_T tokens of a head of v, less their mean, transposed in e4m3.
 
     There is one scale per channel. Tokens are permuted within groups of 32. Tokens from `limit` on
-    are masked. v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32 as in `channel_amax`;
-    out [B, H, HEAD_PAD, n_padded] e4m3; levels [B, H, 3, HEAD_PAD] as in `operands.Values`; error
-    is the same memory as int32, to whose last row the rounding errors are added.
+    are masked. v: `ValueRows`; the rounding errors are added to the last row of its levels.
     """
     offs_d = tl.arange(0, HEAD_PAD)
     bh = b.to(tl.int64) * heads + h
     offs_c = tl.arange(0, CHUNKS)
-    stats = v_stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d
+    stats = v.stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d
     partial = tl.load(
         stats[None, :] + (1 + offs_c[:, None]) * HEAD_PAD,
         mask=(offs_c < chunks)[:, None],
@@ -347,8 +458,8 @@ def value_block(
     amax = tl.maximum(amax + tl.abs(mean), LEAST_V)
     levels = 3 * bh * HEAD_PAD + offs_d
     if block == 0:
-        tl.store(levels_ptr + levels, amax / _E4M3_MAX)
-        tl.store(levels_ptr + levels + HEAD_PAD, mean)
+        tl.store(v.levels_ptr + levels, amax / _E4M3_MAX)
+        tl.store(v.levels_ptr + levels + HEAD_PAD, mean)
     # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e), sizes (2, 4, 2, 2): with
     # keys in this order the accumulator of q k^T is, register by register, the operand of p v.
     p = tl.arange(0, BLOCK_T)
@@ -356,7 +467,7 @@ def value_block(
     offs_t = block * BLOCK_T + token
     mask = (offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
     x = tl.load(
-        v_ptr + b.to(tl.int64) * strides[0] + offs_t.to(tl.int64)[:, None] * strides[1]
+        v.ptr + b.to(tl.int64) * v.strides[0] + offs_t.to(tl.int64)[:, None] * v.strides[1]
         + (h * HEAD_DIM + offs_d)[None, :],
         mask=mask,
         other=0.0,
@@ -365,318 +476,225 @@ def value_block(
     x = tl.where(mask, (x - mean[None, :]) * inverse[None, :], 0.0)
     y = x.to(tl.float8e4nv)
     tl.store(
-        out_ptr + (bh * HEAD_PAD + offs_d[:, None]) * n_padded + block * BLOCK_T + p[None, :],
+        v.out_ptr + (bh * HEAD_PAD + offs_d[:, None]) * n_padded + block * BLOCK_T + p[None, :],
         tl.trans(y),
     )
     error = (x - y.to(tl.float32)) * _ERROR_STEPS
     error = (error + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
     # The errors are integers, so their sum does not depend on the order.
-    tl.atomic_add(error_ptr + levels + 2 * HEAD_PAD, tl.sum(error, axis=0), sem="relaxed")
+    tl.atomic_add(v.error_ptr + levels + 2 * HEAD_PAD, tl.sum(error, axis=0), sem="relaxed")
 
 
 @triton.jit
 def sample_mean(
-    h, b, limit,
-    x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
-    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-    strides, samples, step, heads, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
+    h, b, limit, rows, mean_ptr, rotary, samples, step, heads, eps,
+    SHAPE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the mean of a normalised, rotated head of x over tokens 0, step, ... < limit.
+    """Store the mean of a normalised, rotated head of `rows` over tokens 0, step, ... < limit.
 
-    There are at most `samples` of these. x [B, N, H*D], words the same as int64 (WORDS);
-    mean [B, H, HEAD_PAD] fp32; weight [H*D] or [D]; bias [D]; cos, sin [N, D].
+    There are at most `samples` of these. mean [B, H, HEAD_PAD] fp32; rotary: cos, sin [N, D], or
+    None.
     """
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    HEAD_PAD: tl.constexpr = SHAPE.HEAD_PAD
+    BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
+    WORDS: tl.constexpr = rows.words_ptr is not None
     total = tl.zeros([HEAD_PAD], tl.float32)
     for start in range(0, samples, BLOCK_T):
         offs_t = (start + tl.arange(0, BLOCK_T)) * step
         mask_t = offs_t < limit
         rms = tl.zeros([BLOCK_T], tl.float32)
-        row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
+        row = b.to(tl.int64) * rows.strides[0] + offs_t.to(tl.int64) * rows.strides[1]
         if NORM == 1:
-            rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+            rms = row_rms(rows.ptr + row, mask_t, eps, SHAPE.CHANNELS, BLOCK_T, SHAPE.BLOCK_C)
         tokens, first, mask, n_left = group_offsets(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
         cos, sin = None, None
-        if ROPE:
+        if rotary is not None:
             cos, sin = rotary_tables(
-                cos_ptr, sin_ptr, tokens, first, mask, n_left, BLOCK_T, HEAD_DIM, HEAD_PAD
+                rotary[0], rotary[1], tokens, first, mask, n_left, BLOCK_T, HEAD_DIM, HEAD_PAD
             )
         offs = row[:, None] + first + h * HEAD_DIM
-        x = read_channels(x_ptr, words_ptr, offs, mask, n_left, WORDS, HEAD_DIM % 32 != 0)
+        x = read_channels(rows.ptr, rows.words_ptr, offs, mask, n_left, WORDS, HEAD_DIM % 32 != 0)
         x = head_tile(
-            x, first, mask, n_left, rms, h, weight_ptr, weight_words_ptr,
-            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
-            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
-        )  # fmt: skip
+            x, first, mask, n_left, rms, h, rows, cos, sin, eps, HEAD_DIM, HEAD_PAD, BLOCK_T, NORM
+        )
         total += tl.sum(x, axis=0)
     count = tl.maximum(1, (limit + step - 1) // step)
     tl.store(mean_ptr + (b * heads + h) * HEAD_PAD + tl.arange(0, HEAD_PAD), total / count)
 
 
 @triton.jit
-def key_block(
-    block, group, b, limit,
-    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
-    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-    strides, n_padded, n_scales, heads, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
-    SUBTRACT: tl.constexpr,
+def token_block(
+    block, group, b, limit, rows, out, mean_ptr, rotary, n_scales, heads, factors,
+    SHAPE: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Store ROWS tokens of GROUP heads of k as int8 with their scales.
+    """Store BLOCK_T tokens of GROUP heads of k (KEYS) or q as int8 with their scales.
 
     Before that, norm, rotary embedding, smoothing and `hadamard` are applied. Tokens from `limit`
-    on are masked. x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD]
-    as int64, 0 for masked keys; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
-    sin [N, D]; mean [B, H, HEAD_PAD], subtracted (SUBTRACT).
+    on are masked. rows: `Rows`; out: `Quantized`, 0 for masked keys; mean [B, H, HEAD_PAD] of k or
+    None, subtracted from k, and for the shift of q, q · mean * factors.shift; rotary: cos, sin
+    [N, D], or None. Scales are of blocks of k, and of rows of q, there times factors.q.
     """
-    offs_t = block * ROWS + tl.arange(0, ROWS)
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    HEAD_PAD: tl.constexpr = SHAPE.HEAD_PAD
+    BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
+    WORDS: tl.constexpr = rows.words_ptr is not None
+    offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < limit
-    row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
-    rms = tl.zeros([ROWS], tl.float32)
+    row = b.to(tl.int64) * rows.strides[0] + offs_t.to(tl.int64) * rows.strides[1]
+    rms = tl.zeros([BLOCK_T], tl.float32)
     if NORM == 1:
-        rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, ROWS, BLOCK_C)
+        rms = row_rms(rows.ptr + row, mask_t, factors.eps, SHAPE.CHANNELS, BLOCK_T, SHAPE.BLOCK_C)
     tokens, first, mask, n_left = group_offsets(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
     cos, sin = None, None
-    if ROPE:
+    if rotary is not None:
         cos, sin = rotary_tables(
-            cos_ptr, sin_ptr, tokens, first, mask, n_left, ROWS, HEAD_DIM, HEAD_PAD
+            rotary[0], rotary[1], tokens, first, mask, n_left, BLOCK_T, HEAD_DIM, HEAD_PAD
         )
+    inside = offs_t < out.n_padded
     # Load each head while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
     last = tl.minimum((group + 1) * GROUP, heads) - 1
     following = read_channels(
-        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
+        rows.ptr, rows.words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
     )
     for h in range(group * GROUP, last + 1):
         here = following
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
-        following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
+        following = read_channels(rows.ptr, rows.words_ptr, at, mask, n_left, WORDS, padded)
         bh = b.to(tl.int64) * heads + h
         x = head_tile(
-            here, first, mask, n_left, rms, h, weight_ptr, weight_words_ptr,
-            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
-            HEAD_DIM, HEAD_PAD, ROWS, NORM, ROPE, WORDS,
+            here, first, mask, n_left, rms, h, rows, cos, sin, factors.eps,
+            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM,
         )  # fmt: skip
-        if SUBTRACT:
-            mean = load_mean(mean_ptr, bh, first, mask, ROWS, HEAD_PAD)
+        if KEYS and mean_ptr is not None:
+            mean = load_mean(mean_ptr, bh, first, mask, BLOCK_T, HEAD_PAD)
             x = tl.where(mask_t[:, None], x - mean, 0.0)
-        x = hadamard(x, ROWS, HEAD_PAD)
-        amax = tl.max(tl.abs(x))
-        total = tl.sum(x)
-        amax = tl.where(amax > TINY, amax, 1.0)
-        inverse = tl.div_rn(QMAX * 1.0, amax)
+        if out.shift_ptr is not None:
+            mean = load_mean(mean_ptr, bh, first, mask, BLOCK_T, HEAD_PAD)
+            shift = tl.sum(x * mean, axis=1) * factors.shift
+            tl.store(out.shift_ptr + bh * out.n_padded + offs_t, shift, mask=inside)
+        x = hadamard(x, BLOCK_T, HEAD_PAD)
         # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
-        tl.store(scale_ptr + bh * n_scales + block, tl.where(total == total, amax / QMAX, total))
-        out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
-        store_int8(out, x * inverse, tokens < n_padded, ROWS, HEAD_PAD)
+        if KEYS:
+            amax = tl.max(tl.abs(x))
+            total = tl.sum(x)
+            amax = tl.where(amax > TINY, amax, 1.0)
+            x *= tl.div_rn(QMAX * 1.0, amax)
+            scale = tl.where(total == total, amax / QMAX, total)
+            tl.store(out.scale_ptr + bh * n_scales + block, scale)
+        else:
+            amax = tl.max(tl.abs(x), axis=1)
+            total = tl.sum(x, axis=1)
+            amax = tl.where(amax > TINY, amax, 1.0)
+            x *= tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)[:, None]
+            scale = tl.where(total == total, amax / QMAX * factors.q, total)
+            # The threads of the first channels store it; a vector would be exchanged first.
+            tl.store(
+                out.scale_ptr + bh * out.n_padded + tokens,
+                scale[:, None] + 0.0 * first,
+                mask=inside[:, None] & (first == 0),
+            )
+        words = out.int8_ptr + ((bh * out.n_padded + tokens) * HEAD_PAD + first) // 8
+        store_int8(words, x, tokens < out.n_padded, BLOCK_T, HEAD_PAD)
 
 
 @triton.jit
-def query_block(
-    block, group, b,
-    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
-    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-    strides, n_tokens, n_padded, heads, n_counters,
-    eps, factor, shift_factor,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
-    COUNTER_ROWS: tl.constexpr, QMAX: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
-    SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
-):  # fmt: skip
-    """Store BLOCK_T tokens of GROUP heads of q as int8 with their scales.
-
-    Before that, norm, rotary embedding and `hadamard` are applied. x [B, N, H*D], words the same
-    as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
-    scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; bias [D]; cos, sin [N, D];
-    mean [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
-    counter [B, n_counters] int32, zeroed for the one-launch kernel.
-    """
-    offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    if COUNTERS:
-        counters: tl.constexpr = 1 if BLOCK_T < COUNTER_ROWS else BLOCK_T // COUNTER_ROWS
-        counter = block * BLOCK_T // COUNTER_ROWS + tl.arange(0, counters)
-        if group == 0:
-            tl.store(counter_ptr + b * n_counters + counter, 0, mask=counter < n_counters)
-    mask_t = offs_t < n_tokens
-    row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
-    rms = tl.zeros([BLOCK_T], tl.float32)
-    if NORM == 1:
-        rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
-    tokens, first, mask, n_left = group_offsets(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
-    cos, sin = None, None
-    if ROPE:
-        cos, sin = rotary_tables(
-            cos_ptr, sin_ptr, tokens, first, mask, n_left, BLOCK_T, HEAD_DIM, HEAD_PAD
-        )
-    inside = offs_t < n_padded
-    # Load each head while the one before it is computed.
-    padded: tl.constexpr = HEAD_DIM % 32 != 0
-    offs = row[:, None] + first
-    last = tl.minimum((group + 1) * GROUP, heads) - 1
-    following = read_channels(
-        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
-    )
-    for h in range(group * GROUP, last + 1):
-        here = following
-        at = offs + tl.minimum(h + 1, last) * HEAD_DIM
-        following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
-        x = head_tile(
-            here, first, mask, n_left, rms, h, weight_ptr, weight_words_ptr,
-            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
-            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
-        )  # fmt: skip
-        bh = b.to(tl.int64) * heads + h
-        if SHIFT:
-            mean = load_mean(mean_ptr, bh, first, mask, BLOCK_T, HEAD_PAD)
-            shift = tl.sum(x * mean, axis=1) * shift_factor
-            tl.store(shift_ptr + bh * n_padded + offs_t, shift, mask=inside)
-        x = hadamard(x, BLOCK_T, HEAD_PAD)
-        amax = tl.max(tl.abs(x), axis=1)
-        total = tl.sum(x, axis=1)
-        amax = tl.where(amax > TINY, amax, 1.0)
-        inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
-        # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
-        scale = tl.where(total == total, amax / QMAX * factor, total)
-        # The threads of the first channels store it, because a vector would be exchanged first.
-        tl.store(
-            scale_ptr + bh * n_padded + tokens,
-            scale[:, None] + 0.0 * first,
-            mask=inside[:, None] & (first == 0),
-        )
-        out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
-        store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
+def zero_counters(ptr, row, n_counters, ROWS: tl.constexpr, COUNTER_ROWS: tl.constexpr):
+    """Zero the counters of ROWS rows from `row` on, for the one-launch kernel."""
+    counters: tl.constexpr = 1 if ROWS < COUNTER_ROWS else ROWS // COUNTER_ROWS
+    counter = row // COUNTER_ROWS + tl.arange(0, counters)
+    tl.store(ptr + counter, 0, mask=counter < n_counters)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def statistics_kernel(
-    k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
-    cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr, lengths_ptr,
-    k_strides, v_strides, n_kv, step, chunk_tokens, chunks, heads, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    SMOOTH: tl.constexpr, FP8: tl.constexpr,
+    k, v, mean_ptr, rotary, lengths_ptr, n_kv, step, chunk_tokens, chunks, heads, eps,
+    SHAPE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the mean of a sample of k (SMOOTH), and the mean of a sample and maxima of v (FP8).
+    """Store the mean of a sample of k, and the mean of a sample and maxima of v.
 
-    Grid: (heads with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
-    `sample_mean`, `channel_amax` and `value_mean`; lengths [B].
+    Grid: (heads if k is averaged + heads * chunks + heads for fp8, batch). k: `Rows`;
+    v: `ValueRows`; mean fp32 [B, H, HEAD_PAD], or None if k is not averaged; rotary: cos, sin
+    [N, D], or None; lengths [B] or None.
     """
     at, b = tl.program_id(0), tl.program_id(1)
-    limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
+    limit = kv_limit(lengths_ptr, b, n_kv)
     means = 0
-    if SMOOTH:
+    if mean_ptr is not None:
         means = heads
         if at < means:
             sample_mean(
-                at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
-                bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-                k_strides, tl.cdiv(n_kv, step), step, heads, eps,
-                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, NORM, ROPE, WORDS,
+                at, b, limit, k, mean_ptr, rotary, tl.cdiv(n_kv, step), step, heads, eps,
+                SHAPE, NORM,
             )  # fmt: skip
-    if FP8:  # noqa: SIM102 (a compile-time branch: without FP8 there is no v to read)
+    if v.stats_ptr is not None:  # noqa: SIM102 (a compile-time branch)
         if at >= means:
             chunk, h = (at - means) // heads, (at - means) % heads
             if chunk < chunks:
                 channel_amax(
-                    chunk, h, b, limit,
-                    v_ptr, v_stats_ptr, v_strides, chunk_tokens, chunks, heads,
-                    HEAD_DIM, HEAD_PAD, BLOCK_T,
+                    chunk, h, b, limit, v, chunk_tokens, chunks, heads,
+                    SHAPE.HEAD_DIM, SHAPE.HEAD_PAD, SHAPE.BLOCK_T,
                 )  # fmt: skip
             else:
                 value_mean(
-                    h, b, limit,
-                    v_ptr, v_stats_ptr, v_error_ptr, v_strides,
-                    tl.cdiv(n_kv, step), step, chunks, heads, HEAD_DIM, HEAD_PAD,
+                    h, b, limit, v, tl.cdiv(n_kv, step), step, chunks, heads,
+                    SHAPE.HEAD_DIM, SHAPE.HEAD_PAD,
                 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prologue_kernel(
-    q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
-    q_bias_ptr, q_bias_words_ptr, shift_ptr, counter_ptr,
-    k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
-    k_bias_ptr, k_bias_words_ptr, mean_ptr,
-    v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    q_strides, k_strides, v_strides,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
-    eps, factor, shift_factor,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
-    COUNTER_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
-    Q_WORDS: tl.constexpr, K_WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    SUBTRACT: tl.constexpr, SHIFT: tl.constexpr, COUNTERS: tl.constexpr, FP8: tl.constexpr,
+    q, q_out, counter_ptr, k, k_out, v, mean_ptr, rotary, lengths_ptr,
+    n_q, n_kv, heads, n_counters, chunks, q_blocks, kv_blocks, factors,
+    SHAPE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Store q and k as int8 and, with FP8, v as transposed e4m3.
+    """Store q and k as int8 and, for fp8, v as transposed e4m3.
 
-    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of GROUP heads; batch).
-    Arguments as in `key_block`, `query_block` and `value_block`.
+    Grid: (blocks of BLOCK_T tokens of k, then of q, then of v; groups of GROUP heads; batch).
+    counter [B, n_counters] int32 or None; lengths [B] or None; the rest as in `token_block` and
+    `value_block`.
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
+    limit = kv_limit(lengths_ptr, b, n_kv)
+    GROUP: tl.constexpr = OPTIONS.GROUP
     if block < kv_blocks:
-        key_block(
-            block, group, b, limit,
-            k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
-            k_bias_ptr, k_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-            k_strides, n_kv_padded, kv_blocks, heads, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
-            K_NORM, ROPE, K_WORDS, SUBTRACT,
+        token_block(
+            block, group, b, limit, k, k_out, mean_ptr, rotary, kv_blocks, heads, factors,
+            SHAPE, GROUP, OPTIONS.QMAX, OPTIONS.K_NORM, True,
         )  # fmt: skip
     elif block < kv_blocks + q_blocks:
-        query_block(
-            block - kv_blocks, group, b,
-            q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
-            q_bias_ptr, q_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-            q_strides, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
-            Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
+        block -= kv_blocks
+        if counter_ptr is not None:  # noqa: SIM102 (a compile-time branch)
+            if group == 0:
+                zero_counters(
+                    counter_ptr + b * n_counters, block * SHAPE.BLOCK_T, n_counters,
+                    SHAPE.BLOCK_T, OPTIONS.COUNTER_ROWS,
+                )  # fmt: skip
+        token_block(
+            block, group, b, n_q, q, q_out, mean_ptr, rotary, 0, heads, factors,
+            SHAPE, GROUP, OPTIONS.QMAX, OPTIONS.Q_NORM, False,
         )  # fmt: skip
-    elif FP8:
+    elif v.stats_ptr is not None:
         for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
             value_block(
-                block - kv_blocks - q_blocks, h, b, limit,
-                v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_strides,
-                n_kv_padded, chunks, heads, HEAD_DIM, HEAD_PAD, ROWS, CHUNKS,
+                block - kv_blocks - q_blocks, h, b, limit, v, k_out.n_padded, chunks, heads,
+                SHAPE.HEAD_DIM, SHAPE.HEAD_PAD, SHAPE.BLOCK_T, OPTIONS.CHUNKS,
             )  # fmt: skip
-
-
-def _as_words(x: torch.Tensor | None) -> torch.Tensor | None:
-    """View x as int64, four 16-bit elements each, or return None if that is impossible."""
-    if x is None:
-        return None
-    strides = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    if x.element_size() != 2 or any(stride % 4 for stride in strides):
-        return None
-    # Memory of another library may have any address.
-    if x.device.type != "meta" and x.data_ptr() % 8:
-        return None
-    return x.view(torch.int64)
-
-
-class _Rows(NamedTuple):
-    """The rows of q or k with weight and bias of their norm, as words if all can be viewed so."""
-
-    words: torch.Tensor | None = None
-    weight_words: torch.Tensor | None = None
-    bias_words: torch.Tensor | None = None
 
 
 def _rows(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head_dim: int
-) -> _Rows:
+) -> Rows:
     """Describe x [B, N, H*D] (dense rows), weight [H*D] or [D] or None, bias [D] or None."""
-    words = _Rows(*map(_as_words, (x, weight, bias)))
-    given = (True, weight is not None, bias is not None)
-    readable = all(w is not None for w, there in zip(words, given, strict=True) if there)
-    return words if head_dim % 4 == 0 and readable else _Rows()
+    given = (x, weight, bias)
+    words = tuple(map(_as_words, given))
+    readable = all(w is not None for w, one in zip(words, given, strict=True) if one is not None)
+    if head_dim % 4 or not readable:
+        words = (None, None, None)
+    return Rows(*given, *words, x.stride()[:2])
 
 
 def _heads_a_program(heads: int, programs: int) -> int:
@@ -688,33 +706,15 @@ def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
     """Compute the operands of a job into its memory; `tile` replaces the table's."""
     a, queries, keys, values, counters, counter_rows = job
     q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
-    cos, sin = a.rotary or (None, None)
-    (batch, _, channels), n_kv, device = q.shape, k.shape[1], q.device
+    (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
     fp8, smooth = values is not None, a.spec.smooth_k
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     if tile is None:
         tile = tile_for("prologue", str(head_pad), target_of(device))
     # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
-    q_rows = _rows(q, norms.q, norms.q_bias, head_dim)
-    k_rows = _rows(k, norms.k, norms.k_bias, head_dim)
-    common = {
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "lengths_ptr": a.kv_lengths,
-        **strides(k=k, v=v),
-        "n_kv": n_kv,
-        "heads": heads,
-        "eps": norms.eps,
-        "CHANNELS": channels,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad,
-        "BLOCK_C": min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        "ROPE": cos is not None,
-        "HAS_LENGTHS": a.kv_lengths is not None,
-        "FP8": fp8,
-        "num_stages": tile.stages,
-    }
+    block_c = min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels))
+    shape = Shape(channels, head_dim, head_pad, rows, block_c)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(batch, heads, *shape, head_pad, dtype=torch.float32, device=device)
@@ -722,32 +722,32 @@ def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
     mean = empty() if smooth else None
     chunk_tokens = cdiv(cdiv(n_kv, AMAX_CHUNKS), rows) * rows
     chunks = cdiv(n_kv, chunk_tokens)
-    stats = empty(1 + chunks) if fp8 else None
-    errors = None if values is None else values.levels.view(torch.int32)
-    # With half the tokens and half the warps of the prologue a thread may use twice the registers.
-    block_t = max(16, rows // 2)
+    of_v = ValueRows(v, v.stride()[:2], None, None, None, None)
+    if values is not None:
+        errors = values.levels.view(torch.int32)
+        of_v = ValueRows(v, of_v.strides, empty(1 + chunks), errors, values.levels, values.e4m3)
+    common = {
+        "k": _rows(k, norms.k, norms.k_bias, head_dim),
+        "v": of_v,
+        "rotary": a.rotary,
+        "lengths_ptr": a.kv_lengths,
+        "n_kv": n_kv,
+        "chunks": chunks,
+        "heads": heads,
+        "num_stages": tile.stages,
+    }
     if smooth or fp8:
         launch(
             statistics_kernel,
             (heads * (smooth + (chunks + 1) * fp8), batch),
             device,
-            k_ptr=k,
-            k_words_ptr=k_rows.words,
             mean_ptr=mean,
-            weight_ptr=norms.k,
-            weight_words_ptr=k_rows.weight_words,
-            bias_ptr=norms.k_bias,
-            bias_words_ptr=k_rows.bias_words,
-            v_ptr=v,
-            v_stats_ptr=stats,
-            v_error_ptr=errors,
             step=job.step,
             chunk_tokens=chunk_tokens,
-            chunks=chunks,
-            BLOCK_T=block_t,
+            eps=norms.eps,
+            # With half the tokens and half the warps a thread may use twice the registers.
+            SHAPE=shape._replace(BLOCK_T=max(16, rows // 2)),
             NORM=job.k_norm,
-            WORDS=k_rows.words is not None,
-            SMOOTH=smooth,
             num_warps=max(4, warps // 2),
             **common,
         )
@@ -759,52 +759,18 @@ def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
         prologue_kernel,
         (blocks, cdiv(heads, group), batch),
         device,
-        q_ptr=q,
-        q_words_ptr=q_rows.words,
-        q_int8_ptr=queries.int8.view(torch.int64),
-        q_scale_ptr=queries.scale,
-        q_weight_ptr=norms.q,
-        q_weight_words_ptr=q_rows.weight_words,
-        q_bias_ptr=norms.q_bias,
-        q_bias_words_ptr=q_rows.bias_words,
-        shift_ptr=queries.shift,
+        q=_rows(q, norms.q, norms.q_bias, head_dim),
+        q_out=Quantized(queries.int8.view(torch.int64), queries.scale, queries.shift, n_q_padded),
         counter_ptr=counters,
-        k_ptr=k,
-        k_words_ptr=k_rows.words,
-        k_int8_ptr=keys.int8.view(torch.int64),
-        k_scale_ptr=keys.scale,
-        k_weight_ptr=norms.k,
-        k_weight_words_ptr=k_rows.weight_words,
-        k_bias_ptr=norms.k_bias,
-        k_bias_words_ptr=k_rows.bias_words,
+        k_out=Quantized(keys.int8.view(torch.int64), keys.scale, None, n_kv_padded),
         mean_ptr=None if mean is None else mean.view(torch.int64),
-        v_ptr=v,
-        v_stats_ptr=stats,
-        v_out_ptr=None if values is None else values.e4m3,
-        v_levels_ptr=None if values is None else values.levels,
-        v_error_ptr=errors,
-        **strides(q=q),
-        n_q=q.shape[1],
-        n_q_padded=n_q_padded,
-        n_kv_padded=n_kv_padded,
+        n_q=n_q,
         n_counters=0 if counters is None else counters.shape[1],
-        chunks=chunks,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
-        shift_factor=a.sm_scale,
-        ROWS=rows,
-        GROUP=group,
-        QMAX=QMAX[a.spec.attention],
-        COUNTER_ROWS=counter_rows,
-        CHUNKS=AMAX_CHUNKS,
-        Q_NORM=job.q_norm,
-        K_NORM=job.k_norm,
-        Q_WORDS=q_rows.words is not None,
-        K_WORDS=k_rows.words is not None,
-        SUBTRACT=smooth,
-        SHIFT=queries.shift is not None,
-        COUNTERS=counters is not None,
+        factors=Factors(a.sm_scale * LOG2_E / hadamard_width(head_dim), a.sm_scale, norms.eps),
+        SHAPE=shape,
+        OPTIONS=Options(group, QMAX[a.spec.attention], job.q_norm, job.k_norm, counter_rows),
         num_warps=warps,
         **common,
     )

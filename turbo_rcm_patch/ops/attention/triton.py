@@ -32,47 +32,34 @@ from turbo_rcm_patch.ops.numerics import close_skip
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
-    y_ptr, lse_ptr, shift_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-    residual_ptr, skip_ptr, out_ptr,
-    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    WANT_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    y_ptr, lse_ptr, shift_ptr, q_src, k_src, v_src, scales, lengths_ptr, skip,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, FORM: tl.constexpr, KINDS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32; shift [B, H, n_q_padded] fp32, which smoothing
-    subtracted from every logit of a row; the rest as in `attend` and `close_skip`.
+    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which
+    smoothing subtracted from every logit of a row, or None; the rest as in `attend` and
+    `close_skip`.
     """
-    start_m = tl.program_id(0) * BLOCK_M
+    start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
     out, lse = attend(
-        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-        v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
+        b, h, start_m, FORM,
     )  # fmt: skip
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_PAD)
-    offs_c = h * HEAD_DIM + offs_d
-    mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
+    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
+    offs_c = h * FORM.HEAD_DIM + offs_d
+    mask_m, mask_d = offs_m < n_q, offs_d < FORM.HEAD_DIM
     bh = b.to(tl.int64) * heads + h
-    if WANT_LSE:
+    if lse_ptr is not None:
         lse = lse * LN_2
-        if HAS_SHIFT:
+        if shift_ptr is not None:
             lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
         tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
-    y = close_skip(
-        out, residual_ptr, residual_strides, b, offs_m, offs_c, mask_m, mask_d,
-        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
-        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, None,
-    )  # fmt: skip
-    rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * HEAD_DIM)
+    y = close_skip(out, skip, b, offs_m, offs_c, mask_m, mask_d, KINDS, None)
+    rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * FORM.HEAD_DIM)
     tl.store(
         y_ptr + rows[:, None] + offs_c[None, :],
         y.to(y_ptr.dtype.element_ty),
@@ -100,16 +87,13 @@ def launch_kernel(
     batch, n_q, _ = a.q.shape
     if tile is None:
         tile = tile_for("attention", variant_of(a), target_of(a.q.device))
-    shift = operands.queries.shift
     launch(
         attention_kernel,
         (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
         y_ptr=y,
         lse_ptr=lse,
-        shift_ptr=shift,
-        WANT_LSE=lse is not None,
-        HAS_SHIFT=shift is not None,
+        shift_ptr=operands.queries.shift,
         **skip_arguments(*(a.skip or NO_SKIP), y.shape),
         **attention_arguments(a, operands, tile),
         **(register_limit(a, tile) if a.spec.pv == "fp8" else {}),

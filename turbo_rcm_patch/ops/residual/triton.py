@@ -303,18 +303,14 @@ def skip_norm(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def skip_kernel(
-    y_ptr, branch_ptr, residual_ptr, skip_ptr, out_ptr,
-    branch_strides, residual_strides,
-    skip_value, skip_strides, out_value, out_strides,
-    n_tokens, channels,
+    y_ptr, branch_ptr, skip, branch_strides, n_tokens, channels,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    ROUND_TO: tl.constexpr,
+    KINDS: tl.constexpr, ROUND_TO: tl.constexpr,
 ):  # fmt: skip
-    """Compute y = c_skip * residual + c_out * branch.
+    """Compute y = c_skip * residual + c_out * branch, with the arguments of `close_skip`.
 
     Grid: (blocks of tokens * blocks of channels, batch).
-    y [B, N, C] dense; branch, residual [B, N, C] with contiguous channels.
+    y [B, N, C] dense; branch [B, N, C] with contiguous channels.
     """
     blocks_c = tl.cdiv(channels, BLOCK_C)
     pid, b = tl.program_id(0), tl.program_id(1)
@@ -328,12 +324,7 @@ def skip_kernel(
         mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip
-    y = close_skip(
-        branch, residual_ptr, residual_strides, b, offs_n, offs_c,
-        mask_n, mask_c,
-        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
-        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
-    )  # fmt: skip
+    y = close_skip(branch, skip, b, offs_n, offs_c, mask_n, mask_c, KINDS, ROUND_TO)
     rows = (b.to(tl.int64) * n_tokens + offs_n.to(tl.int64)) * channels
     tl.store(y_ptr + rows[:, None] + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 

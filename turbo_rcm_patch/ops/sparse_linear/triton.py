@@ -64,12 +64,27 @@ class Tokens(NamedTuple):
     k_mean: torch.Tensor
 
 
+class Rows(NamedTuple):
+    """q or k [B, N, H*D] with contiguous channels, and what a kernel makes of them.
+
+    Attributes:
+        ptr: The rows.
+        strides: Their strides of batch and tokens.
+        weight_ptr: Weight of their norm, [H*D], or [D] per head, or None.
+        out_ptr: The results, dense.
+    """
+
+    ptr: torch.Tensor
+    strides: tuple[int, int]
+    weight_ptr: torch.Tensor | None
+    out_ptr: torch.Tensor
+
+
 @triton.jit
 def _block(
-    out_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, start, stride_n, n_tokens, eps,
+    out_ptr, x_ptr, weight_ptr, rotary, start, stride_n, n_tokens, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate TOKENS tokens, and sum the rounded results: [HEADS_PAD, HEAD_PAD]."""
     offs_h = tl.arange(0, HEADS_PAD)[:, None]
@@ -92,17 +107,17 @@ def _block(
             x = x * (1.0 / tl.sqrt(squares / CHANNELS + eps)) * weight
         elif NORM == 2:
             x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None] * weight
-        if ROPE:
+        if rotary is not None:
             even, odd = tl.split(tl.reshape(x, [HEADS_PAD, HEAD_PAD // 2, 2]))
-            cos = tl.load(cos_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
-            sin = tl.load(sin_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            cos = tl.load(rotary[0] + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            sin = tl.load(rotary[1] + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
             c, _ = tl.split(tl.reshape(cos, [HEAD_PAD // 2, 2]))
             _, s = tl.split(tl.reshape(sin, [HEAD_PAD // 2, 2]))
             c, s = c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
             x = tl.join(even * c - odd * s, even * s + odd * c)
             x = tl.reshape(x, [HEADS_PAD, HEAD_PAD])
         y = x.to(x_ptr.dtype.element_ty)
-        if NORM > 0 or ROPE:
+        if NORM > 0 or rotary is not None:
             tl.store(out_ptr + n * CHANNELS + offs_c, y, mask=mask)
         total += y.to(tl.float32)
     return total
@@ -110,19 +125,16 @@ def _block(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare_tokens_kernel(
-    q_out_ptr, k_out_ptr, q_pooled_ptr, k_sums_ptr,
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    q_strides, k_strides, n_q, n_kv, q_blocks, k_parts, eps,
+    q, k, q_pooled_ptr, k_sums_ptr, rotary, n_q, n_kv, q_blocks, k_parts, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalise q and k (as in `operands`), rotate them (ROPE), average blocks of q and sum k.
+    """Normalise q and k (as in `formats.norm_kind`), rotate them, average blocks of q and sum k.
 
-    Grid: (blocks of q, then parts of k; batch). q [B, Nq, H*D], k [B, Nk, H*D] with contiguous
-    channels; results dense; weights [H*D], or [D] per head; cos, sin [N, D]; q_pooled
-    [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and without
-    ROPE q or k is not written.
+    Grid: (blocks of q, then parts of k; batch). q, k: `Rows`; rotary: cos, sin [N, D], or None;
+    q_pooled [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and
+    without a rotary embedding q or k is not written.
     """
     at, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads: tl.constexpr = CHANNELS // HEAD_DIM
@@ -131,19 +143,19 @@ def prepare_tokens_kernel(
     mask = (offs_h < heads) & (offs_d < HEAD_PAD)
     if at < q_blocks:
         total = _block(
-            q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_strides[0], q_weight_ptr,
-            cos_ptr, sin_ptr, at * BLOCK_Q, q_strides[1], n_q, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE, STAGES,
+            q.out_ptr + b * n_q * CHANNELS, q.ptr + b * q.strides[0], q.weight_ptr,
+            rotary, at * BLOCK_Q, q.strides[1], n_q, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, STAGES,
         )  # fmt: skip
-        mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q_ptr.dtype.element_ty)
+        mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q.ptr.dtype.element_ty)
         pooled = q_pooled_ptr + ((b * heads + offs_h) * q_blocks + at) * HEAD_PAD + offs_d
         tl.store(pooled, mean, mask=mask)
     else:
         at -= q_blocks
         total = _block(
-            k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_strides[0], k_weight_ptr,
-            cos_ptr, sin_ptr, at * K_TOKENS, k_strides[1], n_kv, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE, STAGES,
+            k.out_ptr + b * n_kv * CHANNELS, k.ptr + b * k.strides[0], k.weight_ptr,
+            rotary, at * K_TOKENS, k.strides[1], n_kv, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, STAGES,
         )  # fmt: skip
         sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
         tl.store(sums, total, mask=mask)
@@ -163,32 +175,25 @@ def _prepared(
     target_of(a.q.device)
     q, k, heads, head_dim = dense_rows(a.q), dense_rows(a.k), a.spec.heads, a.head_dim
     norm_q, norm_k = a.norms[:2]
-    cos, sin = a.rotary or (None, None)
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     token_bytes = heads_pad * head_pad * q.element_size()
     q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
     q_norm, k_norm = (norm_kind(weight, None, channels) for weight in (norm_q, norm_k))
-    rope = cos is not None
+    rotary = None if a.rotary is None else tuple(one.contiguous() for one in a.rotary)
     q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
     k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rope else q
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_norm or rope else k
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rotary else q
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_norm or rotary else k
     launch(
         prepare_tokens_kernel,
         (q_blocks + k_parts, batch),
         q.device,
-        q_out_ptr=q_out,
-        k_out_ptr=k_out,
+        q=Rows(q, q.stride()[:2], None if norm_q is None else norm_q.contiguous(), q_out),
+        k=Rows(k, k.stride()[:2], None if norm_k is None else norm_k.contiguous(), k_out),
         q_pooled_ptr=q_pooled,
         k_sums_ptr=k_sums,
-        q_ptr=q,
-        k_ptr=k,
-        q_weight_ptr=None if norm_q is None else norm_q.contiguous(),
-        k_weight_ptr=None if norm_k is None else norm_k.contiguous(),
-        cos_ptr=None if cos is None else cos.contiguous(),
-        sin_ptr=None if sin is None else sin.contiguous(),
-        **strides(q=q, k=k),
+        rotary=rotary,
         n_q=n_q,
         n_kv=n_kv,
         q_blocks=q_blocks,
@@ -202,7 +207,6 @@ def _prepared(
         K_TOKENS=_K_TOKENS,
         Q_NORM=q_norm,
         K_NORM=k_norm,
-        ROPE=rope,
         STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
         num_warps=_WARPS,
         num_stages=1,
@@ -469,15 +473,13 @@ def _block_of(lut, i, count, STEPS: tl.constexpr):
 def _over_blocks(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_strides, offs_m, limit, lut, count,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, FP8: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the online softmax over the first `count` blocks of keys in lut, unmasked."""
     # The table is read two steps ahead, because copies of the next step's keys begin in this one
     # and would wait for an address that was just loaded. The value has to change between steps.
     # Otherwise the compiler sees a dependence over two steps and does not overlap them.
-    steps: tl.constexpr = BLOCK_K // BLOCK_N
+    steps: tl.constexpr = BLOCK_K // FORM.BLOCK_N
     start_n = tl.load(lut) * BLOCK_K
     following = _block_of(lut, 1, count, steps)
     for i in tl.range(0, count * steps):
@@ -485,10 +487,9 @@ def _over_blocks(
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
             v_strides, offs_m, limit, start_n,
-            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-            FP8, DESCRIPTORS, False, False,
+            FORM, False,
         )  # fmt: skip
-        start_n = following * BLOCK_K + (i + 1) % steps * BLOCK_N
+        start_n = following * BLOCK_K + (i + 1) % steps * FORM.BLOCK_N
         following = later
     return acc, l_i, m_i
 
@@ -539,47 +540,61 @@ def _add_linear(
     return acc
 
 
+class LinearOperands(NamedTuple):
+    """The linear branch as a kernel takes it.
+
+    Attributes:
+        features_ptr: The argument of phi, [B, Nq, H*D] with contiguous channels.
+        features_strides: Its strides of batch and tokens.
+        matrix_ptr: [B, H, HEAD_PAD, HEAD_PAD] in the dtype of the features.
+        total_ptr: fp32 [B, H, HEAD_PAD].
+        bias_ptr: fp32 [HEAD_PAD], or None.
+        eps: Added to the denominator.
+    """
+
+    features_ptr: torch.Tensor
+    features_strides: tuple[int, int]
+    matrix_ptr: torch.Tensor
+    total_ptr: torch.Tensor
+    bias_ptr: torch.Tensor | None
+    eps: float
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def sparse_attention_kernel(
-    y_ptr, lut_ptr, features_ptr, matrix_ptr, total_ptr, bias_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src,
-    features_strides, v_strides,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count, linear_eps,
-    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    y_ptr, lut_ptr, branch, q_src, k_src, v_src, scales,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count,
+    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T) v over chosen keys + phi(q) matrix / (phi(q) · total + eps) + bias.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
     y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of BLOCK_K keys
-    that a block of BLOCK_Q rows sees; features [B, Nq, H*D] with contiguous channels, the
-    argument of phi; matrix [B, H, HEAD_PAD, HEAD_PAD] in that dtype; total [B, H, HEAD_PAD] fp32;
-    bias [HEAD_PAD] fp32; the rest as in `attention.attend`.
+    that a block of BLOCK_Q rows sees; branch: `LinearOperands`; the rest as in
+    `online_softmax.attend`.
     """
-    start_m = tl.program_id(0) * BLOCK_M
+    start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
     bh = b.to(tl.int64) * heads + h
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_PAD)
-    if DESCRIPTORS:
+    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
+    if FORM.DESCRIPTORS:
         q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
     else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
-        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
+    m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
     ones = None
-    if FP8:
-        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
-        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
+    if FORM.FP8:
+        l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
+        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
         v_head = v_src
     else:
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
+        l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
+        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
 
     # Blocks ascend, so only the last chosen one may end past the last key.
     lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
@@ -591,35 +606,36 @@ def sparse_attention_kernel(
         partial = n_kv
     acc, l_i, m_i = _over_blocks(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, n_kv, lut, whole,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK, FP8, DESCRIPTORS,
+        scales.v_strides, offs_m, n_kv, lut, whole,
+        FORM, BLOCK_K,
     )  # fmt: skip
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_strides, offs_m, n_kv, partial, n_kv,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-        FP8, DESCRIPTORS, True, False,
+        scales.v_strides, offs_m, n_kv, partial, n_kv,
+        FORM, True,
     )  # fmt: skip
-    total = row_sums(l_i, FP8)
-    if FP8:
-        acc = times_v_scale(acc, total, 0.0, v_levels_ptr, bh, HEAD_PAD)
+    total = row_sums(l_i, FORM.FP8)
+    if FORM.FP8:
+        acc = times_v_scale(acc, total, 0.0, scales.v_levels_ptr, bh, FORM.HEAD_PAD)
     else:
         acc = acc / total[:, None]
 
-    mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
+    mask_m, mask_d = offs_m < n_q, offs_d < FORM.HEAD_DIM
     mask = mask_m[:, None] & mask_d[None, :]
-    offs_c = (h * HEAD_DIM + offs_d)[None, :]
+    offs_c = (h * FORM.HEAD_DIM + offs_d)[None, :]
     rows = offs_m.to(tl.int64)[:, None]
-    features = features_ptr + b.to(tl.int64) * features_strides[0] + rows * features_strides[1]
+    features = branch.features_ptr + b.to(tl.int64) * branch.features_strides[0]
+    features = features + rows * branch.features_strides[1]
     acc = _add_linear(
-        acc, features + h * HEAD_DIM, matrix_ptr + bh * HEAD_PAD * HEAD_PAD,
-        total_ptr + bh * HEAD_PAD, mask_m, linear_eps, HEAD_DIM, HEAD_PAD, BLOCK_M,
+        acc, features + h * FORM.HEAD_DIM, branch.matrix_ptr + bh * FORM.HEAD_PAD * FORM.HEAD_PAD,
+        branch.total_ptr + bh * FORM.HEAD_PAD, mask_m, branch.eps,
+        FORM.HEAD_DIM, FORM.HEAD_PAD, FORM.BLOCK_M,
     )  # fmt: skip
-    if FP8:
-        acc += v_correction(v_levels_ptr, bh, n_kv, HEAD_PAD)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + offs_d)[None, :]
-    out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * HEAD_DIM) + offs_c
+    if FORM.FP8:
+        acc += v_correction(scales.v_levels_ptr, bh, n_kv, FORM.HEAD_PAD)[None, :]
+    if branch.bias_ptr is not None:
+        acc += tl.load(branch.bias_ptr + offs_d)[None, :]
+    out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * FORM.HEAD_DIM) + offs_c
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -647,8 +663,7 @@ def launch_kernel(
     # The rows of a program share their blocks of keys, and a step stays within one block.
     tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
     arguments = attention_arguments(a, operands, tile)
-    for name in ("CAUSAL", "HAS_LENGTHS", "lengths_ptr"):
-        del arguments[name]
+    assert arguments.pop("lengths_ptr") is None
     y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
     launch(
         sparse_attention_kernel,
@@ -656,17 +671,11 @@ def launch_kernel(
         a.q.device,
         y_ptr=y,
         lut_ptr=lut,
-        features_ptr=a.q,
-        matrix_ptr=branch.matrix,
-        total_ptr=branch.total,
-        bias_ptr=branch.bias,
-        **strides(features=a.q),
+        branch=LinearOperands(a.q, a.q.stride()[:2], *branch),
         q_blocks=lut.shape[2],
         count=lut.shape[3],
-        linear_eps=branch.eps,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
-        HAS_BIAS=branch.bias is not None,
         **register_limit(a, tile),
         **arguments,
     )
