@@ -169,8 +169,9 @@ def _attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     out: Tensor | tuple[Tensor, Tensor] = _templated_context_parallel_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
-        forward_op=_forward_op, backward_op=_backward_op, _parallel_config=_parallel_config,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        return_lse=return_lse, forward_op=_forward_op, backward_op=_backward_op,
+        _parallel_config=_parallel_config,
     )  # fmt: skip
     return out
 

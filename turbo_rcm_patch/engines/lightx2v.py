@@ -63,8 +63,9 @@ class Attention(AttnWeightTemplate):  # type: ignore[misc]
         if q.dim() == 3 and cu_seqlens_q is not None and len(cu_seqlens_q) > 2:
             SERVED.count(q[None, :max_seqlen_q], k[None, :max_seqlen_kv], "NHD")
             return sageattn_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal, scale
-            ).flatten(1)
+                q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
+                is_causal=causal, sm_scale=scale,
+            ).flatten(1)  # fmt: skip
         q, k, v = (x if x.dim() == 4 else x[None] for x in (q, k, v))
         out: Any = SERVED.attend(q, k, v, "NHD", causal, scale)
         made: Tensor = out.flatten(2).flatten(0, 1)

@@ -126,8 +126,9 @@ def sageattn(
             raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
         sm_scale = scale
     return _sage(
-        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
-    )
+        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
+    )  # fmt: skip
 
 
 def sageattn_qk_int8_pv_fp16_triton(
@@ -146,8 +147,8 @@ def sageattn_qk_int8_pv_fp16_triton(
     """Compute `sageattn` with p and v in fp16. The order of arguments is sageattention's."""
     neutral["quantization_backend"] = quantization_backend
     return _sage(
-        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral,
-        pv="fp16",
+        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv="fp16",
     )  # fmt: skip
 
 
@@ -172,8 +173,8 @@ def sageattn_qk_int8_pv_fp16_cuda(
         "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
     }  # fmt: skip
     return _sage(
-        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral,
-        pv="fp16",
+        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv="fp16",
     )  # fmt: skip
 
 
@@ -199,8 +200,9 @@ def sageattn_qk_int8_pv_fp8_cuda(
         "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
     }  # fmt: skip
     return _sage(
-        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
-    )
+        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
+    )  # fmt: skip
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(
@@ -221,8 +223,9 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     """Compute `sageattn_qk_int8_pv_fp8_cuda`, which has `smooth_v` as one more argument."""
     neutral |= {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype}
     return _sage(
-        q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, neutral
-    )
+        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
+    )  # fmt: skip
 
 
 def sageattn_varlen(
@@ -273,7 +276,10 @@ def sageattn_varlen(
         q1, k1 = bounds[0][i + 1], bounds[1][i + 1]
         if q1 > q0:
             one = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
-            made = _sage(*one, "NHD", is_causal, sm_scale, False, None, smooth_k, neutral)
+            made = _sage(
+                *one, layout="NHD", is_causal=is_causal, sm_scale=sm_scale, return_lse=False,
+                attn_mask=None, smooth_k=smooth_k, neutral=neutral,
+            )  # fmt: skip
             out[q0:q1] = made[0]
     return out
 
@@ -282,6 +288,7 @@ def _sage(
     q: Any,
     k: Any,
     v: Any,
+    *,
     layout: Layout | None,
     is_causal: bool,
     sm_scale: float | None,
@@ -289,7 +296,6 @@ def _sage(
     attn_mask: Tensor | None,
     smooth_k: bool,
     neutral: dict[str, object],
-    *,
     pv: PVDType = "auto",
 ) -> Result:
     """Check the arguments of a call in sageattention's form, and compute it."""

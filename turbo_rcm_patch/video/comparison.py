@@ -345,8 +345,9 @@ def compare(
         identity |= {"inputs": inputs, "attention_backend": attention_backend}
         store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
-            pipe, sources, inputs, seed, settings, config, attention_backend, store, identity,
-            progress or (lambda *_: None), tell or (lambda _: None), processes,
+            pipe, sources, inputs, seed, settings, config, attention_backend,
+            store=store, identity=identity, progress=progress or (lambda *_: None),
+            tell=tell or (lambda _: None), processes=processes,
         )  # fmt: skip
         run.sample("baseline", run.unpatched())
         run.sample("patched", judged(pipe, config, attention_backend))

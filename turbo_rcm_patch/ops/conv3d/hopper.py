@@ -273,13 +273,14 @@ _SIZES = (*LENGTHS, "along_taps", "n_frames", "n_tiles", "times", "width")
 @gluon.jit(do_not_specialize=_SIZES)
 def hopper_conv3d_kernel(
     y_ptr, x_desc, w_desc, bias_ptr, residual_ptr,
-    n_frames, rows, width, n_tiles, tiles, channels, features, times, along_taps,
+    n_frames, rows, width, n_tiles, tiles, channels, times, along_taps,
     ACROSS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, SLOT_N: gl.constexpr,
     REGISTERS: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Compute y = conv3d(x, w) + bias + residual.
 
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
+    channels: those of x and those of y, called features.
     x [B, n_frames + times - 1, rows, width, channels]; w [features, times, taps across the rows,
     along_taps, channels]; y, residual [B, n_frames, rows, width, features]; bias [features].
     TURNED: the frames of y and the taps of w lie in memory with the two changed. A tile has
@@ -302,7 +303,7 @@ def hopper_conv3d_kernel(
     shared = (x_smem, w_smem, ready, empty)
     memory = (y_ptr, bias_ptr, residual_ptr)
     sizes = (n_frames, rows, width, n_tiles)
-    weight_sizes = (channels, features, times, along_taps)
+    weight_sizes = (channels[0], channels[1], times, along_taps)
     gl.warp_specialize(
         [
             (_consumer, (shared, memory, sizes, weight_sizes, tiles, 0, ACROSS, MAIN, REST,
@@ -406,8 +407,7 @@ def conv3d(
         width=width,
         n_tiles=n_tiles,
         tiles=tiles,
-        channels=channels,
-        features=features,
+        channels=(channels, features),
         times=kt,
         along_taps=kh if turned else kw,
         ACROSS=kw if turned else kh,

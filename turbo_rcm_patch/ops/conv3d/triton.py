@@ -20,6 +20,8 @@ _TILE = 4096
 #: Programs of a sample that sum for a group norm; each keeps its sums in registers.
 _PARTS = 512
 
+_LEAST_NORM = tl.constexpr(LEAST_NORM)
+
 
 @triton.jit
 def _channels(ptr, offs_c, mask_c):
@@ -28,20 +30,20 @@ def _channels(ptr, offs_c, mask_c):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def norm_silu_kernel(
-    y_ptr, kept_ptr, x_ptr, history_ptr, before_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
-    x_strides, latent_strides, frames, pixels, width, first, repeat, square, latent_width, root,
-    least,
-    C: tl.constexpr, FRAMES: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr,
-    BIAS: tl.constexpr, LATENT: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr,
+    y_ptr, kept_ptr, x, history_ptr, norm, latent,
+    frames, pixels, width, first, repeat, square, latent_width, root,
+    C: tl.constexpr, FRAMES: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Write silu(norm(x + before)) behind FRAMES frames of history, and the last ones to `kept`.
 
-    NORM 1 is Wan's RMS norm with weight and bias [C]; NORM 2 multiplies by weight [B, C] and adds
-    bias [B, C], fp32 (a group norm whose statistics are known); NORM 0 is none. LATENT multiplies
-    by `scale` and adds `shift`, [B, t, h, w, C] fp32 strides (b, t, pixel).
+    norm: weight and bias. NORM 1 is Wan's RMS norm with weight and bias [C]; NORM 2 multiplies by
+    weight [B, C] and adds bias [B, C], fp32 (a group norm whose statistics are known); NORM 0 is
+    none. latent: None, or scale and shift, [B, t, h, w, C] fp32, which are then multiplied by and
+    added, and their strides of batch and frames.
 
-    Grid: (blocks of pixels, B * (FRAMES + T)). x [B, T, H * W, C] with dense frames, y dense.
+    Grid: (blocks of pixels, B * (FRAMES + T)). x: [B, T, H * W, C] with dense frames, its
+    strides of batch and frames, and `before` [C] or None; y dense.
     """
     j, b = tl.program_id(1) % (FRAMES + frames), tl.program_id(1) // (FRAMES + frames)
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -53,32 +55,32 @@ def norm_silu_kernel(
     frame = pixels.to(tl.int64) * C
     if j < FRAMES:
         y = tl.zeros([BLOCK_P, BLOCK_C], y_ptr.dtype.element_ty)
-        if HISTORY:
+        if history_ptr is not None:
             y = tl.load(history_ptr + (b * FRAMES + j) * frame + offs, mask=mask, other=0.0)
     else:
         t = j - FRAMES
-        row = x_ptr + b * x_strides[0] + t.to(tl.int64) * x_strides[1]
-        x = tl.load(row + offs, mask=mask, other=0.0).to(tl.float32)
-        if BEFORE:
-            x += _channels(before_ptr, offs_c, mask_c)
+        row = x[0] + b * x[1][0] + t.to(tl.int64) * x[1][1]
+        z = tl.load(row + offs, mask=mask, other=0.0).to(tl.float32)
+        if x[2] is not None:
+            z += _channels(x[2], offs_c, mask_c)
         if NORM == 1:
-            length = tl.sqrt(tl.sum(x * x, axis=1))
-            x *= (root / tl.maximum(length, least))[:, None]
-            x *= _channels(weight_ptr, offs_c, mask_c)
-            if BIAS:
-                x += _channels(bias_ptr, offs_c, mask_c)
+            length = tl.sqrt(tl.sum(z * z, axis=1))
+            z *= (root / tl.maximum(length, _LEAST_NORM))[:, None]
+            z *= _channels(norm[0], offs_c, mask_c)
+            if norm[1] is not None:
+                z += _channels(norm[1], offs_c, mask_c)
         elif NORM == 2:
-            x = x * _channels(weight_ptr + b * C, offs_c, mask_c)
-            x += _channels(bias_ptr + b * C, offs_c, mask_c)
-            if LATENT:
+            z = z * _channels(norm[0] + b * C, offs_c, mask_c)
+            z += _channels(norm[1] + b * C, offs_c, mask_c)
+            if latent is not None:
                 at = (offs_p // width) // square * latent_width + (offs_p % width) // square
-                latent = b * latent_strides[0] + ((t + first) // repeat) * latent_strides[1]
-                latent = latent + at.to(tl.int64)[:, None] * C + offs_c[None, :]
-                x *= tl.load(scale_ptr + latent, mask=mask, other=0.0).to(tl.float32)
-                x += tl.load(shift_ptr + latent, mask=mask, other=0.0).to(tl.float32)
+                pixel = b * latent[2][0] + ((t + first) // repeat) * latent[2][1]
+                pixel = pixel + at.to(tl.int64)[:, None] * C + offs_c[None, :]
+                z *= tl.load(latent[0] + pixel, mask=mask, other=0.0).to(tl.float32)
+                z += tl.load(latent[1] + pixel, mask=mask, other=0.0).to(tl.float32)
         if SILU:
-            x = x / (1.0 + tl.exp(-x))
-        y = x.to(y_ptr.dtype.element_ty)
+            z = z / (1.0 + tl.exp(-z))
+        y = z.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + tl.program_id(1).to(tl.int64) * frame + offs, y, mask=mask)
     if j >= frames:
         tl.store(kept_ptr + (b * FRAMES + j - frames) * frame + offs, y, mask=mask)
@@ -105,18 +107,20 @@ def norm_silu(
     elif norm is not None:
         kind, scale, shift = 2, norm.scale, norm.shift
         weight, bias = group_factors(x, before, norm.weight, norm.bias, norm.groups, norm.eps)
-    return _norm_silu(x, before, weight, bias, scale, shift, history, kind, silu, frames, dtype)
+    return _norm_silu(
+        x, before, history, (weight, bias), None if scale is None else (scale, shift),
+        kind=kind, silu=silu, frames=frames, dtype=dtype,
+    )  # fmt: skip
 
 
 @replayed
 def _norm_silu(
     x: torch.Tensor,
     before: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
     history: torch.Tensor | None,
+    norm: tuple[torch.Tensor | None, torch.Tensor | None],
+    latent: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
     kind: int,
     silu: bool,
     frames: int,
@@ -131,39 +135,32 @@ def _norm_silu(
     block_p, block_c = _tile(channels)
     pixels = height * width
     odd = int(n_frames > 1 and n_frames % 2 == 1)
-    repeat = 1 if scale is None else (n_frames - odd) // (scale.shape[1] - odd)
+    repeat = square = latent_width = 1
+    if latent is not None:
+        _, latent_frames, _, latent_width, _ = latent[0].shape
+        repeat, square = (n_frames - odd) // (latent_frames - odd), width // latent_width
     launch(
         norm_silu_kernel,
         (cdiv(pixels, block_p), batch * (frames + n_frames)),
         x.device,
         y_ptr=y,
         kept_ptr=kept,
-        x_ptr=x,
+        x=(x, x.stride()[:2], before),
         history_ptr=history,
-        before_ptr=before,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        scale_ptr=scale,
-        shift_ptr=shift,
-        x_strides=x.stride()[:2],
-        latent_strides=(0, 0) if scale is None else scale.stride()[:2],
+        norm=norm,
+        latent=None if latent is None else (*latent, latent[0].stride()[:2]),
         frames=n_frames,
         pixels=pixels,
         width=width,
         first=odd * (repeat - 1),
         repeat=repeat,
-        square=1 if scale is None else width // scale.shape[3],
-        latent_width=1 if scale is None else scale.shape[3],
+        square=square,
+        latent_width=latent_width,
         root=channels**0.5,
-        least=LEAST_NORM,
         C=channels,
         FRAMES=frames,
         NORM=kind,
-        BEFORE=before is not None,
-        BIAS=bias is not None,
-        LATENT=scale is not None,
         SILU=silu,
-        HISTORY=history is not None,
         BLOCK_P=block_p,
         BLOCK_C=block_c,
         num_warps=4,

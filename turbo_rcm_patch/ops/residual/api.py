@@ -152,7 +152,7 @@ def _pass(
     if registered:
         made = _skip_norm_operation(
             _each(x), branch, _each(gate), _each(factor), _each(offset), weight, bias,
-            one, eps, dtype, norm_dtype, impl,
+            one=one, eps=eps, dtype=dtype, norm_dtype=norm_dtype, impl=impl,
         )  # fmt: skip
     else:
         made = _implementation(impl, x)(

@@ -411,8 +411,9 @@ def sparse_linear_attention(
         q, k, v, spec, q.dtype if out_dtype is None else out_dtype,
         Norms(norm_q, norm_k, eps=spec.eps), None if cos is None or sin is None else (cos, sin),
     )  # fmt: skip
-    registered = needs_registered(q, k, v, weight, bias, norm_q, norm_k, cos, sin)
-    return _called(a, ProjL(weight, bias), _blocks(sparsity, k), registered)
+    proj_l = ProjL(weight, bias)
+    registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
+    return _called(a, proj_l, _blocks(sparsity, k), registered)
 
 
 def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
