@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 from tests.patching.models import named, run
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError
+from turbo_rcm_patch.ops import dispatch, launch
+from turbo_rcm_patch.ops.dispatch import Implementation, always, run_first
 
 
 def replace_linears(model: nn.Module) -> None:
@@ -84,3 +87,20 @@ def test_another_quantiser_cannot_replace_a_dropped_weight(write: Any) -> None:
     with pytest.raises(DroppedWeightError, match="quantised already"):
         write(model.blocks[0].attn1.to_q)
     assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_report_names_the_kernels_that_ran_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(launch, "target_of", lambda device: launch.Target("cuda", 90))
+    report = patch_model(named("t2v").model(), guard=False)
+    assert "kernels of this process" not in str(report)
+    module = ModuleType("kernels")
+    table = (
+        Implementation("fast", lambda target, n: n > 4, "more than 4", lambda: module, "sum"),
+        Implementation("plain", always, "everything else", lambda: module, "sum"),
+    )
+    for call in (9, 9):
+        run_first(table, torch.device("cpu"), call, lambda own: None)
+    assert "\nkernels of this process: sum: fast (more than 4)\n" in str(report)
+    run_first(table, torch.device("cpu"), 1, lambda own: None)
+    assert report.as_dict()["kernels"] == ["sum: fast (more than 4), plain (everything else)"]

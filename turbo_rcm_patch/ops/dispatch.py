@@ -89,8 +89,23 @@ def run_first(
     *special, portable = table
     for one in special:
         if one.serves(target, call) and ran(one.load, one.what, run):
+            _chosen[one] = None
             return
     run(portable.load())
+    _chosen[portable] = None
+
+
+#: What `run_first` ran in this process, in the order of first use. A recorded launch is repeated
+#: without a choice, so it is here once.
+_chosen: dict[Implementation, None] = {}
+
+
+def chosen() -> list[str]:
+    """Return what ran in this process and why, a line per kind of operation."""
+    lines: dict[str, list[str]] = {}
+    for one in _chosen:
+        lines.setdefault(one.what, []).append(f"{one.name} ({one.reason})")
+    return [f"{what}: {', '.join(names)}" for what, names in lines.items()]
 
 
 @cache

@@ -11,6 +11,7 @@ from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.dispatch import chosen
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -279,7 +280,8 @@ class PatchReport:
         ran = ", ".join(f"{count} blocks {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
         guard = str(self.guard) if config.guard else "guard: off"
-        return "\n".join([*head, *live.notes, "", str(pairs), "", last, guard])
+        kernels = [f"kernels of this process: {line}" for line in chosen()]
+        return "\n".join([*head, *live.notes, "", str(pairs), "", last, *kernels, guard])
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -293,6 +295,7 @@ class PatchReport:
             "fused": live.pairs.fused,
             "pairs": live.pairs.as_dict(),
             "last_forward": self.last_forward,
+            "kernels": chosen(),
             "notes": live.notes,
             "prediction": self.guard.prediction,
             "guard": [
