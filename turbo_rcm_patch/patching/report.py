@@ -214,7 +214,7 @@ class PatchReport:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy describes the present state, and does not hold the model.
-        return PatchReport, (self.model, self.config, self.guard, self._live())
+        return PatchReport, (self.model, self.config, self.guard, self._live(), list)
 
     def __repr__(self) -> str:
         pairs = self.pairs
