@@ -25,6 +25,7 @@ MAKEFILE = ROOT / "Makefile"
 PAGES = [
     README,
     *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("turbo_rcm_patch/ops/*/README.md")),
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "results" / "README.md",
 ]
