@@ -66,8 +66,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
-from turbo_rcm_patch.ops.int8_linear.hopper import _pieces, _unpermuted, programs
+from turbo_rcm_patch.ops.hopper_common import (
+    cta_barrier,
+    pieces_of,
+    programs,
+    tma_load,
+    unpermuted,
+)
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 
 _GROUPS = gl.constexpr(3)
@@ -227,7 +232,7 @@ def _consumer(
         step += steps
         for i in gl.static_range(_ROWS):
             main, rest = (upper, upper_rest) if i == 0 else (lower, lower_rest)
-            pieces = _pieces(main, _WIDTH, MAIN)
+            pieces = pieces_of(main, _WIDTH, MAIN)
             if REST:
                 pieces = pieces + (rest,)
             place = (b * frames + t, row + GROUP * _ROWS + i, w, n * (MAIN + REST))
@@ -244,7 +249,7 @@ def _epilogue(
     """Add bias and residual to a row of products, pieces [64, 32], and store it."""
     y_ptr, bias_ptr, residual_ptr = memory
     frame, row, w, start_c = place
-    like = _unpermuted(pieces[0], True)
+    like = unpermuted(pieces[0], True)
     layout: gl.constexpr = like.type.layout
     offs_w = w + gl.arange(0, 64, gl.SliceLayout(1, layout))
     lanes_c = gl.arange(0, 32, gl.SliceLayout(0, layout))
@@ -256,7 +261,7 @@ def _epilogue(
         inside = mask[:, None]
         if not WHOLE:
             inside = inside & (offs_c < features)[None, :]
-        y = _unpermuted(pieces[i], True)
+        y = unpermuted(pieces[i], True)
         if bias_ptr is not None:
             bias = gl.load(bias_ptr + offs_c, mask=offs_c < features, other=0.0)
             y += bias.to(gl.float32)[None, :]

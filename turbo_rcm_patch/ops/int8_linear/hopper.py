@@ -67,40 +67,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.ops.formats import Int8Tensor
-from turbo_rcm_patch.ops.hopper_common import cta_barrier, tma_load
+from turbo_rcm_patch.ops.hopper_common import (
+    cta_barrier,
+    pieces_of,
+    programs,
+    tma_load,
+    unpermuted,
+)
 from turbo_rcm_patch.ops.int8_linear.api import Linear
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.numerics import gelu_tanh
-
-
-@gluon.jit
-def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Split acc [ROWS, COLUMNS] into pieces of 64 x 32, row by row, without moving data."""
-    if ROWS > 64:
-        upper, lower = gl.split(acc.reshape([2, ROWS // 2, COLUMNS]).permute([1, 2, 0]))
-        return _pieces(upper, ROWS // 2, COLUMNS) + _pieces(lower, ROWS // 2, COLUMNS)
-    elif COLUMNS > 32:
-        left, right = gl.split(acc.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]))
-        return _pieces(left, ROWS, COLUMNS // 2) + _pieces(right, ROWS, COLUMNS // 2)
-    else:
-        return (acc,)
-
-
-@gluon.jit
-def _unpermuted(part, PERMUTED: gl.constexpr):
-    """Return a piece [64, 32] with its columns in order, undoing that of `describe_weight`."""
-    if PERMUTED:
-        part = part.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 32])
-        # The values stay in their threads, with eight neighbours in successive registers.
-        words: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0]],
-            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]],
-            [],
-            [64, 32],
-        )
-        part = gl.convert_layout(part, words, assert_trivial=True)
-    return part
 
 
 @gluon.jit
@@ -116,8 +92,8 @@ def epilogue(
     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr = memory
     ACROSS: gl.constexpr = COLUMNS // 32
     PIECES: gl.constexpr = ROWS // 64 * ACROSS
-    pieces = _pieces(acc, ROWS, COLUMNS)
-    like = _unpermuted(pieces[0], PERMUTED)
+    pieces = pieces_of(acc, ROWS, COLUMNS)
+    like = unpermuted(pieces[0], PERMUTED)
     layout: gl.constexpr = like.type.layout
     first = b.to(gl.int64) * n_tokens
     lanes_m = start_m + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -131,7 +107,7 @@ def epilogue(
             w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
-        y = _unpermuted(pieces[i], PERMUTED).to(gl.float32) * x_scale[:, None]
+        y = unpermuted(pieces[i], PERMUTED).to(gl.float32) * x_scale[:, None]
         if not SCALED:
             y = y * w_scale[None, :]
         if HAS_BIAS:
@@ -402,12 +378,6 @@ def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
     strides = [32 * channels, 2 * channels, 8 * channels, channels, 1]
     shape = [features // 32, 4, 4, 2, channels]
     return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block)))
-
-
-def programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # for tests, which record launches without a GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 #: The schedule for a scale per block. A group has the rows of one instruction, so that integers
