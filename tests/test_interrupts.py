@@ -204,7 +204,7 @@ def test_a_stream_that_is_closed_is_no_obstacle(tmp_path: Path) -> None:
         (MemoryError(), "--offload"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes"), "--offload"),
         (OSError(36, "File name too long"), "The system refused"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch is not installed"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "pip install torch"),
         (ZeroDivisionError("division by zero"), "a fault of this program"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -210,7 +210,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"smooth_k": 1}, CONFIG, "smooth_k"),
         (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),
         (dict.fromkeys("kv", FOUR[:, :, :0]), SHAPE, "at least one head, token and channel"),
-        (dict.fromkeys("qkv", x(1, 1, 3, 288)), SHAPE, "head_dim"),
     ],
 }  # fmt: skip
 

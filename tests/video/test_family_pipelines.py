@@ -70,7 +70,11 @@ def test_patched_guarded_and_put_back(name: str) -> None:
     report = patch_model(pipe)
     error = relative_l2(generate(), before)
     assert error == 0 if "causal" in name else 0 < error < 0.02
-    whole = {(record.step, record.when) for record in report.guard if record.when != "sampled"}
+    whole = {
+        (record.step, record.when)
+        for record in report.guard
+        if record.when != "sampled" and not record.path.startswith("vae")
+    }
     assert whole == looked
     assert {record.verdict for record in report.guard} <= {"kept", "not compared"}
     unpatch_model(pipe)

@@ -151,7 +151,7 @@ def test_few_steps_of_a_model_that_does_not_say_so_are_told_once(
         ({"height": 100}, "multiple of 16.*Try 96"),
         ({"num_frames": 0}, "positive whole number"),
         ({"colour": "red"}, "one of"),
-        ({"steps": True}, "positive whole number"),
+        ({"steps": True}, "whole number from 1 to 1000"),
         ({"sigma_max": "80"}, "sigma_max; expected a finite number"),
         ({"guidance_scale": float("nan")}, "guidance_scale; expected a finite number"),
         ({"guidance_scale_2": "5"}, "guidance_scale_2; expected a finite number"),

@@ -386,13 +386,14 @@ def _drop_originals(records: list[PatchRecord], device: torch.device | str | Non
     blocks = [block for record in records for block in record.blocks]
     found = {id(forward.linear): forward.linear for block in blocks for forward in block.int8}
     linears = [linear for linear in found.values() if type(linear) is nn.Linear]
+    # A VAE has no Linears that run in int8, and may be offloaded.
+    models = [one.model for one in records if any(block.int8 for block in one.blocks)]
     for record in records:  # The records hold the originals.
         record.entries.clear()
     for block in blocks:
         block.int8.clear()
         block.copies = None
     found.clear()
-    models = [record.model for record in records]
     return drop_originals(models, linears, records[0].config.impl, device)
 
 

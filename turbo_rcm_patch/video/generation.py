@@ -326,6 +326,7 @@ def sample_latents(
     """
     family, device = family_of(pipe), pipe._execution_device
     _check_settings(pipe, family, settings)
+    _check_size(pipe, family, settings)
     kept: list[torch.Tensor] = []
     forms: list[dict[str, str]] = []
     wanted = trajectory_steps(settings.steps_run) if keep_trajectory else ()
@@ -510,10 +511,14 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
         if wrong:
             what, got = f"{name} of a {type(pipe).__name__}", repr(getattr(settings, name))
             raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+
+
+def _check_size(pipe: VideoPipeline, family: PipelineFamily, settings: Settings) -> None:
+    """Refuse a size beyond the model's positions, and say what becomes of the number of frames."""
     network: Any = getattr(pipe, "transformer", None) or getattr(pipe, "transformer_2", None)
     positions = getattr(network.config, "rope_max_seq_len", None)
     for name, axis in (("height", 1), ("width", 2)) if positions else ():
-        most = positions * network.config.patch_size[axis] * pipe.vae_scale_factor_spatial  # type: ignore[attr-defined]
+        most = positions * network.config.patch_size[axis] * pipe.vae_scale_factor_spatial
         if getattr(settings, name) > most:
             got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
             raise ConfigError(f"{name} of this model", expected=expected, got=got)
