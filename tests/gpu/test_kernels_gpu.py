@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops
-from turbo_rcm_patch.ops.attention import triton as kernels
+from turbo_rcm_patch.ops.attention import online_softmax
 from turbo_rcm_patch.ops.attention.reference import exact_attention, split_heads
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +82,7 @@ def calls() -> dict[str, Callable[[], Tensor]]:
         ),
         "int8 linear": lambda: ops.int8_linear(x, int8, scale, bias),
         "norm": lambda: ops.norm_modulate(x, scale=gate, shift=gate),
-        "rows": lambda: ops.norm_modulate_rows(x, scale=gate).int8,
+        "rows": lambda: ops.norm_modulate_rows(x, scale=gate).data,
         "skip": lambda: ops.skip(x, q, 0.5, gate),
     }
     if has_fp8():
@@ -136,7 +136,7 @@ def test_the_ones_of_a_captured_graph_are_its_own() -> None:
     spec = fp8_spec(causal=True)  # the kernel that reads ones
     q = random(1, 300, CHANNELS)
     expected = ops.attention_skip(q, q, q, spec)
-    kernels._ones.clear()
+    online_softmax._ones.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = ops.attention_skip(q, q, q, spec)
@@ -155,13 +155,13 @@ def test_the_ones_are_written_before_another_stream_reads_them() -> None:
     expected = ops.attention_skip(q, q, q, spec)
     busy = torch.randn(6000, 6000, device="cuda")
     for _ in range(5):
-        kernels._ones.clear()
+        online_softmax._ones.clear()
         overwrite_free_memory()
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(first):
             for _ in range(4):
                 busy @ busy
-            kernels.ones_for(q.device)
+            online_softmax.ones_for(q.device)
         with torch.cuda.stream(second):
             out = ops.attention_skip(q, q, q, spec)
         torch.cuda.synchronize()
@@ -256,7 +256,7 @@ def test_offsets_that_pass_32_bits() -> None:
     for run_it in (
         lambda s: ops.skip(x[:, s], x[:, s], 0.5, gate),
         lambda s: ops.norm_modulate(x[:, s], scale=gate, shift=gate),
-        lambda s: ops.norm_modulate_rows(x[:, s], scale=gate).int8,
+        lambda s: ops.norm_modulate_rows(x[:, s], scale=gate).data,
     ):
         assert torch.equal(run_it(slice(None))[:, last], run_it(last))
 

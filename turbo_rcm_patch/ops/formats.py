@@ -83,6 +83,12 @@ class Int8Tensor(NamedTuple):
     data: Tensor
     scale: Tensor
 
+
+class _OnItsWay(Int8Tensor):
+    """An `Int8Tensor` that a Linear multiplies after its int8 forward was removed."""
+
+    __slots__ = ()
+
     @classmethod
     def __torch_function__(
         cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,6 +99,14 @@ class Int8Tensor(NamedTuple):
         (int8, scale), weight, bias = args
         x = int8[..., : weight.shape[1]] * scale.unsqueeze(-1)
         return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def int8_rows(data: Tensor, scale: Tensor) -> Int8Tensor:
+    """Return rows for a Linear, which another thread may unpatch before they reach it.
+
+    In a graph there is no such thread, and some compilers do not trace a `__torch_function__`.
+    """
+    return (Int8Tensor if torch.compiler.is_compiling() else _OnItsWay)(data, scale)
 
 
 def padded_channels(channels: int) -> int:

@@ -117,7 +117,7 @@ class Int8Forward(Replacement):
             [..., Cout], dtype of the weight.
         """
         linear = self.linear
-        is_rows = type(input) is Int8Tensor
+        is_rows = isinstance(input, Int8Tensor)
         if not is_rows and not self.serves(input):
             out: Tensor = type(linear).forward(linear, input)
             return F.gelu(out, approximate="tanh") if activation else out

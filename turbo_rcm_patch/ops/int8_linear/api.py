@@ -37,7 +37,14 @@ from turbo_rcm_patch.ops.checks import (
     check_weight,
 )
 from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
-from turbo_rcm_patch.ops.formats import ALIGNED, INT8_MAX, TINY, Int8Tensor, padded_channels
+from turbo_rcm_patch.ops.formats import (
+    ALIGNED,
+    INT8_MAX,
+    TINY,
+    Int8Tensor,
+    int8_rows,
+    padded_channels,
+)
 from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
 from turbo_rcm_patch.ops.replay import replayed
 
@@ -86,8 +93,8 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
 def quantize_rows(x: Tensor, impl: str) -> Int8Tensor:
     """Quantise x [B, N, K], with its rows padded as in `Int8Tensor`."""
     if needs_registered(x):
-        return Int8Tensor(*_registered_rows(x, impl))
-    return Int8Tensor(*_quantize_rows(x, impl))
+        return int8_rows(*_registered_rows(x, impl))
+    return int8_rows(*_quantize_rows(x, impl))
 
 
 def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from turbo_rcm_patch.ops.checks import (
     skip_parts,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
-from turbo_rcm_patch.ops.formats import Int8Tensor, padded_channels
+from turbo_rcm_patch.ops.formats import Int8Tensor, int8_rows, padded_channels
 from turbo_rcm_patch.ops.register import (
     decode,
     encode,
@@ -164,7 +164,7 @@ def _pass(
         y, made = (tuple(made[:2]), made[2:]) if isinstance(x, tuple) else (made[0], made[1:])
     if norm_dtype is None:
         return y, None
-    return y, Int8Tensor(*made) if norm_dtype == torch.int8 else made[0]
+    return y, int8_rows(*made) if norm_dtype == torch.int8 else made[0]
 
 
 _NO_NORM: Final = Norm()
