@@ -122,21 +122,3 @@ def _tensors(args: Iterable[Any]) -> list[Tensor]:
         elif isinstance(one, (list, tuple)):
             found += _tensors(one)
     return found
-
-
-class Operation:
-    """An operation with positional arguments. It goes when all operators are functions."""
-
-    def __init__(self, name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        self._body = body
-        schema = torch.library.infer_schema(body, mutates_args=())
-        self._registered = register(name + schema, body, fake)
-
-    def __call__(self, *args: Any) -> Any:
-        if needs_registered(*_tensors(args)):
-            return self._registered(*args)
-        return self._body(*args)
-
-    def unchecked(self, *args: Any) -> Any:
-        """Compute the result for a patched block, whose tensors after the first are as plain."""
-        return self._registered(*args) if needs_registered(args[0]) else self._body(*args)
