@@ -60,6 +60,7 @@ def call():
     print("served in", os.getpid())
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # OpenMP's other threads do not survive the fork below
     call()
     for how in ("fork", "spawn"):
         worker = multiprocessing.get_context(how).Process(target=call)
