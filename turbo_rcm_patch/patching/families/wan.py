@@ -105,7 +105,7 @@ class WanBlock(PatchedBlock):
     ) -> Tensor:
         block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
         attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
-        int8 = bool(self.int8)
+        int8 = len(self.int8) > 0  # torch 2.11 cannot trace `bool` of a list
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
 
         rows = int8 and mask is None and takes_rows(parts.qkv_linears(attn1))
