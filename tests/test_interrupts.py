@@ -21,7 +21,7 @@ from tests import processes
 from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.exit_codes import run_command
-from turbo_rcm_patch.interrupts import held_back, kept_apart
+from turbo_rcm_patch.interrupts import held_back, reraise_interrupts
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.video import video
 from turbo_rcm_patch.video.loading import loading
@@ -40,7 +40,7 @@ def pressed_and_lost() -> None:
 
 
 def test_a_real_ctrl_c_while_tensors_are_read_is_a_keyboard_interrupt(tmp_path: Path) -> None:
-    """Without `kept_apart` one in three is a ValueError of torch's."""
+    """Without `reraise_interrupts` one in three is a ValueError of torch's."""
     path = tmp_path / "a.safetensors"
     save_file({f"t{i}": torch.zeros(8) for i in range(1000)}, path)
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def test_a_real_ctrl_c_while_tensors_are_read_is_a_keyboard_interrupt(tmp_path: 
     for i in range(30):
         press = threading.Timer(seconds * (0.3 + i / 60), os.kill, (os.getpid(), signal.SIGINT))
         try:
-            with kept_apart():
+            with reraise_interrupts():
                 press.start()
                 load_file(path)
                 time.sleep(5)

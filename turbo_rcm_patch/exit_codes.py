@@ -11,7 +11,7 @@ from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.extras import missing
-from turbo_rcm_patch.interrupts import TERMINATED, kept_apart
+from turbo_rcm_patch.interrupts import TERMINATED, reraise_interrupts
 
 OK: Final = 0
 CHANGED: Final = 1
@@ -59,7 +59,7 @@ def run_command(
     """
     _open_missing_streams()
     try:
-        with kept_apart():
+        with reraise_interrupts():
             code = run()
             sys.stdout.flush()  # A full disk shows here.
             return code

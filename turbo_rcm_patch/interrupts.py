@@ -33,7 +33,7 @@ def held_back() -> Iterator[None]:
 
 
 @contextmanager
-def kept_apart() -> Iterator[None]:
+def reraise_interrupts() -> Iterator[None]:
     """Raise the interruption in place of an error that a library made of it.
 
     torch and safetensors call Python from native code. A KeyboardInterrupt that is raised in there

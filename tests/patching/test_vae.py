@@ -232,7 +232,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "hook": (_hook, "mid_block has torch hooks"),
     "outer-hook": (_outer_hook, "decoder has torch hooks"),
     "forward": (_forward, "conv_out has a replaced forward"),
-    "no-norm": (_no_norm, "is a Softmax, of which nothing is known"),
+    "no-norm": (_no_norm, "is a Softmax, which is not supported"),
     "compiled": (_compiled, "the decoder is compiled"),
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.pipeline import check_regular, read_json
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
 
@@ -92,7 +92,7 @@ class StoredTensors:
         return key in self._get
 
     def __getitem__(self, key: str) -> Tensor:
-        with kept_apart():
+        with reraise_interrupts():
             return self._get[key]()
 
     def proj_l(self) -> ProjL:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.checkpoints.archive import check_archive, check_sums
 from turbo_rcm_patch.checkpoints.keys import Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
-from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.interrupts import reraise_interrupts
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     return wanted
 
 
-@kept_apart()
+@reraise_interrupts()
 def _load(path: Path, progress: Progress | None) -> object:
     if any((path / part / ".metadata").is_file() for part in ("", "model")):
         raise CheckpointError(

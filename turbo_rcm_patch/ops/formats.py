@@ -135,6 +135,8 @@ class Norms(NamedTuple):
 
 NO_NORMS: Final = Norms()
 
+#: A tensor of the residual stream, or one for each of two streams.
+Streams = Tensor | tuple[Tensor, Tensor]
 #: (cos, sin), [N, D] each, D channels of a head.
 Rotary = tuple[Tensor, Tensor]
 

@@ -81,7 +81,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Coefficient(NamedTuple):
+class CoefficientOperand(NamedTuple):
     """A coefficient as kernels take it.
 
     Attributes:
@@ -100,8 +100,8 @@ class SkipOperands(NamedTuple):
 
     residual_ptr: torch.Tensor | None
     residual_strides: tuple[int, int]
-    c_skip: Coefficient
-    c_out: Coefficient
+    c_skip: CoefficientOperand
+    c_out: CoefficientOperand
 
 
 @cache
@@ -234,14 +234,16 @@ def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, t
     }
 
 
-def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> tuple[Coefficient, int]:
+def coefficient(
+    value: float | torch.Tensor, shape: Sequence[int]
+) -> tuple[CoefficientOperand, int]:
     """Describe a float, or a tensor that broadcasts to `shape` [B, N, C], for a kernel.
 
     Returns:
         The coefficient, and its kind: VALUE, PER_BATCH, PER_CHANNEL or PER_ELEMENT.
     """
     if not isinstance(value, torch.Tensor):
-        return Coefficient(None, float(value), (0, 0, 0)), VALUE
+        return CoefficientOperand(None, float(value), (0, 0, 0)), VALUE
     wide = value.expand(*shape)
     # For an extent of 1 `expand` keeps the original stride, which has no meaning.
     stride_b, stride_n, stride_c = (
@@ -255,7 +257,7 @@ def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> tuple[Coef
         kind = PER_CHANNEL
     else:
         kind = PER_ELEMENT
-    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c)), kind
+    return CoefficientOperand(wide, 1.0, (stride_b, stride_n, stride_c)), kind
 
 
 def skip_arguments(

@@ -48,7 +48,7 @@ def gelu_tanh(x):
 def load_coefficient(
     of, b, offs_n, offs_c, mask_n, mask_c, KIND: tl.constexpr, ROUND_TO: tl.constexpr
 ):
-    """Load a `launch.Coefficient` that broadcasts against a tile [N, C], in fp32.
+    """Load a `launch.CoefficientOperand` that broadcasts against a tile [N, C], in fp32.
 
     KIND: 0 for a number, or a tensor that varies with 1 batch, 2 batch and channel, 3 batch, token
     and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
@@ -142,7 +142,7 @@ def magnitude(x):
 
 
 @triton.jit
-def amax_poison(bits):
+def amax_and_nan(bits):
     """Convert the maximum of a row's `magnitude` to the arguments of `int8_scale`."""
     return bits.to(tl.float32, bitcast=True), tl.where(bits >= _INFINITY, float("nan"), 0.0)
 
@@ -198,7 +198,7 @@ def quantize_rows_kernel(
         keep_r = mask_t[:, None] & (offs_r < padded)[None, :]
         tail = tl.load(rows[:, None] + offs_r[None, :], mask=mask_r, other=0.0).to(tl.float32)
         bits = tl.maximum(bits, tl.max(magnitude(tail), axis=1))
-    amax, poison = amax_poison(bits)
+    amax, poison = amax_and_nan(bits)
     scale, inverse = int8_scale(amax, poison)
     tl.store(scale_ptr + b * n_rows + offs_t, scale, mask=mask_t)
     tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse), mask=keep_h)

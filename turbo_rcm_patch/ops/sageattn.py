@@ -21,7 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from turbo_rcm_patch.config import Attention, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
-from turbo_rcm_patch.ops.attention.reference import aligned, apart, split_heads
+from turbo_rcm_patch.ops.attention.reference import (
+    aligned_to_16_bytes,
+    split_heads,
+    without_overlap,
+)
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
@@ -402,16 +406,16 @@ def attention_of_heads(
     if k.shape[heads_at] != heads:
         groups = heads // k.shape[heads_at]
         k, v = (x.repeat_interleave(groups, dim=heads_at) for x in (k, v))
-    alone = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
-    if alone:
+    by_head = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
+    if by_head:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         if kv_lengths is not None:
             kv_lengths = kv_lengths.repeat_interleave(heads)
     else:
         q, k, v = ((x.transpose(1, 2) if layout == "HND" else x).flatten(2) for x in (q, k, v))
     spec = AttentionSpec(
-        heads=1 if alone else heads, attention=attention, pv=pv, smooth_k=smooth_k, causal=causal,
-        sm_scale=sm_scale,
+        heads=1 if by_head else heads, attention=attention, pv=pv, smooth_k=smooth_k,
+        causal=causal, sm_scale=sm_scale,
     )  # fmt: skip
     lse = None
     if mask is not None:
@@ -420,7 +424,7 @@ def attention_of_heads(
         out, lse = attention_lse(q, k, v, spec, kv_lengths=kv_lengths)
     else:
         out = attention_skip(q, k, v, spec, kv_lengths=kv_lengths)
-    if alone:
+    if by_head:
         out = out.view(batch, heads, *out.shape[1:])
         lse = None if lse is None else lse.view(batch, heads, lse.shape[1] * lse.shape[2])
     else:
@@ -447,7 +451,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) 
         *mask.shape[:-1], k.shape[1]
     )
     scale = spec.scale_of(q.shape[2] // spec.heads)
-    q, k, v = (aligned(apart(split_heads(x, spec.heads))) for x in (q, k, v))
+    q, k, v = (aligned_to_16_bytes(without_overlap(split_heads(x, spec.heads))) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous(), scale=scale)
     return out.transpose(1, 2).flatten(2)
 

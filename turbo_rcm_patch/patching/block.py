@@ -38,14 +38,14 @@ class Level(IntEnum):
 
     AS_ASKED = 0
     EXACT = 1  # exact attention
-    WIDE = 2  # exact attention and Linears in 16 bits
+    EXACT_16BIT = 2  # exact attention and Linears in 16 bits
     AUTHOR = 3  # the author's forward
 
 
 #: Level -> how a block at it runs, for the report.
 LEVEL_WORDS = {
     Level.EXACT: "exact attention",
-    Level.WIDE: "exact attention, Linears in 16 bits",
+    Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
     Level.AUTHOR: "given back to its author's code",
 }
 
@@ -59,8 +59,8 @@ class PatchedBlock(Replacement):
         block: The block.
         path: Its name in the model.
         config: How the model is patched.
-        heads: Heads of its attentions; 1 if nothing is known of them.
-        head_dim: Channels of a head; 0 if nothing is known of them.
+        heads: Heads of its attentions; 1 if the block is not supported.
+        head_dim: Channels of a head; 0 if the block is not supported.
 
     Attributes:
         level: How exactly the block runs.
@@ -159,9 +159,9 @@ class PatchedBlock(Replacement):
         if level > self.level:
             self.level, self.reason = level, reason
             for forward in self.int8:
-                forward.on = level < Level.WIDE
+                forward.on = level < Level.EXACT_16BIT
 
-    def words(self) -> str:
+    def describe_last_run(self) -> str:
         """Describe how the last call outside a compiler ran; "" before the first."""
         if not isinstance(self.last, tuple):
             return f"as their author wrote them: {self.last}" if self.last else ""
@@ -184,8 +184,10 @@ class PatchedBlock(Replacement):
             return "author" if self.last or self.left else ""
         if self.level:
             return "exact" if self.level == Level.EXACT else "wide"
-        auto = self.config.attention == "auto" and not self.beside()  # SLA has no such rule
-        return "length" if auto and "exact" in self.words() else "asked"
+        auto = (
+            self.config.attention == "auto" and not self.other_forwards()
+        )  # SLA has no such rule
+        return "length" if auto and "exact" in self.describe_last_run() else "asked"
 
     def foreign(self) -> str:
         """Return what keeps the guard from running the author's forward a second time, or ""."""
@@ -244,7 +246,7 @@ class PatchedBlock(Replacement):
         """Return the module and the name of the function that the block replaces."""
         return self.block, "forward"
 
-    def beside(self) -> list[tuple[Any, Any]]:
+    def other_forwards(self) -> list[tuple[Any, Any]]:
         """Return pairs (module of the block, forward to install on it) beside the block's own."""
         return []
 

@@ -204,7 +204,7 @@ class Found(NamedTuple):
         return SkipPair(
             path=self.path, kind="self", heads=0, head_dim=0, streams=(), cast="model",
             projection=False, runs="as-written",
-            reason=f"it is a {type(self.block).__qualname__}, of which nothing is known",
+            reason=f"it is a {type(self.block).__qualname__}, which is not supported",
         )  # fmt: skip
 
 

@@ -57,11 +57,11 @@ _log = logging.getLogger(__name__)
 #: Both numbers are odd, so that both forwards of a step with classifier-free guidance are reached.
 #: A comparison takes some 22 ms of a forward's 360 (Wan2.1-1.3B, 32,760 tokens; the author's block
 #: is 19 of them), so this is 1.5 %; on every forward it would be 6 %.
-_PAUSES: Final = (3, 5)
+_FORWARDS_BETWEEN_CHECKS: Final = (3, 5)
 #: Least distance, in blocks, between two blocks that are compared one after the other in this way.
 _STRIDE: Final = 7
 #: The prediction has to stay below this share of the target, so that later blocks have room.
-_AIM: Final = 0.95
+_TARGET_SHARE: Final = 0.95
 #: Members of a block that compute row by row, and the number of rows that they get at a time.
 _BY_ROWS: Final = ("ffn", "ff")
 _ROWS: Final = 4096
@@ -239,7 +239,7 @@ class Guard:
         self._turn += 1
         here.sample = -1
         if self._turn >= self._due and not captured:
-            self._due = self._turn + _PAUSES[self._turn % 2]
+            self._due = self._turn + _FORWARDS_BETWEEN_CHECKS[self._turn % 2]
             here.sample = self._sampled = (self._sampled + self._stride) % self._count
 
     def _step_of(self, pipe: object, path: str) -> tuple[int, int] | None:
@@ -355,7 +355,7 @@ class Guard:
             return _NOTHING, ""
         seen = _sum(here.shares)
         predicted = ((seen.fast + one.fast) / max(seen.author + one.author, 1e-60)) ** 0.5
-        if predicted > _AIM * self._target and _next_level(block, notes) < Level.AUTHOR:
+        if predicted > _TARGET_SHARE * self._target and _next_level(block, notes) < Level.AUTHOR:
             return one, f"the network's error would be {predicted:.2f}, target {self._target:g}"
         return one, ""
 
@@ -397,8 +397,8 @@ def _next_level(block: PatchedBlock, notes: Notes) -> Level:
     """Return the next level that changes how a block runs."""
     if block.level < Level.EXACT and block.config.attention not in ("exact",):
         return Level.EXACT
-    if block.level < Level.WIDE and block.int8:
-        return Level.WIDE
+    if block.level < Level.EXACT_16BIT and block.int8:
+        return Level.EXACT_16BIT
     return Level.AUTHOR
 
 

@@ -36,7 +36,7 @@ _LAST_ROWS: Final = 64
 _WHOLE: Final = 4096
 #: Two computations that round once each differ by 0.3 of the epsilon (root mean square over evenly
 #: spread mantissas). This much is subtracted, with room for a second rounding.
-_TAKEN_OFF: Final = 0.5
+_ROUNDING_ALLOWANCE: Final = 0.5
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
 #: Bytes that the heads that are measured at a time may hold, where the queries are not larger. For
@@ -102,7 +102,7 @@ def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.d
         lengths: The lengths of the streams.
         dtype: The model's dtype.
     """
-    floor = 2 * (_TAKEN_OFF * torch.finfo(dtype).eps) ** 2
+    floor = 2 * (_ROUNDING_ALLOWANCE * torch.finfo(dtype).eps) ** 2
     streams = zip(zip(*fast, strict=True), zip(*author, strict=True), lengths, strict=True)
     errors, sums = zip(*[_compare(xs, ys, n, floor) for xs, ys, n in streams], strict=True)
     table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]

@@ -304,7 +304,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
-        for part, forward in block.beside():
+        for part, forward in block.other_forwards():
             record.replace(part, "forward", forward.__call__)
         if config.linear != "as-is":
             _add_int8(record, block, forwards)
@@ -454,7 +454,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             pairs += before if record is None else record.pairs()
             if module is not None and device is None:
                 device = execution_device(module)
-        ran = {block.path: block.words() for block in blocks() if block.last is not None}
+        ran = {
+            block.path: block.describe_last_run() for block in blocks() if block.last is not None
+        }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         notes = list(dict.fromkeys(notes))
         if device is None:

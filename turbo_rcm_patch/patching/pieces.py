@@ -25,15 +25,15 @@ from turbo_rcm_patch.ops.residual import api as residual
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.plain import (
-    bare,
     compiling,
     hooked,
+    kernel_can_read,
     own_function,
     plain_linear,
-    readable,
+    runs_only_its_forward,
 )
 
-WIDE: Final = torch.float32
+STREAM_DTYPE: Final = torch.float32
 
 #: Classes of layer norms that compute in fp32. Each family adds its own.
 LAYER_NORMS: Final[set[type]] = set()
@@ -140,11 +140,11 @@ def skip_norm(
     """
     read = _read_norm(module, x, scale, shift)
     if read is None:
-        x = skip(x, branch, gate, WIDE, impl)
+        x = skip(x, branch, gate, STREAM_DTYPE, impl)
         return x, _called_norm(module, x, scale, shift, dtype)
     own = torch.int8 if rows else dtype
     return residual.skip_norm(
-        x, branch, gate=gate, norm=read, dtype=WIDE, norm_dtype=own, impl=impl
+        x, branch, gate=gate, norm=read, dtype=STREAM_DTYPE, norm_dtype=own, impl=impl
     )
 
 
@@ -158,16 +158,16 @@ def _read_norm(
     module: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> residual.Norm | None:
     """Return a norm as a kernel reads it, or None where it has to be called."""
-    if type(module) not in LAYER_NORMS or not bare(module):
+    if type(module) not in LAYER_NORMS or not runs_only_its_forward(module):
         return None
     held = module._parameters
     if "weight" not in held or "bias" not in held:  # replaced by tensors that are no parameters
         return None
     weight, bias = held["weight"], held["bias"]
     if scale is not None:
-        alone = weight is None and bias is None
-        return residual.Norm(scale, shift, eps=module.eps) if alone else None
-    if not readable(weight, bias, device=x.device):
+        unweighted = weight is None and bias is None
+        return residual.Norm(scale, shift, eps=module.eps) if unweighted else None
+    if not kernel_can_read(weight, bias, device=x.device):
         return None
     weight = None if weight is None else weight.view(1, 1, -1)
     bias = None if bias is None else bias.view(1, 1, -1)
@@ -216,14 +216,14 @@ def called(module: Any, x: Tensor) -> Tensor:
 
 def _rms_weight(module: Any, x: Tensor) -> Tensor | None:
     """Return the weight of an RMSNorm if a kernel can compute that norm of x, else None."""
-    if type(module) not in RMS_NORMS or not bare(module) or module.eps is None:
+    if type(module) not in RMS_NORMS or not runs_only_its_forward(module) or module.eps is None:
         return None
     held = module._parameters
     weight: Tensor | None = held.get("weight")
     if weight is None or held.get("bias") is not None:  # diffusers' may have one
         return None
     fits = (
-        readable(weight, device=x.device)
+        kernel_can_read(weight, device=x.device)
         and weight.shape == x.shape[-1:]
         and (weight.dtype == x.dtype or weight.dtype == torch.float32)
     )
@@ -272,9 +272,13 @@ def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
     projected = getattr(first, "proj", None)
     if projected is not None:  # diffusers' GELU holds its Linear
         tanh = type(first).__name__ == "GELU" and first.approximate == "tanh"
-        plain = tanh and bare(first) and own_function(type(first), "gelu")
+        plain = tanh and runs_only_its_forward(first) and own_function(type(first), "gelu")
         return (projected, rest) if plain else (None, [first, *rest])
-    if type(rest[0]) is nn.GELU and rest[0].approximate == "tanh" and bare(rest[0]):
+    if (
+        type(rest[0]) is nn.GELU
+        and rest[0].approximate == "tanh"
+        and runs_only_its_forward(rest[0])
+    ):
         return first, rest[1:]
     return None, [first, *rest]
 

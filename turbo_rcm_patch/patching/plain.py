@@ -165,7 +165,7 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def bare(module: nn.Module) -> bool:
+def runs_only_its_forward(module: nn.Module) -> bool:
     """Return True if calling a module runs its class's forward and no other code."""
     if "forward" in module.__dict__ and not is_own(module, "forward", installed(module)):
         return False
@@ -184,7 +184,7 @@ def bare(module: nn.Module) -> bool:
 
 
 def hook_names(module: nn.Module) -> str:
-    """Name the hooks and replacements of a module that is not bare, for the report."""
+    """Name what else a module runs than its class's forward, for the report."""
     registry = module.__dict__.get("_diffusers_hook")
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
@@ -237,7 +237,7 @@ def plain_linear(module: nn.Module, x: Tensor) -> bool:
         module: Any module.
         x: Its input; the result is False if its dtype or device is not the weight's.
     """
-    if type(module) is not nn.Linear or not bare(module):
+    if type(module) is not nn.Linear or not runs_only_its_forward(module):
         return False
     if not isinstance(x, Tensor):  # int8 rows, if the model was unpatched meanwhile
         return False
@@ -246,7 +246,7 @@ def plain_linear(module: nn.Module, x: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
 
 
-def readable(*tensors: Tensor | None, device: torch.device) -> bool:
+def kernel_can_read(*tensors: Tensor | None, device: torch.device) -> bool:
     """Return True if a kernel on the device can read all of the tensors."""
     plain = (nn.Parameter, Tensor)
     return all([x is None or (type(x) in plain and x.device == device) for x in tensors])

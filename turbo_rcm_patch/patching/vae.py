@@ -33,10 +33,10 @@ from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
     author_class,
-    bare,
     compiling,
     drops,
     hook_names,
+    runs_only_its_forward,
 )
 from turbo_rcm_patch.patching.report import GuardRecord
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
@@ -236,9 +236,9 @@ class PatchedCoder(PatchedBlock):
             return f"the {part} is compiled"
         for name, module in block.named_modules(prefix=part):
             if module is not block and type(module) not in self.known:
-                return f"{name} is a {type(module).__name__}, of which nothing is known"
+                return f"{name} is a {type(module).__name__}, which is not supported"
             # A list is never called, so its forward is torch's for "not implemented".
-            if type(module) is not nn.ModuleList and not bare(module):
+            if type(module) is not nn.ModuleList and not runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
             why = "dropout is on" if drops(module) else self.why_module(module)
             if why:
@@ -300,7 +300,7 @@ class PatchedCoder(PatchedBlock):
     def linears(self) -> dict[str, Any]:
         return {}
 
-    def words(self) -> str:
+    def describe_last_run(self) -> str:
         if isinstance(self.last, str):
             return f"as their author wrote them: {self.last}" if self.last else ""
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))

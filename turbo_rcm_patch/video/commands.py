@@ -18,7 +18,7 @@ from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import OK, of_verdict
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -198,7 +198,7 @@ def _write_share(
                     progress("generate", before + step, len(work) * settings.steps_run)
 
                 try:
-                    with kept_apart():
+                    with reraise_interrupts():
                         source, path = line.source(common), paths[line]
                         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
                         if source.given:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.interrupts import reraise_interrupts
 
 #: The form of a name on the model hub.
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -31,7 +31,7 @@ def loading(
         remedy: As in `TurboRCMError`.
     """
     try:
-        with kept_apart(), quiet_loading():
+        with reraise_interrupts(), quiet_loading():
             yield
     except MemoryError:
         raise

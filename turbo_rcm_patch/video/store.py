@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import atomic, check_writable, locked, remove_leftovers, write_json
 from turbo_rcm_patch.video.generation import Sample
 
@@ -215,7 +215,7 @@ def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
     damage: tuple[type[Exception], ...] = (OSError, ValueError, LookupError, TypeError)
     damage += (AssertionError, RecursionError, *more)
     try:
-        with kept_apart():
+        with reraise_interrupts():
             yield
     except damage as error:
         what, got = f"{path} was changed since it was written", f"{type(error).__name__}: {error}"

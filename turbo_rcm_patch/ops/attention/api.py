@@ -20,7 +20,7 @@ from turbo_rcm_patch.config import Form
 from turbo_rcm_patch.errors import ConfigError, MaskError, OpError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
-    aligned,
+    aligned_to_16_bytes,
     exact_attention,
     norm_rope,
     project,
@@ -660,7 +660,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
             smooth_k=spec.smooth_k, want_lse=a.want_lse, **masks,
         )  # fmt: skip
     lse = None
-    qh, kh, vh = aligned(qh), aligned(kh), aligned(vh)
+    qh, kh, vh = aligned_to_16_bytes(qh), aligned_to_16_bytes(kh), aligned_to_16_bytes(vh)
     if a.want_lse:
         branch, lse = exact_attention(qh, kh, vh.float(), **masks)
     elif spec.attention == "sage":
@@ -801,7 +801,7 @@ def _unpacked(
     numbers: list[float],
     out_dtype: torch.dtype,
 ) -> AttentionInputs:
-    told = decode(options)
+    given = decode(options)
     *values, sm_scale = numbers
     residual, *factors = skip
     c_skip, c_out = (
@@ -809,12 +809,12 @@ def _unpacked(
         for factor, number in zip(factors, values, strict=True)
     )
     plain = residual is None and isinstance(c_out, float) and c_out == 1.0
-    fields = {name: told[name] for name in ("attention", "pv", "impl", "smooth_k", "causal")}
+    fields = {name: given[name] for name in ("attention", "pv", "impl", "smooth_k", "causal")}
     spec = AttentionSpec(heads=heads, sm_scale=None if sm_scale < 0 else sm_scale, **fields)
     return AttentionInputs(
         q, k, v, spec, out_dtype, norms=Norms._make([*norms, eps]),
         rotary=cast("Any", tuple(rotary) or None), kv_lengths=kv_lengths,
-        skip=None if plain else Skip(residual, c_skip, c_out), want_lse=told["want_lse"],
+        skip=None if plain else Skip(residual, c_skip, c_out), want_lse=given["want_lse"],
     )  # fmt: skip
 
 
@@ -844,9 +844,9 @@ _registered = register(f"attention({_ATTENTION}) -> (Tensor, Tensor)", _body, _f
 def _project_body(
     weight: Tensor, bias: Tensor | None, options: str, *args: Any, **named: Any
 ) -> Tensor:
-    told = decode(options)
+    given = decode(options)
     a = _unpacked(options, *args, **named)
-    return _projected(a, weight, bias, told["form"], told["cast"])
+    return _projected(a, weight, bias, given["form"], given["cast"])
 
 
 def _project_fake(weight: Tensor, bias: Tensor | None, *args: Any, **named: Any) -> Tensor:

@@ -43,7 +43,7 @@ class Scales(NamedTuple):
     v_strides: tuple[int, int]
 
 
-class Form(NamedTuple):
+class AttendForm(NamedTuple):
     """The numbers of `attend` that are known when it is compiled."""
 
     P_MAX_LOG2: float
@@ -87,7 +87,7 @@ def over_block(
 ):  # fmt: skip
     """Compute one step of the online softmax over BLOCK_N keys from start_n on.
 
-    FORM: `Form`. With FP8 l_i is [BLOCK_M, 16] with equal columns.
+    FORM: `AttendForm`. With FP8 l_i is [BLOCK_M, 16] with equal columns.
     """
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
@@ -204,7 +204,7 @@ def attend(
     q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
     [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
     the same memory (DESCRIPTORS; v only with FP8). scales: `Scales`; lengths [B] or None;
-    FORM: `Form`.
+    FORM: `AttendForm`.
     """
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
@@ -331,7 +331,7 @@ def attention_arguments(
         "n_q_padded": n_q_padded,
         "n_kv_padded": n_kv_padded,
         "heads": heads,
-        "FORM": Form(
+        "FORM": AttendForm(
             P_MAX_LOG2[a.spec.pv], a.head_dim, head_pad, tile.block_m, block_n, keys_a_scale,
             FP8=values is not None, DESCRIPTORS=descriptors, CAUSAL=a.spec.causal,
         ),

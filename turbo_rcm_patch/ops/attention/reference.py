@@ -144,7 +144,7 @@ def exact_attention(
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
+def without_overlap(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy if its rows overlap in memory (windows over a sequence).
 
     torch's CPU attention passes such strides to a BLAS that does not support them, and returns
@@ -153,7 +153,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned_to_16_bytes(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy if its address is not a multiple of 16 bytes.
 
     On a GPU torch's attention with a mask checks only strides, and gives NaN or a fault for other
@@ -177,7 +177,7 @@ def sdpa_attention(
 
     The masks are those of `exact_attention`.
     """
-    q, k, v = apart(q), apart(k), apart(v)
+    q, k, v = without_overlap(q), without_overlap(k), without_overlap(v)
     if kv_lengths is None:
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
     mask = key_mask(

@@ -180,7 +180,7 @@ def check_channels(channels: int) -> None:
 # --- products ------------------------------------------------------------------------------------
 
 
-class Linear(NamedTuple):
+class LinearInputs(NamedTuple):
     """The product of an int8 linear with everything after it.
 
     Attributes:
@@ -208,14 +208,16 @@ def linear_int8(
 ) -> Tensor:
     """Compute `int8_linear` without its checks, for patched blocks."""
     of, x_scale = x if isinstance(x, Int8Tensor) else (x, None)
-    linear = Linear(weight, scale, bias, activation)
+    linear = LinearInputs(weight, scale, bias, activation)
     if needs_registered(of):
         made: Tensor = _registered_linear(of, x_scale, *linear, impl, out_dtype)
         return made
     return _linear(x, linear, impl, out_dtype)
 
 
-def _linear(x: Tensor | Int8Tensor, linear: Linear, impl: str, out_dtype: torch.dtype) -> Tensor:
+def _linear(
+    x: Tensor | Int8Tensor, linear: LinearInputs, impl: str, out_dtype: torch.dtype
+) -> Tensor:
     if resolve_impl(impl, linear.weight.device) == "triton":
         return launch_linear(x, linear, out_dtype=out_dtype)
     weight, weight_scale, bias, activation = linear
@@ -242,7 +244,7 @@ def _linear_body(
     out_dtype: torch.dtype,
 ) -> Tensor:
     rows = x if x_scale is None else Int8Tensor(x.contiguous(), x_scale.contiguous())
-    return _linear(rows, Linear(weight, scale, bias, activation), impl, out_dtype)
+    return _linear(rows, LinearInputs(weight, scale, bias, activation), impl, out_dtype)
 
 
 def _linear_fake(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> Tensor:
@@ -313,7 +315,9 @@ KERNELS: Final = (
 
 
 @replayed
-def launch_linear(x: Tensor | Int8Tensor, linear: Linear, *, out_dtype: torch.dtype) -> Tensor:
+def launch_linear(
+    x: Tensor | Int8Tensor, linear: LinearInputs, *, out_dtype: torch.dtype
+) -> Tensor:
     """Launch an int8 linear: [B, N, Cout].
 
     Args:
@@ -443,7 +447,7 @@ def int8_linear(
             raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
         out_dtype = source.dtype
     scale = None if rows is None else rows.scale
-    linear = Linear(weight_int8, weight_scale, bias, activation or "")
+    linear = LinearInputs(weight_int8, weight_scale, bias, activation or "")
     if needs_registered(source, scale, weight_int8, weight_scale, bias):
         made: Tensor = _registered_linear(source, scale, *linear, impl, out_dtype)
         return made

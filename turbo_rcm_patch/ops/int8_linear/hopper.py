@@ -74,7 +74,7 @@ from turbo_rcm_patch.ops.hopper_common import (
     tma_load,
     unpermuted,
 )
-from turbo_rcm_patch.ops.int8_linear.api import Linear
+from turbo_rcm_patch.ops.int8_linear.api import LinearInputs
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.numerics import gelu_tanh
 
@@ -132,7 +132,7 @@ REGISTERS_2 = gl.constexpr(240)
 REGISTERS_3 = gl.constexpr(160)
 
 
-class Schedule(NamedTuple):
+class KernelSchedule(NamedTuple):
     """The division of the work among groups.
 
     A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and groups
@@ -152,9 +152,9 @@ class Schedule(NamedTuple):
 
 #: Name -> schedule. Each has as many slots as fit into 227 KiB.
 SCHEDULES = {
-    "cooperative-128x256": Schedule(2, 64, 256, 4, False),
-    "cooperative-192x256": Schedule(3, 64, 256, 4, False),
-    "ping-pong-128x128": Schedule(2, 128, 128, 6, True),
+    "cooperative-128x256": KernelSchedule(2, 64, 256, 4, False),
+    "cooperative-192x256": KernelSchedule(3, 64, 256, 4, False),
+    "ping-pong-128x128": KernelSchedule(2, 128, 128, 6, True),
 }
 #: Up to the first number of channels the epilogue takes a large share of the time, and from the
 #: second on a small one.
@@ -163,7 +163,7 @@ _SHORT, _LONG = 3072, 8192
 _NARROW = 2048
 
 
-def schedule_for(channels: int, features: int, *, gelu: bool) -> Schedule:
+def schedule_for(channels: int, features: int, *, gelu: bool) -> KernelSchedule:
     """Return the schedule that was fastest on an H200 at 32,760 tokens.
 
     For a short K groups take turns, so that one multiplies while another finishes its tile. For a
@@ -316,7 +316,8 @@ def hopper_linear_kernel(
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
     Arguments as in `triton.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
     x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
-    the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see `Schedule`.
+    the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see
+    `KernelSchedule`.
     """
     PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
     shared = allocate_pipeline(x_desc, w_desc, PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)
@@ -382,7 +383,7 @@ def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
 
 #: The schedule for a scale per block. A group has the rows of one instruction, so that integers
 #: and sums fit into its registers. A tile has the columns of a block. The slots fill 227 KiB.
-_BLOCK_SCALED = Schedule(3, 64, 128, 5, False)
+_BLOCK_SCALED = KernelSchedule(3, 64, 128, 5, False)
 _GROUPS = gl.constexpr(_BLOCK_SCALED.groups)
 _BLOCK_M = gl.constexpr(_BLOCK_SCALED.block_m)
 _BLOCK_N = gl.constexpr(_BLOCK_SCALED.block_n)
@@ -458,9 +459,9 @@ def hopper_linear_blocks_kernel(
 def launch_kernel(
     y: torch.Tensor,
     x: Int8Tensor,
-    linear: Linear,
+    linear: LinearInputs,
     *,
-    schedule: Schedule | None = None,
+    schedule: KernelSchedule | None = None,
     permuted: bool | None = None,
 ) -> None:
     """Write gelu(x @ weight^T + bias) into y [B, N, Cout], which is dense.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.ops.formats import ALIGNED, Int8Tensor
-from turbo_rcm_patch.ops.int8_linear.api import LARGE, Linear
+from turbo_rcm_patch.ops.int8_linear.api import LARGE, LinearInputs
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
@@ -163,7 +163,7 @@ def _crowded(tile: Tile) -> bool:
     return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
 
 
-def launch_kernel(y: torch.Tensor, x: Int8Tensor, linear: Linear) -> None:
+def launch_kernel(y: torch.Tensor, x: Int8Tensor, linear: LinearInputs) -> None:
     """Write gelu(x @ weight^T + bias) into y [B, N, Cout], which is dense.
 
     x [B, N, K] int8; weight int8 [Cout, K], dense; its scale fp32 [Cout], [Cout, groups of 128

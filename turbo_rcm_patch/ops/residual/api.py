@@ -29,7 +29,7 @@ from turbo_rcm_patch.ops.checks import (
     skip_parts,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
-from turbo_rcm_patch.ops.formats import Int8Tensor, int8_rows, padded_channels
+from turbo_rcm_patch.ops.formats import Int8Tensor, Streams, int8_rows, padded_channels
 from turbo_rcm_patch.ops.register import (
     decode,
     encode,
@@ -39,9 +39,6 @@ from turbo_rcm_patch.ops.register import (
 )
 from turbo_rcm_patch.ops.residual import reference
 from turbo_rcm_patch.skip import Cast, Coefficient
-
-#: A tensor of the residual stream, or one for each of two streams.
-Streams = Tensor | tuple[Tensor, Tensor]
 
 
 class Norm(NamedTuple):

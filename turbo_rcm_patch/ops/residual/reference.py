@@ -6,12 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.ops.formats import padded_channels
+from turbo_rcm_patch.ops.formats import Streams, padded_channels
 from turbo_rcm_patch.ops.int8_linear.api import quantized_rows
 from turbo_rcm_patch.skip import Cast
-
-#: A tensor, or one for each of two streams.
-Streams = Tensor | tuple[Tensor, Tensor]
 
 
 def close_skip(

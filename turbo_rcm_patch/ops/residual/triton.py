@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import norm_kind, padded_channels
+from turbo_rcm_patch.ops.formats import Streams, norm_kind, padded_channels
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     cdiv,
@@ -26,7 +26,7 @@ from turbo_rcm_patch.ops.launch import (
     tile_for,
 )
 from turbo_rcm_patch.ops.numerics import (
-    amax_poison,
+    amax_and_nan,
     close_skip,
     int8_scale,
     magnitude,
@@ -184,16 +184,12 @@ def residual_kernel(
             bits = tl.max(magnitude(head), axis=0)
             if TAIL:
                 bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
-            amax, poison = amax_poison(bits)
+            amax, poison = amax_and_nan(bits)
             scale, inverse = int8_scale(amax, poison)
             tl.store(scale_ptr + b * rows + at, scale)
         _store(normed, head, inverse, b, at, offs_h, padded, scale_ptr is not None)
         if TAIL:
             _store(normed, tail, inverse, b, at, offs_t, padded, scale_ptr is not None)
-
-
-#: A tensor, or one for each of two streams.
-Streams = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def broadcast(value: torch.Tensor, shape: torch.Size) -> Operand:

@@ -37,14 +37,14 @@ from turbo_rcm_patch.patching.families.common import (
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
-    WIDE,
+    STREAM_DTYPE,
     KeptTables,
     Notes,
     Operands,
     called,
     feed_forward,
 )
-from turbo_rcm_patch.patching.plain import author_class, bare, readable
+from turbo_rcm_patch.patching.plain import author_class, kernel_can_read, runs_only_its_forward
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
@@ -114,9 +114,13 @@ class CogVideoXBlockForward(PatchedBlock):
         Its own modules compute the modulation, [B, 1, C] each.
         """
         norm = zero.norm
-        if not (bare(zero) and type(norm) is nn.LayerNorm and bare(norm)):
+        if not (
+            runs_only_its_forward(zero)
+            and type(norm) is nn.LayerNorm
+            and runs_only_its_forward(norm)
+        ):
             return None
-        if not readable(norm.weight, norm.bias, device=temb.device):
+        if not kernel_can_read(norm.weight, norm.bias, device=temb.device):
             return None
         rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
         # In the order in which the author's norm takes them.
@@ -145,10 +149,12 @@ class CogVideoXBlockForward(PatchedBlock):
         impl, dtype = self.config.impl, y.dtype
         read = self.modulation(zero, temb)
         if read is None:
-            made: _Two = residual.skip_norm(streams, y, gate=gates, dtype=WIDE, impl=impl)[0]
+            made: _Two = residual.skip_norm(streams, y, gate=gates, dtype=STREAM_DTYPE, impl=impl)[
+                0
+            ]
             return made, *self.norm(zero, (made[0].to(dtype), made[1].to(dtype)), temb)
         made, h = residual.skip_norm(
-            streams, y, gate=gates, norm=read[0], dtype=WIDE, norm_dtype=dtype, impl=impl
+            streams, y, gate=gates, norm=read[0], dtype=STREAM_DTYPE, norm_dtype=dtype, impl=impl
         )
         return made, h, read[1]
 
@@ -279,11 +285,11 @@ def _norms_of_heads(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, No
 def _reads(norm: Any, x: Tensor, head_dim: int) -> bool:
     return (
         type(norm) is nn.LayerNorm
-        and bare(norm)
+        and runs_only_its_forward(norm)
         and norm.weight is not None
         and norm.bias is not None
         and norm.normalized_shape == (head_dim,)
-        and readable(norm.weight, norm.bias, device=x.device)
+        and kernel_can_read(norm.weight, norm.bias, device=x.device)
         and norm.weight.dtype == x.dtype
     )
 

@@ -16,7 +16,7 @@ from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
-from turbo_rcm_patch.patching.plain import FLOATS, bare
+from turbo_rcm_patch.patching.plain import FLOATS, runs_only_its_forward
 from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
 
 
@@ -57,7 +57,11 @@ def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> Non
             remedy="This model cannot run through the fused attention",
         )
     for name, linear in linears.items():
-        if type(linear) is nn.Linear and bare(linear) and linear.weight.dtype not in FLOATS:
+        if (
+            type(linear) is nn.Linear
+            and runs_only_its_forward(linear)
+            and linear.weight.dtype not in FLOATS
+        ):
             plain = type(linear.weight) is nn.Parameter
             if plain and linear.weight.dtype.is_floating_point and linear.weight.itemsize > 1:
                 raise DTypeError(

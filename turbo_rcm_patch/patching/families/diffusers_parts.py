@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.plain import (
-    bare,
     drops,
     hook_names,
     own_function,
     plain_linear,
     replaced_by,
+    runs_only_its_forward,
     torchs_own,
     wrote,
 )
@@ -68,7 +68,7 @@ def project_out(attn: Any, out: Tensor) -> Tensor:
     """Call the output projection, and the module after it unless that is a plain Dropout."""
     linear, dropout = attn.to_out
     made: Tensor = linear(out)
-    if type(dropout) is not nn.Dropout or not bare(dropout):
+    if type(dropout) is not nn.Dropout or not runs_only_its_forward(dropout):
         made = dropout(made)
     return made
 
@@ -76,7 +76,7 @@ def project_out(attn: Any, out: Tensor) -> Tensor:
 def plain_projection(attn: Any) -> bool:
     """Return True if a kernel may read the parameters of the output projection."""
     linear, dropout = attn.to_out
-    return plain_linear(linear, linear.weight) and bare(dropout)
+    return plain_linear(linear, linear.weight) and runs_only_its_forward(dropout)
 
 
 # --- when the author's forward runs ----------------------------------------------------------
@@ -96,7 +96,7 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
     processor = attn.processor
     if type(processor) not in processors or not own_function(type(processor), "__call__"):
         return f"the processor of {name} is a {type(processor).__qualname__} of its own"
-    if not bare(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
+    if not runs_only_its_forward(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
         return f"{name} is called as a module: {hook_names(attn)}"
     if drops(attn.to_out[1]):
         return "dropout is active (training mode)"
@@ -107,7 +107,7 @@ def why_feed_forward(name: str, ff: Any) -> str:
     """Return why the fast path cannot run a feed-forward, or ""."""
     if type(ff) is not FeedForward:
         return f"{name} is a {type(ff).__qualname__}"
-    if not bare(ff):
+    if not runs_only_its_forward(ff):
         return f"{name} is called as a module: {hook_names(ff)}"
     if ff.training and any(map(drops, ff.net)):
         return "dropout is active (training mode)"

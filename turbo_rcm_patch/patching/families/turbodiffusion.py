@@ -45,9 +45,9 @@ from turbo_rcm_patch.patching.pieces import (
 from turbo_rcm_patch.patching.plain import (
     Replacement,
     author_class,
-    bare,
     hook_names,
     replaced_by,
+    runs_only_its_forward,
     torchs_own,
 )
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -210,7 +210,7 @@ class TurboBlock(PatchedBlock):
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
 
-    def beside(self) -> list[tuple[Any, Any]]:
+    def other_forwards(self) -> list[tuple[Any, Any]]:
         """Return a self-attention forward that runs without flash-attn, if that is missing.
 
         The author's forward calls flash-attn's rotary embedding, and the guard calls the author's
@@ -286,12 +286,12 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     """Return why the fast path cannot run an attention, or ""."""
     if author_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
-    if not bare(attn) and replaced_by(attn) is not RotaryForward:
+    if not runs_only_its_forward(attn) and replaced_by(attn) is not RotaryForward:
         return f"{name} is called as a module: {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
         local = getattr(op, "local_attn", None)
-        if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
+        if type(op).__name__ != "MinimalA2AAttnOp" or not runs_only_its_forward(op):
             return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
         if name == "cross_attn" and _exchanges(op):
             return "the attn_op of cross_attn exchanges heads with other ranks"
@@ -308,7 +308,11 @@ def _why_sparse(local: Any) -> str:
     maps = {getattr(getattr(local, f"feature_map_{of}", None), "__name__", "") for of in "qk"}
     if maps != {"softmax_feature_map"}:
         return "its feature map is not the softmax"
-    if not bare(local) or type(local.proj_l) is not nn.Linear or not bare(local.proj_l):
+    if (
+        not runs_only_its_forward(local)
+        or type(local.proj_l) is not nn.Linear
+        or not runs_only_its_forward(local.proj_l)
+    ):
         return "its sparse attention or proj_l is called as a module"
     blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
     if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
@@ -322,7 +326,7 @@ def _why_feed_forward(ffn: Any) -> str:
     kinds = [type(part) for part in ffn] if type(ffn) is nn.Sequential else []
     if len(kinds) != 3 or kinds[1] is not nn.GELU or ffn[1].approximate != "tanh":
         return f"ffn is a {type(ffn).__qualname__} of another form"
-    return "" if bare(ffn) else f"ffn is called as a module: {hook_names(ffn)}"
+    return "" if runs_only_its_forward(ffn) else f"ffn is called as a module: {hook_names(ffn)}"
 
 
 # --- what is patched in a model ------------------------------------------------------------------

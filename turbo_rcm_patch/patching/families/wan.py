@@ -264,7 +264,7 @@ class WanBlock(PatchedBlock):
         split = context_parallel(getattr(self.block.attn1, "processor", None))
         return None if split is None else split._flattened_mesh.get_group()
 
-    def beside(self) -> list[tuple[Any, Any]]:
+    def other_forwards(self) -> list[tuple[Any, Any]]:
         attn = self.block.attn1
         sparse = attached_proj_l(attn) is not None
         return [(attn, SLAForward(attn, self.config.sla_topk))] if sparse else []

@@ -53,7 +53,7 @@ _PADDED_TO: Final = 128
 
 
 class AnyFlowBlock(WanBlock):
-    """Stands in for the forward of an `AnyFlowTransformerBlock`."""
+    """Replaces the forward of an `AnyFlowTransformerBlock`."""
 
     __slots__ = ("kept",)
 
@@ -122,7 +122,7 @@ class AnyFlowBlock(WanBlock):
             return "its attention has a mask"
         return super().why_inputs(x, context, temb, self.tables(rotary))
 
-    def beside(self) -> list[tuple[Any, Any]]:
+    def other_forwards(self) -> list[tuple[Any, Any]]:
         return []
 
 
@@ -151,7 +151,7 @@ class Cache(NamedTuple):
 
 
 class AnyFlowFARBlock(AnyFlowBlock):
-    """Stands in for the forward of a causal `AnyFlowTransformerBlock`."""
+    """Replaces the forward of a causal `AnyFlowTransformerBlock`."""
 
     __slots__ = ()
 
