@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.runner import Plan
-from turbo_rcm_patch.exit_codes import run_command
+from turbo_rcm_patch.cli.exit_codes import run_command
 
 _PROGRAM: Final = "python -m benchmarks"
 #: Benchmark -> (what it measures, an example of --only).

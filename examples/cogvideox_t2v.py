@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
-from turbo_rcm_patch.exit_codes import of_verdict
+from turbo_rcm_patch.cli.exit_codes import of_verdict
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import compare, generate, load_pipeline
 from turbo_rcm_patch.video.video import enlarge, write_mp4

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import processes
 from turbo_rcm_patch.checkpoints import read_checkpoint
+from turbo_rcm_patch.cli.exit_codes import run_command
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.exit_codes import run_command
 from turbo_rcm_patch.interrupts import held_back, reraise_interrupts
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.video import video
@@ -165,7 +165,7 @@ def test_a_ctrl_c_while_ffmpeg_runs_keeps_the_old_video(
     ffmpeg(tmp_path, monkeypatch, f'echo half >"$OUT"; touch {tmp_path}/began; sleep 60')
     code = (
         "import os, sys, numpy; from pathlib import Path\n"
-        "from turbo_rcm_patch.exit_codes import run_command\n"
+        "from turbo_rcm_patch.cli.exit_codes import run_command\n"
         "from turbo_rcm_patch.video.video import write_mp4\n"
         "os.setsid()\n"
         "frames = numpy.zeros((9, 64, 64, 3), numpy.uint8)\n"
@@ -185,7 +185,7 @@ def test_a_stream_that_is_closed_is_no_obstacle(tmp_path: Path) -> None:
     """`>&-` and `2>&-`: a file that is opened later does not become stdout."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from turbo_rcm_patch.exit_codes import run_command\n"
+        "from turbo_rcm_patch.cli.exit_codes import run_command\n"
         "def run():\n"
         "    print('said')\n"
         "    with Path(sys.argv[1]).open('w') as file: file.write('written')\n"

@@ -118,7 +118,7 @@ def test_the_tested_releases_of_diffusers_are_those_declared() -> None:
 
 
 def test_doctor_knows_the_declared_ranges() -> None:
-    from turbo_rcm_patch.video.doctor import RANGES
+    from turbo_rcm_patch.cli.doctor import RANGES
 
     known = declared("dev")
     for name, (least, first_untested) in RANGES.items():

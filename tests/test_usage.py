@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from turbo_rcm_patch.usage import add_fields, given_fields
+from turbo_rcm_patch.cli.usage import add_fields, given_fields
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from turbo_rcm_patch.exit_codes import OK, run_command
+from turbo_rcm_patch.cli.exit_codes import OK, run_command
 
 
 def parser() -> argparse.ArgumentParser:

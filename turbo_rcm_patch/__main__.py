@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from turbo_rcm_patch import __version__
+from turbo_rcm_patch.cli import as_sageattention
+from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
+from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Run
+from turbo_rcm_patch.cli.usage import add_fields, given_fields
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.engines import as_sageattention
-from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
-from turbo_rcm_patch.options import COMMANDS, Command, Convert, Demo, Doctor, Run
-from turbo_rcm_patch.usage import add_fields, given_fields
 from turbo_rcm_patch.video.settings import Settings
 
 #: How this program is called: by its name, or as a module where it was not installed.
@@ -79,14 +79,14 @@ def _command(arguments: argparse.Namespace, command_line: str) -> Command:
 def _run(command: Command) -> int:
     # What a command imports takes seconds.
     if isinstance(command, Demo):
-        from turbo_rcm_patch.demo import demo
+        from turbo_rcm_patch.cli.demo import demo
 
         return demo(command)
     if isinstance(command, Doctor):  # It has to run where packages are missing.
-        from turbo_rcm_patch.video.doctor import examine
+        from turbo_rcm_patch.cli.doctor import examine
 
         return OK if examine(partial(print, flush=True)).healthy else CHANGED
-    from turbo_rcm_patch.video import commands
+    from turbo_rcm_patch.cli import commands
 
     code: int = getattr(commands, type(command).__name__.lower())(command)
     return code

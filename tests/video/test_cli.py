@@ -19,8 +19,8 @@ import turbo_rcm_patch
 from tests import processes
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.options import COMMANDS
-from turbo_rcm_patch.video import commands
+from turbo_rcm_patch.cli import commands
+from turbo_rcm_patch.cli.options import COMMANDS
 from turbo_rcm_patch.video.settings import Settings
 
 SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]

@@ -17,13 +17,12 @@ import pytest
 
 from tests.video.micro import SMALL, save
 from tests.video.micro_cogvideox import micro_cogvideox
-from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.cli import demo as demo_module
+from turbo_rcm_patch.cli.exit_codes import of_verdict
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.exit_codes import of_verdict
 from turbo_rcm_patch.tiny import prompts
-from turbo_rcm_patch.video.doctor import KernelCheck
-from turbo_rcm_patch.video.environment import python_command
+from turbo_rcm_patch.video.environment import KernelCheck, python_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

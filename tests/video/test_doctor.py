@@ -8,10 +8,11 @@ import subprocess
 import pytest
 import torch
 
+from turbo_rcm_patch.cli import doctor
+from turbo_rcm_patch.cli.doctor import check_kernels, check_version, examine
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.ops.attention import sage
-from turbo_rcm_patch.video import doctor
-from turbo_rcm_patch.video.doctor import LIMIT, KernelCheck, check_kernels, check_version, examine
+from turbo_rcm_patch.video.environment import LIMIT, KernelCheck
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from PIL import Image
 
 from tests.video.test_cli import SMALL
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.cli import commands, generation, store
+from turbo_rcm_patch.cli.commands import Line, lines_of
+from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.options import Generate
-from turbo_rcm_patch.video import commands, generation, store
-from turbo_rcm_patch.video.commands import Line, lines_of
 from turbo_rcm_patch.video.video import read_frames
 
 
@@ -212,7 +212,7 @@ def test_100_000_prompts_start_at_once(
 def test_what_is_printed_goes_where_stdout_does() -> None:
     """Beside bars on a terminal, `> FILE` still gets the lines."""
     code = (
-        "from turbo_rcm_patch.video.progress import bars\n"
+        "from turbo_rcm_patch.cli.progress import bars\n"
         "with bars() as progress:\n"
         "    progress('generate', 1, 2)\n"
         "    print('made.mp4')\n"
@@ -285,7 +285,7 @@ def test_a_reader_that_has_gone_is_no_failed_video(
 
     monkeypatch.setattr(commands, "_write_video", closed)
     given = [*command, "--prompt", "a circle", "--prompt", "a square", "--out", str(tmp_path)]
-    monkeypatch.setattr("turbo_rcm_patch.exit_codes._discard_stdout", lambda: None)
+    monkeypatch.setattr("turbo_rcm_patch.cli.exit_codes._discard_stdout", lambda: None)
     assert main(given) == 141
     assert "failed" not in capsys.readouterr().err
 

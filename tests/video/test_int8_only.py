@@ -14,7 +14,7 @@ from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, keep_int8_only, patched
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.exit_codes import CHANGED, OK
+from turbo_rcm_patch.cli.exit_codes import CHANGED, OK
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.video import load
 from turbo_rcm_patch.video.generation import generate

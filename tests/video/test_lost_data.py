@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.video.test_cli import SMALL
-from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.cli import commands
+from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.video import commands
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store

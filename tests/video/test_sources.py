@@ -27,8 +27,8 @@ from tests.video.micro import (
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.cli.exit_codes import CHANGED, OK
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, OK
 from turbo_rcm_patch.video import Source, comparison, generation
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.families import Job, draw, family_of
@@ -426,7 +426,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from turbo_rcm_patch.video import commands
+    from turbo_rcm_patch.cli import commands
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))

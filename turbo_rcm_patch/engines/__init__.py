@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
+
+from turbo_rcm_patch.errors import ConfigError
 
 #: "1": plug-ins serve the engine in which they are installed.
 SWITCH: Final = "TURBO_RCM_PATCH"
 #: "1": a long attention that our kernels do not compute is an error.
 REQUIRE: Final = "TURBO_RCM_PATCH_REQUIRE"
+#: "1": an installed sageattention is hidden.
+REPLACE: Final = "TURBO_RCM_PATCH_REPLACE"
 #: Holds a package `sageattention` and its metadata, to be put on the path of Python.
 STAND_IN: Final = Path(__file__).parent / "stand_in"
 
@@ -38,3 +43,18 @@ def say(text: str) -> None:
         log.setLevel(logging.INFO)
         log.propagate = False
     log.info(text)
+
+
+def refuse_installed(stand_in: str) -> None:
+    """Refuse to hide a sageattention that lies elsewhere on the path.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    elsewhere = [path for path in sys.path if path != stand_in]
+    found = PathFinder.find_spec("sageattention", elsewhere)
+    if found is not None:
+        raise ConfigError(
+            "the package sageattention", expected="none to be installed", got=str(found.origin),
+            remedy="Hide it with as-sageattention --replace -- COMMAND, or run COMMAND alone",
+        )  # fmt: skip

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from turbo_rcm_patch.engines import switched_on
-from turbo_rcm_patch.engines.as_sageattention import REPLACE, refuse_installed
+from turbo_rcm_patch.engines import REPLACE, refuse_installed, switched_on
 from turbo_rcm_patch.engines.served import Served
 from turbo_rcm_patch.ops import sageattn as ours
 

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import require
@@ -50,7 +51,6 @@ from turbo_rcm_patch.video.measures import (
     fusion_number,
     measure_network,
 )
-from turbo_rcm_patch.video.progress import Progress
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of

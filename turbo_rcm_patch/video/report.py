@@ -27,7 +27,7 @@ from turbo_rcm_patch.video.video import PANES, pane_size
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.comparison import Comparison, PromptResult
-    from turbo_rcm_patch.video.doctor import KernelCheck
+    from turbo_rcm_patch.video.environment import KernelCheck
     from turbo_rcm_patch.video.measures import Drift
 
 #: Templates of the two pages, with their style, script and settings of matplotlib.

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
+from turbo_rcm_patch.cli.doctor import check_kernels
+from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
+from turbo_rcm_patch.cli.options import Demo
+from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.options import Demo
 from turbo_rcm_patch.video.comparison import Observer, compare
-from turbo_rcm_patch.video.doctor import check_kernels
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
-from turbo_rcm_patch.video.progress import bars
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.store import check_out
 from turbo_rcm_patch.video.video import find_ffmpeg

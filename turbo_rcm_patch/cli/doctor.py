@@ -19,7 +19,7 @@ from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import missing
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import sage
-from turbo_rcm_patch.video.environment import numbers, python_command, version_of
+from turbo_rcm_patch.video.environment import KernelCheck, numbers, python_command, version_of
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
@@ -34,43 +34,11 @@ RANGES: Final = {
     "peft": ("0.18", ""),
     "imageio-ffmpeg": ("0.8.1", ""),
 }
-#: Largest relative L2 between an int8 attention of random normal numbers and torch's in fp32:
-#: 0.01 with fp16 as the type of probabilities and values, 0.04 with fp8.
-LIMIT: Final = 0.06
 _TIMEOUT_SECONDS: Final = 240
 _REMEDY: Final = (
     "On a GPU, Triton needs a C compiler and Python.h: apt-get install gcc python3-dev. On a CPU, "
     "the interpreter of Triton before 3.6 needs pip install 'numpy<2.4'"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCheck:
-    """One int8 attention of the Triton kernels, compared with torch in fp32.
-
-    Attributes:
-        relative_l2: The distance.
-        tokens: Number of queries and keys.
-        interpreted: True if the kernels ran in Triton's interpreter on the CPU.
-        limit: The largest distance that is accepted.
-    """
-
-    relative_l2: float
-    tokens: int
-    interpreted: bool
-    limit: float = LIMIT
-
-    @property
-    def passed(self) -> bool:
-        """True if the distance is accepted. A NaN is not."""
-        return self.relative_l2 <= self.limit
-
-    def __str__(self) -> str:
-        where = "in Triton's interpreter on the CPU" if self.interpreted else "on the GPU"
-        return (
-            f"int8 attention over {self.tokens:,} tokens by the Triton kernels {where}, relative "
-            f"L2 to torch in fp32 {self.relative_l2:.1e}, accepted: at most {self.limit:.0e}"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final
 
+from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.extras import require
 
 #: Seconds between two lines of a stage.
 _EVERY: Final = 15.0
-
-#: Called with (what is being done, units done, units in all).
-Progress = Callable[[str, int, int], None]
 
 _WORDS: Final = {
     "baseline": "unpatched",

@@ -12,11 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from turbo_rcm_patch import __version__, options
+from turbo_rcm_patch import __version__
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.checkpoints.folder import write_checkpoint
+from turbo_rcm_patch.checkpoints.read import Progress
+from turbo_rcm_patch.cli import options
+from turbo_rcm_patch.cli.exit_codes import OK, of_verdict
+from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import OK, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
@@ -27,7 +30,6 @@ from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
-from turbo_rcm_patch.video.progress import Progress, bars
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import Source
 from turbo_rcm_patch.video.video import ENDINGS, VIDEO_ENDINGS, as_bytes, find_ffmpeg, write_mp4

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from typing import Final, NoReturn
 
-from turbo_rcm_patch.engines import REQUIRE, STAND_IN
+from turbo_rcm_patch.engines import REPLACE, REQUIRE, STAND_IN, refuse_installed
 from turbo_rcm_patch.errors import ConfigError
 
 #: Its line in the list of commands.
 HELP: Final = "Run a program in which `import sageattention` finds this package's attention."
-#: "1": an installed sageattention is hidden.
-REPLACE: Final = "TURBO_RCM_PATCH_REPLACE"
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -56,18 +52,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replace", action="store_true", help="hide an installed sageattention")
     add("--require", action="store_true", help="fail on a long attention outside int8 kernels")
     add("command", nargs="+", metavar="COMMAND", help="the program")
-
-
-def refuse_installed(stand_in: str) -> None:
-    """Refuse to hide a sageattention that lies elsewhere on the path.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    elsewhere = [path for path in sys.path if path != stand_in]
-    found = PathFinder.find_spec("sageattention", elsewhere)
-    if found is not None:
-        raise ConfigError(
-            "the package sageattention", expected="none to be installed", got=str(found.origin),
-            remedy="Hide it with as-sageattention --replace -- COMMAND, or run COMMAND alone",
-        )  # fmt: skip
