@@ -18,10 +18,11 @@ from PIL import Image
 
 from tests.video.test_cli import SMALL
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands, generation, store
+from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Line, lines_of
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.video import read_frames
 
 
