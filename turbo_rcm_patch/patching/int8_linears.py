@@ -38,6 +38,7 @@ from turbo_rcm_patch.patching.plain import (
     hooked,
     installed,
     own_function,
+    owner,
 )
 
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
@@ -225,7 +226,7 @@ def _serves(linear: Any, x: Tensor) -> bool:
 def int8_forward(module: Any) -> Int8Forward | None:
     """Return the int8 forward of a Linear, or None if calling it would run other code; None for
     None."""
-    forward = None if module is None else getattr(installed(module), "__self__", None)
+    forward = None if module is None else owner(installed(module))
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
     if not own_function(type(module), "forward"):

@@ -149,10 +149,18 @@ def installed(module: nn.Module) -> Any:
     return module.__dict__.get("_old_forward") if theirs and not loads else forward
 
 
+def owner(function: Any) -> Any:
+    """Return the object that a bound method belongs to, or None.
+
+    torch 2.11 traces `getattr(method, "__self__", None)` as None.
+    """
+    return function.__self__ if type(function) is MethodType else None
+
+
 def replaced_by(module: nn.Module) -> type | None:
     """Return the class of the replacement that is installed as a module's forward, or None."""
-    owner = getattr(installed(module), "__self__", None)
-    return type(owner) if isinstance(owner, Replacement) else None
+    replacement = owner(installed(module))
+    return type(replacement) if isinstance(replacement, Replacement) else None
 
 
 def hooked(module: nn.Module) -> bool:
