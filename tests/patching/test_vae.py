@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     UnknownArchitectureError,
 )
-from turbo_rcm_patch.patching.families import vae_wan
+from turbo_rcm_patch.patching.families import wan_coders
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
 FUSION = 3e-6
@@ -96,7 +96,7 @@ def test_the_numbers_do_not_depend_on_the_frames_at_once(
     model, z, x = vae.model(), vae.latent(6), vae.frames(21)
     patch_model(model, guard=False)
     expected = decode(model, z), encode(model, x)
-    monkeypatch.setattr(vae_wan, "_ROOM", room)
+    monkeypatch.setattr(wan_coders, "_ROOM", room)
     # torch's convolution may take another algorithm for another number of frames.
     assert error(decode(model, z), expected[0]) < FUSION / 5
     assert error(encode(model, x), expected[1]) < FUSION / 5

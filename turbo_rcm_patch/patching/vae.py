@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final
 
 import torch
@@ -57,6 +57,7 @@ class Video:
         dtype: dtype of the products.
         stream: dtype of the residual stream.
         impl: As `PatchConfig.impl`.
+        read: Returns the packed weight of a convolution in a dtype, and its bias.
 
     Attributes:
         history: Convolution -> the last frames that it read, for its next call.
@@ -64,12 +65,28 @@ class Video:
         ran: Name of an implementation -> number of convolutions that it ran.
     """
 
-    def __init__(self, dtype: torch.dtype, stream: torch.dtype, impl: Impl) -> None:
-        self.dtype, self.stream, self.impl = dtype, stream, impl
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        stream: torch.dtype,
+        impl: Impl,
+        read: Callable[[Any, torch.dtype], tuple[Tensor, Tensor | None]],
+    ) -> None:
+        self.dtype, self.stream, self.impl, self.read = dtype, stream, impl, read
         self.history: dict[nn.Module, Tensor] = {}
         self.begun: set[nn.Module] = set()
         self.ran: Counter[str] = Counter()
-        self._packed: dict[nn.Module, Tensor] = {}
+        self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
+
+    def weights(self, conv: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the packed weight and the bias of a convolution."""
+        if conv not in self._read:
+            self._read[conv] = self.read(conv, self.dtype)
+        return self._read[conv]
+
+    def bias(self, conv: Any) -> Tensor | None:
+        """Return the bias of a convolution."""
+        return self.weights(conv)[1]
 
     def behind(
         self,
@@ -120,9 +137,7 @@ class Video:
             dtype: dtype of the result; by default that of the stream, or of the products without
                 the bias.
         """
-        weight = self._packed.get(conv)
-        if weight is None:
-            weight = self._packed[conv] = pack_weight(conv.weight, self.dtype)
+        weight, own = self.weights(conv)
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
         if padding is None:
             padding = weight.shape[2] // 2, weight.shape[3] // 2
@@ -130,7 +145,7 @@ class Video:
         self.ran[implementation_of(call).name] += 1
         dtype = dtype or (self.stream if bias else self.dtype)
         return conv3d(
-            x, weight, conv.bias if bias else None, residual=residual, stride=stride,
+            x, weight, own if bias else None, residual=residual, stride=stride,
             padding=padding, dtype=dtype, impl=self.impl,
         )  # fmt: skip
 
@@ -177,7 +192,7 @@ class PatchedCoder(PatchedBlock):
         expected = None
         if guard is not None and self.compared.get(key) != guard.requests:
             self.compared[key] = guard.requests
-            expected = self._start_by_author(x)
+            expected = self._start_by_author(x, *args, **kwargs)
         self.ran = Counter()
         out = self.run_video(x, *args, **kwargs)
         if expected is not None and not self._fits(_tensor(out), expected, x):
@@ -191,9 +206,14 @@ class PatchedCoder(PatchedBlock):
     def new_video(self, x: Tensor) -> Video:
         """Return the state of a video that begins."""
         half = self.config.conv == "bf16" and x.dtype == torch.float32
-        video = Video(torch.bfloat16 if half else x.dtype, x.dtype, self.config.impl)
+        dtype = torch.bfloat16 if half else x.dtype
+        video = Video(dtype, x.dtype, self.config.impl, self.read)
         video.ran = self.ran
         return video
+
+    def read(self, conv: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the packed weight of a convolution, and its bias."""
+        return pack_weight(conv.weight, dtype), conv.bias
 
     def twin(self, coder: Any = None) -> Any:
         """Return a shallow copy of the VAE, whose functions may write attributes without changing
@@ -235,7 +255,7 @@ class PatchedCoder(PatchedBlock):
         if block._compiled_call_impl is not None:
             return f"the {part} is compiled"
         for name, module in block.named_modules(prefix=part):
-            if module is not block and type(module) not in self.known:
+            if module is not block and not self.knows(module):
                 return f"{name} is a {type(module).__name__}, which is not supported"
             # A list is never called, so its forward is torch's for "not implemented".
             if type(module) is not nn.ModuleList and not runs_only_its_forward(module):
@@ -244,6 +264,10 @@ class PatchedCoder(PatchedBlock):
             if why:
                 return f"{name}: {why}"
         return ""
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True if a module inside is of a class that the fast path knows."""
+        return type(module) in self.known
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""
@@ -262,10 +286,11 @@ class PatchedCoder(PatchedBlock):
     # --- the guard -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _start_by_author(self, x: Tensor) -> Tensor | None:
+    def _start_by_author(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return the author's result of the first frames, or None if its code fails."""
         try:
-            return _tensor(self.by_author(self.twin(), x[:, :, : self.first_frames(x)]))
+            x = x[:, :, : self.first_frames(x)]
+            return _tensor(self.by_author(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
             words = f"its author's code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", words)
