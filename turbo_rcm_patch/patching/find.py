@@ -52,7 +52,11 @@ NOT_SERVED: Final = {
 
 #: Name of a class that runs from a checkout, under any module name -> its family, whose
 #: `recognises` checks the layout of an instance.
-STRUCTURES: Final = {"WanModel": "turbodiffusion"}
+STRUCTURES: Final = {
+    "WanModel": "turbodiffusion",
+    "WanVAE": "vae_wan_original",  # ComfyUI's
+    "WanVAE_": "vae_wan_original",
+}
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
 COMPONENTS: Final = ("transformer", "transformer_2")
@@ -156,8 +160,7 @@ def find_targets(model: object) -> list[Target]:
             ", ".join(filter(None, unknown)) or "model",
             expected="one of "
             + ", ".join(sorted(FAMILIES | VAES))
-            + ", or a WanModel laid out as "
-            "TurboDiffusion's",
+            + ", or a WanModel laid out as TurboDiffusion's, or Wan's own WanVAE_",
             got=", ".join(names),
             remedy=f"The pipeline is unchanged. To patch its {served[0]} alone, pass that: "
             f"patch_model(pipe.{served[0]})"

@@ -56,8 +56,9 @@ class Video:
     Args:
         dtype: dtype of the products.
         stream: dtype of the residual stream.
+        device: Where it runs.
         impl: As `PatchConfig.impl`.
-        read: Returns the packed weight of a convolution in a dtype, and its bias.
+        read: Returns the packed weight of a convolution in the dtype of products, and its bias.
 
     Attributes:
         history: Convolution -> the last frames that it read, for its next call.
@@ -69,10 +70,12 @@ class Video:
         self,
         dtype: torch.dtype,
         stream: torch.dtype,
+        device: torch.device,
         impl: Impl,
-        read: Callable[[Any, torch.dtype], tuple[Tensor, Tensor | None]],
+        read: Callable[[Video, Any], tuple[Tensor, Tensor | None]],
     ) -> None:
-        self.dtype, self.stream, self.impl, self.read = dtype, stream, impl, read
+        self.dtype, self.stream, self.device = dtype, stream, device
+        self.impl, self.read = impl, read
         self.history: dict[nn.Module, Tensor] = {}
         self.begun: set[nn.Module] = set()
         self.ran: Counter[str] = Counter()
@@ -81,7 +84,7 @@ class Video:
     def weights(self, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight and the bias of a convolution."""
         if conv not in self._read:
-            self._read[conv] = self.read(conv, self.dtype)
+            self._read[conv] = self.read(self, conv)
         return self._read[conv]
 
     def bias(self, conv: Any) -> Tensor | None:
@@ -207,13 +210,13 @@ class PatchedCoder(PatchedBlock):
         """Return the state of a video that begins."""
         half = self.config.conv == "bf16" and x.dtype == torch.float32
         dtype = torch.bfloat16 if half else x.dtype
-        video = Video(dtype, x.dtype, self.config.impl, self.read)
+        video = Video(dtype, x.dtype, x.device, self.config.impl, self.read)
         video.ran = self.ran
         return video
 
-    def read(self, conv: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight of a convolution, and its bias."""
-        return pack_weight(conv.weight, dtype), conv.bias
+        return pack_weight(conv.weight, video.dtype), conv.bias
 
     def twin(self, coder: Any = None) -> Any:
         """Return a shallow copy of the VAE, whose functions may write attributes without changing
