@@ -62,3 +62,9 @@ def test_its_sla_on_the_same_inputs(results: dict[str, Any]) -> None:
     assert results["sla"]["exact"] < 1e-5
     assert results["sla"]["emulated"] < 0.02
     assert results["sla"]["triton"] < 0.02
+
+
+def test_its_vae_is_patched_and_put_back(results: dict[str, Any]) -> None:
+    result = results["vae"]
+    assert max(result["errors"]) < 3e-6 and result["fused"] == 18 and result["back"]
+    assert all(how.startswith("channels-last") for how in result["ran"])

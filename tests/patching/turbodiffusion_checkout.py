@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import nn
@@ -138,6 +139,32 @@ def with_sla(sla: Any, model: Any) -> Any:
     return model
 
 
+def vae() -> dict[str, Any]:
+    """Its Wan VAE, as its `WanVAE` calls it. What loads weights and talks to ranks is a stand-in."""
+    for name in ("", ".distributed", ".easy_io"):
+        sys.modules[f"imaginaire.utils{name}"] = MagicMock()
+    from rcm.tokenizers import wan2pt1
+
+    torch.manual_seed(4)
+    model = wan2pt1.WanVAE_(
+        dim=8, z_dim=4, dim_mult=[1, 2, 2, 4], num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    ).eval().requires_grad_(False)  # fmt: skip
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and "gamma" not in name:
+            nn.init.normal_(weight, std=1.4 * weight[0].numel() ** -0.5)
+    scale = [torch.randn(4), torch.rand(4) + 0.5]
+    z, x = torch.randn(1, 4, 4, 4, 6), torch.randn(1, 3, 9, 16, 24)
+    with torch.no_grad():
+        expected = model.decode(z, scale), model.encode(x, scale)
+        with patched(model) as report:
+            found = model.decode(z, scale), model.encode(x, scale)
+            ran, fused = list(report.ran().values()), report.fused
+        back = torch.equal(model.decode(z, scale), expected[0])
+    errors = [relative_l2(*pair) for pair in zip(found, expected, strict=True)]
+    return {"errors": errors, "ran": ran, "fused": fused, "back": back}
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(sys.argv[1]) / "turbodiffusion"))
     from rcm.networks import wan2pt1, wan2pt2
@@ -159,6 +186,7 @@ def main() -> None:
     fp16 = PatchConfig(guard=False, pv="fp16", impl="triton", kinds=("self",))
     results["2.1-sla"] = compare(model, inputs_of(model, 12), INT8, fp16)
     results["sla"] = sparse_operation(sla)
+    results["vae"] = vae()
     print(json.dumps(results))
 
 

@@ -98,10 +98,10 @@ class _Coder(wan_coders.WanCoder):
         packed = pack_weight(weight, video.dtype)
         # What was lent goes back, so nothing that is kept may be a view of it.
         packed = packed.clone() if packed.data_ptr() == weight.data_ptr() else packed
-        bias = None if bias is None else bias.clone()
+        kept = None if bias is None else bias.clone()
         if stream:
             lender.uncast_bias_weight(conv, weight, bias, *stream)
-        return packed, bias
+        return packed, kept
 
     def layout(self) -> Layout:
         coder = self.block
