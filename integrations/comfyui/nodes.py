@@ -11,6 +11,7 @@ from turbo_rcm_patch.video.rcm_times import MAX_STEPS, rcm_times
 from .attention import OVERRIDE, Override, Settings, add_settings
 from .sampler import sample_rcm
 from .wan import patch_wan
+from .vae import patched_vae
 from .weights import read_wan
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
@@ -142,13 +143,44 @@ class TurboRCMSampler:
         return made, rcm_times(steps, sigma_max).float()
 
 
+class TurboRCMVAE:
+    """Run the decoder and the encoder of a Wan VAE channels-last."""
+
+    CATEGORY = _CATEGORY
+    FUNCTION = "patch"
+    RETURN_TYPES = ("VAE",)
+    DESCRIPTION = (
+        "Runs the decoder and the encoder of a Wan VAE (2.1, 2.2) channels-last. The first video is "
+        "compared with ComfyUI's own code. The VAE that comes in is not changed: bypass the node "
+        "to go back. The log says how each coder ran."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "vae": ("VAE",),
+                "conv": (
+                    ["as-is", "bf16"],
+                    {"tooltip": "as-is: in the dtype of the VAE. bf16: products of a VAE in fp32 "
+                                "in bf16, sums in fp32."},
+                ),
+            }
+        }  # fmt: skip
+
+    def patch(self, vae: Any, conv: str) -> tuple[Any]:
+        return (patched_vae(vae, conv),)
+
+
 NODE_CLASS_MAPPINGS = {
     "TurboRCMPatch": TurboRCMPatch,
     "TurboRCMLoadSLA": TurboRCMLoadSLA,
     "TurboRCMSampler": TurboRCMSampler,
+    "TurboRCMVAE": TurboRCMVAE,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "TurboRCMPatch": "TurboRCM Patch",
     "TurboRCMLoadSLA": "TurboRCM Load SLA",
     "TurboRCMSampler": "TurboRCM Sampler",
+    "TurboRCMVAE": "TurboRCM VAE",
 }

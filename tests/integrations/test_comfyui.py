@@ -25,6 +25,7 @@ from tests.integrations.comfyui import (
     load_nodes,
 )
 from tests.measures import relative_l2
+from tests.patching.test_vae_original import model_of
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
@@ -33,7 +34,7 @@ nodes = load_nodes()
 attention, wan, weights, sampler = (
     sys.modules[f"{nodes.__name__}.{name}"] for name in ("attention", "wan", "weights", "sampler")
 )
-Patch, LoadSLA, Sampler = nodes.NODE_CLASS_MAPPINGS.values()
+Patch, LoadSLA, Sampler, VAENode = nodes.NODE_CLASS_MAPPINGS.values()
 TOKENS = 160
 
 
@@ -497,3 +498,43 @@ def test_nodes_import_without_comfyui_and_diffusers() -> None:
         "load_nodes('nodes_of_their_own')\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
+
+
+# --- TurboRCM VAE ------------------------------------------------------------------------------
+
+
+class VAE:
+    """ComfyUI's object around the network of a VAE."""
+
+    def __init__(self, network: Any) -> None:
+        self.first_stage_model = network
+
+    def decode(self, samples: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.first_stage_model.decode(samples)
+
+
+@pytest.mark.parametrize("kind", ["WanVAE", "WanVAE-2.2"])
+def test_the_vae_node_leaves_the_vae_that_comes_in_as_it_was(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, z = VAE(model_of(kind)), torch.randn(1, 4, 3, 4, 6)
+    network, expected = before.first_stage_model, before.decode(z)
+    held = dict(vars(network))
+    (after,) = VAENode().patch(before, "as-is")
+    (again,) = VAENode().patch(after, "bf16")
+    with caplog.at_level("INFO"):
+        assert 0 < relative_l2(after.decode(z), expected) < 3e-6
+    assert "decoder: channels-last" in caplog.text
+    assert 1e-4 < relative_l2(again.decode(z), expected) < 3e-2
+    assert 0 < relative_l2(after.decode(z), expected) < 3e-6
+    assert before.first_stage_model is network and vars(network) == held
+    assert torch.equal(before.decode(z), expected)
+    for weight in network.parameters():
+        weight.zero_()  # They are shared, so whatever moves them moves them for both.
+    assert not after.decode(z).any()
+
+
+def test_the_vae_node_refuses_another_vae() -> None:
+    with pytest.raises(errors.UnknownArchitectureError, match=r"vae.*Linear.*without the node"):
+        VAENode().patch(VAE(torch.nn.Linear(2, 2)), "as-is")

@@ -162,7 +162,7 @@ class PatchedCoder(PatchedBlock):
         config: How it is patched.
     """
 
-    __slots__ = ("compared", "ran", "vae")
+    __slots__ = ("compared", "ran", "said", "vae")
 
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
@@ -177,6 +177,7 @@ class PatchedCoder(PatchedBlock):
         super().__init__(getattr(vae, self.part), name, config, 1, 0)
         self.vae, self.compared = vae, dict[Any, int]()
         self.ran: Counter[str] = Counter()
+        self.said = ""
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -184,9 +185,16 @@ class PatchedCoder(PatchedBlock):
         return self.vae, self.caller
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the coder over a whole video."""
+        """Run the coder over a whole video, and log how it ran where that has changed."""
         if compiling():
             return self.by_author(self.vae, x, *args, **kwargs)
+        out = self._run(x, *args, **kwargs)
+        if self.words() != self.said:
+            self.said = self.words()
+            _log.info("%s: %s", self.path, self.said)
+        return out
+
+    def _run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         why = self.why_author(x)
         self.last = why or (0, 0)
         if why:
