@@ -19,6 +19,7 @@ import time
 import urllib.request
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -31,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.checkpoints.wan_model import Options, state_dict  # noqa: E402
 from tests.integrations.comfyui import NODES, load_nodes  # noqa: E402
 from tests.measures import relative_l2  # noqa: E402
+from turbo_rcm_patch import report_of  # noqa: E402
 
 sys.path.insert(0, str(CHECKOUT))  # last, because it has a package called tests too
 SERVE = sys.argv[2:]
@@ -51,6 +53,8 @@ import comfy.options  # noqa: E402
 comfy.options.enable_args_parsing()
 
 import comfy.ldm.wan.model as comfy_wan  # noqa: E402
+import comfy.ldm.wan.vae  # noqa: E402
+import comfy.ldm.wan.vae2_2  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.ops  # noqa: E402
 import comfy.sample  # noqa: E402
@@ -151,6 +155,36 @@ def test_few_step_lora() -> None:
         assert 1e-5 < relative_l2(video(model), expected) < 3e-2
 
 
+def test_vae() -> None:
+    """Its own VAEs of Wan 2.1 and 2.2, loaded and with weights that are cast when they are read."""
+    for file in (comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2):
+        torch.manual_seed(0)
+        wider = {} if file is comfy.ldm.wan.vae else {"dec_dim": 12}
+        network = file.WanVAE(
+            dim=8, z_dim=6, dim_mult=[1, 2, 4, 4], num_res_blocks=1,
+            temperal_downsample=[False, True, True], **wider,
+        ).eval().requires_grad_(False)  # fmt: skip
+        for name, weight in network.named_parameters():
+            gamma = name.endswith("gamma")
+            spread = 1.4 * weight[0].numel() ** -0.5 if weight.dim() > 1 and not gamma else 0.2
+            weight.normal_(float(gamma), spread)
+        given = SimpleNamespace(first_stage_model=network)
+        z, x = torch.randn(1, 6, 4, 4, 6), torch.randn(1, 3, 9, 32, 48)
+        for lends in (False, True):
+            for module in network.modules() if lends else ():
+                if isinstance(module, comfy.ops.CastWeightBiasOp):
+                    module.comfy_cast_weights = True
+                    module.weight_function = [lambda weight: 1.1 * weight]
+            (made,) = nodes.NODE_CLASS_MAPPINGS["TurboRCMVAE"]().patch(given, "as-is")
+            with torch.inference_mode():
+                for name, value in (("decode", z), ("encode", x)):
+                    expected = getattr(network, name)(value)
+                    assert 0 < relative_l2(getattr(made.first_stage_model, name)(value), expected)
+                    assert relative_l2(getattr(made.first_stage_model, name)(value), expected) < 3e-6
+            ran = report_of(made.first_stage_model).ran()
+            assert all(how.startswith("channels-last") for how in ran.values()), ran
+
+
 #: A node of the server test: conditioning without a text encoder.
 CONDITIONING = f"""
 import torch
@@ -247,7 +281,7 @@ def main() -> None:
     torch.manual_seed(0)
     logging.getLogger().setLevel(logging.WARNING)
     for test in (
-        test_patch, test_few_step_lora, test_server,
+        test_patch, test_few_step_lora, test_vae, test_server,
     ):  # fmt: skip
         test()
         print("passed:", test.__name__)

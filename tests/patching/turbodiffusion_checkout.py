@@ -183,7 +183,7 @@ def main() -> None:
     for name, network in (("2.1", wan2pt1), ("2.2", wan2pt2)):
         results[f"{name}-without-flash-attn"] = without_flash_attn(network)
     model = with_sla(sla, model_of(wan2pt1))
-    fp16 = PatchConfig(guard=False, pv="fp16", impl="triton", kinds=("self",))
+    fp16 = PatchConfig(guard=False, pv="fp16", impl="triton")
     results["2.1-sla"] = compare(model, inputs_of(model, 12), INT8, fp16)
     results["sla"] = sparse_operation(sla)
     results["vae"] = vae()

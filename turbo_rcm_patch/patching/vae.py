@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import Call, conv3d, implementation_of, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, RMSNorm, norm_silu
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
@@ -39,6 +40,7 @@ from turbo_rcm_patch.patching.plain import (
     runs_only_its_forward,
 )
 from turbo_rcm_patch.patching.report import GuardRecord
+from turbo_rcm_patch.patching.shared_rows import Ranks, Rows
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Video:
         read: Returns the packed weight of a convolution in the dtype of products, and its bias.
 
     Attributes:
+        rows: Which rows of a frame this rank decodes.
         history: Convolution -> the last frames that it read, for its next call.
         begun: Modules that have passed the first frame.
         ran: Name of an implementation -> number of convolutions that it ran.
@@ -76,6 +79,7 @@ class Video:
     ) -> None:
         self.dtype, self.stream, self.device = dtype, stream, device
         self.impl, self.read = impl, read
+        self.rows = Rows(Ranks(), 1)
         self.history: dict[nn.Module, Tensor] = {}
         self.begun: set[nn.Module] = set()
         self.ran: Counter[str] = Counter()
@@ -162,7 +166,7 @@ class PatchedCoder(PatchedBlock):
         config: How it is patched.
     """
 
-    __slots__ = ("compared", "ran", "said", "vae")
+    __slots__ = ("compared", "ran", "ranks", "said", "vae")
 
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
@@ -171,13 +175,15 @@ class PatchedCoder(PatchedBlock):
     known: ClassVar[frozenset[type[nn.Module]]]
     #: Parts of the channels of the result that the guard compares by themselves.
     halves: ClassVar[int] = 1
+    #: Whether several ranks can run it in parts with the same bits.
+    shared: ClassVar[bool] = False
 
     def __init__(self, vae: Any, path: str, config: PatchConfig) -> None:
         name = f"{path}.{self.part}".strip(".")
         super().__init__(getattr(vae, self.part), name, config, 1, 0)
         self.vae, self.compared = vae, dict[Any, int]()
         self.ran: Counter[str] = Counter()
-        self.said = ""
+        self.said, self.ranks = "", Ranks()
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -340,7 +346,8 @@ class PatchedCoder(PatchedBlock):
         if isinstance(self.last, str):
             return f"as their author wrote them: {self.last}" if self.last else ""
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
-        return f"channels-last, convolutions: {ran}"
+        shared = f"rows over {self.ranks.count} ranks, " if self.ranks.count > 1 else ""
+        return f"channels-last, {shared}convolutions: {ran}"
 
     def residual_pair(self, path: str, kind: Any = "convolution", heads: int = 0) -> SkipPair:
         """Describe a residual block or an attention of the coder."""
@@ -352,6 +359,37 @@ class PatchedCoder(PatchedBlock):
             streams=(Stream("video", "1", "1"),), cast="model", projection=bool(heads), runs=runs,
             reason="; ".join(filter(None, reasons)),
         )  # fmt: skip
+
+
+def share(vae: nn.Module, group: Any) -> bool:
+    """Let the ranks of a process group decode each video of a patched VAE together, by rows.
+
+    Each rank calls `vae.decode` with the same latent, as without this, and gets the whole video.
+    All ranks of the group have to call it. The encoder runs on each rank alone, and so does
+    CogVideoX's decoder, whose group norms sum over whole frames in another order.
+
+    Args:
+        vae: The patched VAE itself.
+        group: The process group; None ends the sharing.
+
+    Returns:
+        True if its decoder is shared.
+
+    Raises:
+        NotPatchedError: The VAE is not patched.
+    """
+    record: Any = vars(vae).get("_turbo_rcm_patch")
+    if record is None:
+        raise NotPatchedError(
+            "share: vae",
+            expected="a patched VAE",
+            got=f"a {type(vae).__name__} that is not patched",
+            remedy="Call patch_model on it, or on its pipeline, first",
+        )
+    coders = [one for one in record.blocks if isinstance(one, PatchedCoder) and one.shared]
+    for coder in coders:
+        coder.ranks = Ranks(group)
+    return bool(coders)
 
 
 def _tensor(out: Any) -> Tensor:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import RMSNorm, norm_silu, upsample
+from turbo_rcm_patch.patching.shared_rows import Rows
 from turbo_rcm_patch.patching.vae import (
     PatchedCoder,
     Video,
@@ -106,6 +107,7 @@ class WanCoder(PatchedCoder):
 
     def resnet(self, video: Video, block: Resnet, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
+        video.rows.refresh(x)
         h = x
         if block.shortcut is not None:
             h = video.conv(block.shortcut, x.to(video.dtype))
@@ -116,13 +118,14 @@ class WanCoder(PatchedCoder):
 
     def attention(self, video: Video, block: Any, x: Tensor) -> Tensor:
         """Run an attention: one head over the pixels of each frame."""
+        x = video.rows.whole(x)
         batch, frames, height, width, channels = x.shape
         y, _ = norm_silu(x, rms(block.norm, x), silu=False, dtype=video.dtype, impl=video.impl)
         qkv = video.conv(block.to_qkv, y, dtype=video.dtype)
         qkv = qkv.view(batch * frames, 1, height * width, 3 * channels)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v).reshape(x.shape)
-        return video.conv(block.proj, y, residual=x)
+        return video.rows.part(video.conv(block.proj, y, residual=x))
 
     def blocks(self, video: Video, blocks: list[Any], x: Tensor) -> Tensor:
         """Run the blocks of a level or of the middle."""
@@ -133,6 +136,7 @@ class WanCoder(PatchedCoder):
 
     def head(self, video: Video, layout: Layout, x: Tensor) -> Tensor:
         """Run the last norm and convolution."""
+        video.rows.refresh(x)
         return video.conv(
             layout.conv_out, video.behind(layout.conv_out, x, rms(layout.norm_out, x))
         )
@@ -142,7 +146,12 @@ class Decoder(WanCoder):
     """A Wan VAE's decoder."""
 
     __slots__ = ()
-    part = "decoder"
+    part, shared = "decoder", True
+
+    def new_video(self, x: Tensor) -> Video:
+        video = super().new_video(x)
+        video.rows = Rows(self.ranks, x.shape[3])
+        return video
 
     def first_frames(self, x: Tensor) -> int:
         return 2
@@ -158,7 +167,7 @@ class Decoder(WanCoder):
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         done = 0
         for y in self.pieces(video, channels_last(x)):
-            out[:, :, done : done + y.shape[1]] = channels_first(y)
+            out[:, :, done : done + y.shape[1]] = channels_first(video.rows.whole(y))
             done += y.shape[1]
         video.begun.add(self.block)
         return out
@@ -169,6 +178,7 @@ class Decoder(WanCoder):
         room = _ROOM * x.shape[0] * x.shape[2] * x.shape[3] * 4 ** len(ups)
         room *= max([layout.norm_out.gamma.numel(), *(up.dim for up in ups[-1:])])
 
+        x = video.rows.part(x)
         x = video.conv(layout.conv_in, video.behind(layout.conv_in, x, silu=False))
         pieces: Iterator[Any] = iter((self.blocks(video, layout.middle, x),))
         del x
@@ -195,7 +205,10 @@ class Decoder(WanCoder):
                 done, y = [y], None
                 yield done.pop()
                 continue
-            frames = max(1, room // (y[:, 0].numel() * (8 if up.mode == "upsample3d" else 4)))
+            # As many as on one rank, so that all ranks take the same steps, and the same kernels.
+            size = y.shape[0] * video.rows.whole_height(y) * y[0, 0, 0].numel()
+            frames = max(1, room // (size * (8 if up.mode == "upsample3d" else 4)))
+            video.rows.refresh(y)
             for start in range(0, y.shape[1], frames):
                 part = slice(start, start + frames)
                 yield self._enlarge(
@@ -208,9 +221,9 @@ class Decoder(WanCoder):
     ) -> Tensor:
         """Run the upsampling of a level on y, and add its shortcut of the level's input x."""
         first = up not in video.begun
-        wide = self._resample(video, up, y)
+        wide = self._resample(video, up, video.rows.narrow(y))
         if x is not None:
-            _duplicate(wide, x, shortcut, first)
+            _duplicate(wide, video.rows.narrow(x), shortcut, first)
         return wide
 
     def _resample(self, video: Video, up: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""Several ranks decode parts of a video, and each gets the video that one rank makes.
+
+The same bits, where a convolution's arithmetic does not depend on the height of its input. torch's
+on a CPU does, so the tests of bits sum products in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.patching.test_vae import FUSION, decode, encode, error
+from tests.patching.vae import COGVIDEOX, VAES, WAN, WAN_RESIDUAL
+from tests.ranks import on_ranks
+from turbo_rcm_patch import patch_model
+from turbo_rcm_patch.errors import NotPatchedError
+from turbo_rcm_patch.patching import vae as patching_vae
+from turbo_rcm_patch.patching.vae import share
+
+def conv_in_float64(
+    x: Any, weight: Any, bias: Any = None, *, residual: Any = None, stride: Any = (1, 1, 1),
+    padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto",
+) -> torch.Tensor:  # fmt: skip
+    planes, filters = (one.double().movedim(-1, 1) for one in (x, weight))
+    y = F.conv3d(planes, filters, None, stride, (0, *padding)).movedim(1, -1)
+    y = y if bias is None else y + bias.double()
+    y = y if residual is None else y + residual.double()
+    return y.to(dtype or x.dtype).contiguous()
+
+
+#: The latent: frames, height, width, batch. Rows do not divide evenly among three ranks.
+SIZES: list[Any] = [(3, 8, 6, 1), (1, 7, 5, 2)]
+
+
+def _close(rank: int, expected: torch.Tensor) -> None:
+    torch.set_grad_enabled(False)
+    model = WAN.model()
+    patch_model(model)
+    share(model, dist.group.WORLD)
+    assert error(decode(model, WAN.latent(*SIZES[0])), expected) < FUSION
+
+
+def _shared(rank: int, index: int, size: Any, tiles: bool, expected: torch.Tensor) -> None:
+    torch.set_grad_enabled(False)
+    patching_vae.conv3d = conv_in_float64
+    vae = VAES[index]
+    model = vae.model()
+    if tiles:
+        model.enable_tiling(4 * vae.scale, 4 * vae.scale, 3 * vae.scale, 3 * vae.scale)
+    report = patch_model(model)
+    assert share(model, dist.group.WORLD)
+    found = decode(model, vae.latent(*size))
+    assert torch.equal(found, expected), float((found - expected).abs().max())
+    assert "rows over" in report.ran()["decoder"]
+    assert [one.verdict for one in report.guard] == ["kept"]
+    other = copy.deepcopy(model)
+    if rank == 0:  # A copy belongs to this rank alone.
+        assert torch.equal(decode(other, vae.latent(*size)), expected)
+        assert torch.equal(decode(pickle.loads(pickle.dumps(model)), vae.latent(*size)), expected)
+        encode(model, vae.frames())
+    dist.barrier()
+    assert share(model, None)
+    if rank == 0:
+        assert torch.equal(decode(model, vae.latent(*size)), expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "vae", "size", "tiles"),
+    [
+        (2, WAN, SIZES[0], False),
+        (3, WAN, SIZES[1], False),
+        (3, WAN_RESIDUAL, SIZES[0], False),
+        (3, WAN, SIZES[0], True),
+    ],
+    ids=["video", "image-batch", "residual", "tiles"],
+)
+def test_ranks_make_the_video_of_one(
+    world: int, vae: Any, size: Any, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patching_vae, "conv3d", conv_in_float64)
+    model = vae.model()
+    if tiles:
+        model.enable_tiling(4 * vae.scale, 4 * vae.scale, 3 * vae.scale, 3 * vae.scale)
+    patch_model(model, guard=False)
+    with torch.no_grad():
+        expected = decode(model, vae.latent(*size))
+    on_ranks(world, _shared, VAES.index(vae), size, tiles, expected)
+
+
+def test_with_torchs_convolutions_they_come_close() -> None:
+    model = WAN.model()
+    with torch.no_grad():
+        expected = decode(model, WAN.latent(*SIZES[0]))
+    on_ranks(3, _close, expected)
+
+
+def test_what_cannot_be_shared_says_so() -> None:
+    model = COGVIDEOX.model()
+    with pytest.raises(NotPatchedError, match="share: vae"):
+        share(model, None)
+    patch_model(model)
+    assert not share(model, None)
