@@ -37,6 +37,8 @@ from triton.backends.compiler import GPUTarget
 from turbo_rcm_patch.ops import gluon
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+from turbo_rcm_patch.ops.conv3d import api as conv3d
+from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.launch import Target
@@ -111,9 +113,9 @@ class Result:
 
 _MODULES = ("numerics", "residual.triton", "launch",
             "attention.triton", "attention.prologue_triton", "attention.one_launch_triton",
-            "sparse_linear.triton", "int8_linear.triton")  # fmt: skip
+            "sparse_linear.triton", "int8_linear.triton", "conv3d.triton")  # fmt: skip
 _PORTABLE = {
-    "rows": "numerics", "residual": "residual.triton",
+    "rows": "numerics", "residual": "residual.triton", "passes": "conv3d.triton",
 }  # fmt: skip
 _LOADED = {name: import_module(f"turbo_rcm_patch.ops.{name}") for name in _MODULES}
 portable = SimpleNamespace(**{name: _LOADED[path] for name, path in _PORTABLE.items()})
@@ -204,8 +206,38 @@ def _streams(case: Case, target: Target) -> None:
         )  # fmt: skip
 
 
+def _conv3d(case: Case, target: Target) -> None:
+    """A convolution with bias and residual, and alone; only sm_90 has a kernel."""
+    channels, features, taps, size = case.options["shape"]
+    x, weight = case.empty(1, 3 + taps[0], *size, channels), case.empty(features, *taps, channels)
+    residual = case.empty(1, 4, *size, features)
+    own: Any = gluon.hopper_module(conv3d._load_hopper, conv3d._WHAT)
+    for more in (None, None), (case.empty(features), residual):
+        own.conv3d(x, weight, *more, out_dtype=x.dtype)
+
+
+def _passes(case: Case, target: Target) -> None:
+    """The passes between convolutions, over a frame of 60 x 104 pixels."""
+    x = case.empty(1, 3, 60, 104, case.dim)
+    weight, latent = case.empty(case.dim), case.empty(1, 2, 30, 52, case.dim)
+    group = GroupNorm(weight, weight, case.dim // 4, 1e-6)
+    for norm in (None, RMSNorm(weight), group, group._replace(scale=latent, shift=latent)):
+        for before in (None, weight):
+            portable.passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
+    portable.passes.upsample(x.unsqueeze(2), case.empty(1, 3, 120, 208, case.dim))
+    for bias, residual in ((weight, None), (weight, x), (None, x)):
+        portable.passes.add_bias_residual(x, bias, residual, case.empty(*x.shape))
+
+
 _MORE: dict[str, Any] = {"want_lse": True, "lengths": True}
 _STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_CUBE, _FULL = (3, 3, 3), (480, 832)
+#: Convolutions of Wan's VAE, and one of fp32 in TF32.
+_CONVS: dict[str, Any] = {
+    "96x96": (96, 96, _CUBE, _FULL), "96x3": (96, 3, _CUBE, _FULL),
+    "192x96-flat": (192, 96, (1, 3, 3), _FULL), "384x384": (384, 384, _CUBE, (60, 104)),
+    "384x768-time": (384, 768, (3, 1, 1), (120, 208)),
+}  # fmt: skip
 #: Cases by name.
 CASES = {
     **{f"attention-d{dim}": Case(_attention, dim, wide=dim > 128) for dim in (32, 64, 128, 256)},
@@ -228,6 +260,9 @@ CASES = {
        for heads, dim in ((12, 128), (40, 128), (1, 78)) for name, stream in _STREAMS.items()},
     **{f"streams-{heads}x{dim}-{name}": Case(_streams, dim, heads, stream=stream)
        for heads, dim in ((30, 64), (1, 77)) for name, stream in _STREAMS.items()},
+    **{f"conv3d-{name}": Case(_conv3d, shape=shape) for name, shape in _CONVS.items()},
+    "conv3d-fp32": Case(_conv3d, shape=_CONVS["96x96"], dtype=torch.float32),
+    **{f"vae-{dim}": Case(_passes, dim) for dim in (96, 512)},
 }  # fmt: skip
 
 
@@ -255,10 +290,13 @@ def compiled(name: str, target: Target) -> list[Result]:
             _measured(made, lambda: kernel.warmup(grid=grid, enable_fp_fusion=True, **arguments))
         )
 
+    if case.run is _conv3d and target != HOPPER:
+        return []
     if target == HOPPER:  # These modules load when they are first needed.
         for table in _TABLES:
             for one in table:
                 gluon.hopper_module(one.load, one.what)
+        gluon.hopper_module(conv3d._load_hopper, conv3d._WHAT)
     stands_in = {"launch": launch, "target_of": lambda device: target}
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):

@@ -16,6 +16,9 @@ from turbo_rcm_patch.ops.launch import Target
 _PROLOGUE = {"statistics_kernel", "prologue_kernel"}
 _OWN_PROLOGUE = {"hopper_statistics_kernel", "hopper_prologue_kernel"}
 _SPARSE = {"prepare_tokens_kernel", "select_kernel", "sparse_attention_kernel"}
+_CONV = {"hopper_conv3d_kernel"}
+_PASSES = {"norm_silu_kernel", "group_sums_kernel", "group_factors_kernel", "upsample_kernel"}
+_PASSES.add("add_bias_residual_kernel")
 _NORMS = {"residual_kernel", "skip_kernel", "norm_rotate_kernel"}
 
 #: Target, case, and the kernels that it launches.
@@ -27,6 +30,7 @@ LAUNCHES = [
     (AMPERE, "int8-linear-row", {"quantize_rows_kernel", "int8_linear_kernel"}),
     (AMPERE, "norms-12x128-fp32", _NORMS),
     (AMPERE, "streams-30x64-bf16", {"residual_kernel"}),
+    (AMPERE, "vae-96", _PASSES),
     (HOPPER, "attention-d128", _OWN_PROLOGUE | {"attention_kernel"}),
     (HOPPER, "attention-alone-d64", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-alone-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
@@ -38,6 +42,9 @@ LAUNCHES = [
     (HOPPER, "norms-12x128-fp32", _NORMS),
     (HOPPER, "norms-40x128-bf16", _NORMS),
     (HOPPER, "streams-30x64-fp32", {"residual_kernel"}),
+    (HOPPER, "conv3d-96x96", _CONV),
+    (HOPPER, "conv3d-fp32", _CONV),
+    (HOPPER, "vae-96", _PASSES),
 ]
 
 
