@@ -10,8 +10,8 @@ from turbo_rcm_patch.video.rcm_times import MAX_STEPS, rcm_times
 
 from .attention import OVERRIDE, Override, Settings, add_settings
 from .sampler import sample_rcm
-from .wan import patch_wan
 from .vae import patched_vae
+from .wan import patch_wan
 from .weights import read_wan
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
@@ -150,7 +150,7 @@ class TurboRCMVAE:
     FUNCTION = "patch"
     RETURN_TYPES = ("VAE",)
     DESCRIPTION = (
-        "Runs the decoder and the encoder of a Wan VAE (2.1, 2.2) channels-last. The first video is "
+        "Runs decoder and encoder of a Wan VAE (2.1, 2.2) channels-last. The first video is "
         "compared with ComfyUI's own code. The VAE that comes in is not changed: bypass the node "
         "to go back. The log says how each coder ran."
     )

@@ -10,7 +10,7 @@ from torch import nn
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
 from turbo_rcm_patch.patching.find import family_of
-from turbo_rcm_patch.patching.plain import Replacement
+from turbo_rcm_patch.patching.plain import Replacement, owner
 from turbo_rcm_patch.patching.record import ATTRIBUTE
 
 
@@ -37,7 +37,7 @@ def patched_vae(vae: Any, conv: str) -> Any:
         )
     made, network = copy.copy(vae), object.__new__(type(given))
     for name, value in vars(given).items():
-        ours = name == ATTRIBUTE or isinstance(getattr(value, "__self__", None), Replacement)
+        ours = name == ATTRIBUTE or isinstance(owner(value), Replacement)
         if not ours:  # of an earlier node of this kind
             vars(network)[name] = value
     patch_model(network, conv=conv)

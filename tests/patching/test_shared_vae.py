@@ -23,6 +23,7 @@ from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.vae import share
 
+
 def conv_in_float64(
     x: Any, weight: Any, bias: Any = None, *, residual: Any = None, stride: Any = (1, 1, 1),
     padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto",

@@ -224,7 +224,9 @@ class Encoder3d(nn.Module):
             if patches:
                 layers.append(Down_ResidualBlock(before, after, mode))
             else:
-                layers += [ResidualBlock(before, after)] + ([Resample(after, mode)] if mode else [])
+                layers += [ResidualBlock(before, after)] + (
+                    [Resample(after, mode)] if mode else []
+                )
         self.downsamples = nn.Sequential(*layers)
         self.middle, self.head = middle(dims[-1]), head(dims[-1], z_dim)
 

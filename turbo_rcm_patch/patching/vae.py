@@ -195,8 +195,8 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             return self.by_author(self.vae, x, *args, **kwargs)
         out = self._run(x, *args, **kwargs)
-        if self.words() != self.said:
-            self.said = self.words()
+        if self.describe_last_run() != self.said:
+            self.said = self.describe_last_run()
             _log.info("%s: %s", self.path, self.said)
         return out
 

@@ -1,4 +1,4 @@
-"""The VAE of Wan 2.1, and of Wan 2.2's 5B (`is_residual`), in diffusers. Written against 0.42.1."""
+"""The VAE of Wan 2.1, and of Wan 2.2's 5B (`is_residual`), in diffusers 0.42.1."""
 
 from __future__ import annotations
 

@@ -43,7 +43,15 @@ _TORCH: Final = frozenset(
     {nn.Conv2d, nn.Dropout, nn.Identity, nn.Sequential, nn.SiLU, nn.Upsample, nn.ZeroPad2d}
 )
 #: Members of a residual block's `residual`, in order.
-_RESIDUAL: Final = "RMS_norm SiLU CausalConv3d RMS_norm SiLU Dropout CausalConv3d".split()
+_RESIDUAL: Final = [
+    "RMS_norm",
+    "SiLU",
+    "CausalConv3d",
+    "RMS_norm",
+    "SiLU",
+    "Dropout",
+    "CausalConv3d",
+]
 #: The module of ComfyUI whose convolutions keep their weights elsewhere, and cast them when read.
 _COMFY_OPS: Final = "comfy.ops"
 
