@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.hooks import apply_group_offloading
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.implementations import over
 from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL
@@ -27,6 +30,8 @@ from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     UnknownArchitectureError,
 )
+from turbo_rcm_patch.patching import block
+from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
@@ -384,6 +389,80 @@ def test_group_offloading_is_the_authors(kind: str) -> None:
     assert "group_offloading" in report.ran()["decoder"]
     unpatch_model(model)
     assert torch.equal(decode(model, z), expected)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive, and their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.held = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                self.count(one)
+        return out
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self.held:
+            self.held.add(key)
+            self.now += storage.nbytes()
+            self.most = max(self.now, self.most)
+            weakref.finalize(storage, self.gone, key, storage.nbytes())
+
+    def gone(self, key: int, size: int) -> None:
+        self.held.discard(key)
+        self.now -= size
+
+
+def norm_silu(x: Any, norm: Any, *, frames: int = 0, dtype: Any = None, **_: Any) -> Any:
+    """What the kernel allocates."""
+    batch, time, *rest = x.shape
+    made = (x.new_empty(batch, n, *rest, dtype=dtype or x.dtype) for n in (frames + time, frames))
+    return tuple(made)
+
+
+def convolved(
+    x: Any, weight: Any, *_: Any, stride: Any, padding: Any, dtype: Any, **__: Any
+) -> Any:
+    sizes = zip(x.shape[1:4], weight.shape[1:4], (0, *padding), stride, strict=True)
+    size = [(n + 2 * pad - taps) // step + 1 for n, taps, pad, step in sizes]
+    return x.new_empty(x.shape[0], *size, weight.shape[0], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["decode", "encode"])
+def test_the_peak_of_memory_is_the_unpatched_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the published sizes, on the meta device, where kernels allocate their results alone. The
+    limit is 5 % on a card, whose own convolutions need buffers beside: about a tenth more."""
+    with torch.device("meta"):
+        model = AutoencoderKLWan().bfloat16().requires_grad_(False)
+        given = {"decode": torch.empty(1, 16, 21, 60, 104, dtype=torch.bfloat16)}
+        given["encode"] = torch.empty(1, 3, 81, 480, 832, dtype=torch.bfloat16)
+    attention = "scaled_dot_product_attention"
+    monkeypatch.setattr(nn.functional, attention, lambda q, *_, **__: torch.empty_like(q))
+    peaks = []
+    for patch in (False, True):
+        if patch:
+            patch_model(model, guard=False)
+            monkeypatch.setattr(block, "why_not_inference", lambda *_: "")  # the mode
+            monkeypatch.setattr(wan_coders, "norm_silu", norm_silu)
+            monkeypatch.setattr(wan_coders, "upsample", lambda *_, **__: None)
+            monkeypatch.setattr(patching_vae, "norm_silu", norm_silu)
+            monkeypatch.setattr(patching_vae, "conv3d", convolved)
+        with Live() as live:
+            for one in (*model.parameters(), given[name]):
+                live.count(one)
+            getattr(model, name)(given[name])
+        peaks.append(live.most)
+    assert peaks[1] < 1.1 * peaks[0], peaks
 
 
 # --- a pipeline ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli.exit_codes import of_verdict
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.patching.families.vae_wan import WanDecoder
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video.environment import KernelCheck, python_command
 
@@ -63,6 +64,30 @@ def test_the_demo_is_green_only_if_everything_is(
         assert str(tmp_path / "demo" / "report.html") in said.out
         assert ("it died" in said.err) == isinstance(error, SamplingError)
         command = [*command[:5], "--resume"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("command", ["generate", "compare", "demo"])
+def test_no_vae_leaves_the_vae_as_it_is(
+    command: str, quick_model: Path, checked: list[Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    ran: list[int] = []
+    inner = WanDecoder.run_video
+
+    def run_video(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(x.shape[2])
+        return inner(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(WanDecoder, "run_video", run_video)
+    given = [command, "--model", str(quick_model), "--out", str(tmp_path / "out")]
+    if command != "demo":
+        given += ["--prompt", "a red circle", "--device", "cpu"]
+    for switch in ([], ["--no-vae"]):
+        checked.append(1e-5)
+        assert main([*given, *switch]) == 0
+        assert bool(ran) == (not switch), switch
+        ran.clear()
+        shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -14,6 +14,7 @@ from turbo_rcm_patch.cli.doctor import check_kernels
 from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.comparison import Observer, compare
@@ -58,6 +59,7 @@ def demo(given: Demo) -> int:
             pipe,
             DEMO_PROMPTS,
             out=out,
+            config=PatchConfig(vae=given.vae),
             settings=settings,
             network_number=True,
             fresh=fresh,

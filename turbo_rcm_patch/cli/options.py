@@ -289,11 +289,13 @@ class Demo(Command):
         out: Folder for the report. What an earlier demo or comparison wrote there is removed;
             other files stay.
         resume: Continue an interrupted demo.
+        vae: Patch the VAE too.
     """
 
     model: str = "tiny"
     out: Path = field(default=Path("outputs/demo"), metadata={"metavar": "DIR"})
     resume: bool = False
+    vae: bool = True
 
     @property
     def interrupted(self) -> str:

@@ -212,7 +212,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     Raises:
         FamilyError: A forward takes other parameters than this was written for.
     """
-    cls = author_class(model)
+    cls: Any = author_class(model)
     inside = {author_class(module) for module in model.modules()} - {cls}
     first: dict[Any, tuple[str, ...]] = {
         one.forward: _FORWARDS[one.__name__]
