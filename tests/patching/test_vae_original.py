@@ -135,6 +135,21 @@ def test_a_forward_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPa
         patch_model(model_of("WanVAE"))
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_padding_as_comfyuis_newest_has_it(right: bool) -> None:
+    """An integer in time, and the rest as the convolution's own."""
+    model = model_of("WanVAE")
+    expected = both(model)[0]
+    for module in model.decoder.modules():
+        if isinstance(module, wan_original.CausalConv3d):
+            _, width, _, height, module._padding, _ = module._padding
+            module.padding = (0, height, width if right else 1 + width)
+    report = patch_model(model, guard=False)
+    if right:
+        assert error(both(model)[0], expected) < FUSION
+    assert ("its padding is not the author's" in str(report)) == (not right)
+
+
 # --- weights that ComfyUI lends ------------------------------------------------------------------
 
 
