@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 from typing import Any
+from unittest.mock import MagicMock
 
 import diffusers  # first, or the checkout's own is found
 import pytest
@@ -166,6 +168,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def from_here() -> None:
     """Without a network, make what diffusers' pipelines download: a tiny T5 and its tokenizer."""
+    if find_spec("parameterized") is None:  # of tests of other models, which ConsisID's import
+        sys.modules["parameterized"] = MagicMock()
     from transformers import (
         AutoConfig,
         AutoTokenizer,
@@ -231,7 +235,8 @@ def main() -> int:
     if given.checkout is None and not checkout.exists():
         tag = f"v{diffusers.__version__}"
         address = "https://github.com/huggingface/diffusers"
-        subprocess.run(["git", "clone", "-q", "--depth", "1", "--branch", tag, address, checkout])
+        clone = ["git", "clone", "-q", "--depth", "1", "--branch", tag, address, str(checkout)]
+        subprocess.run(clone, check=True)
     table, faults = [], []
     for suite in given.only:
         before: dict[str, str] = {}
@@ -241,6 +246,8 @@ def main() -> int:
             before = before or outcomes
             new = [t for t, one in outcomes.items() if one == "failed" != before.get(t)]
             faults += [f"{mode}: {test}" for test in new if not any(k in test for k in KNOWN)]
+            if mode != "unpatched" and not any("fused" in words for words in found["ran"]):
+                faults.append(f"{mode}: {suite} patched nothing")
             counts = Counter(outcomes.values())
             line = [f"{counts[k]} {k}" for k in ("passed", "failed", "skipped")]
             line += [f"{n} {words}" for words, n in sorted(found["ran"].items())]
