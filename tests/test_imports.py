@@ -196,7 +196,7 @@ for name, extra in (("transformers", "video"), ("peft", "lora"), ("imageio-ffmpe
 #: shows.
 TOGETHER: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
     "without triton and diffusers": (
-        ("triton", "diffusers", "transformers"),
+        ("triton", "diffusers", "transformers", "huggingface_hub", "comfy", "folder_paths"),
         "import torch",
         {
             **{f"turbo_rcm_patch{name} imports": f"import turbo_rcm_patch{name}"
