@@ -98,7 +98,7 @@ def test_patching_and_undoing(config: PatchConfig) -> None:
         if not reached:
             break
     assert step > 20
-    for step in steps(23):
+    for step in steps(127):
         patch_model(model, config)
         reached = interrupted(step, lambda: unpatch_model(model), "")
         if is_patched(model):
@@ -141,8 +141,8 @@ def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
             if is_patched(model):
                 unpatch_model(model)
             assert dicts(model) == before, (first, last)
-            last += STRIDE or (3 if last < 40 else 701)
-        first += STRIDE or (7 if first < 60 else 61)
+            last += STRIDE or (7 if last < 40 else 1409)
+        first += STRIDE or (11 if first < 60 else 127)
     assert first > 20
     unpatch_model(model)
     assert torch.equal(run(model, inputs), expected)
@@ -175,7 +175,7 @@ def test_a_forward(config: PatchConfig) -> None:
     expected, records = run(model, inputs), len(report.guard)
     assert (records > 0) is config.guard
     unpatch_model(model)
-    for step in steps(127):
+    for step in steps(131):
         report = patch_model(model, config)
         reached = interrupted(step, lambda: run(model, inputs), "")
         assert torch.equal(run(model, inputs), expected), f"call {step}"
