@@ -78,7 +78,7 @@ def test_hopper_s_own_kernel_gives_the_bits_of_the_portable_one(
         more = {}
     rows = quantize_rows(x)
     weight = F.pad(weight, (0, rows.data.shape[2] - channels))
-    linear = api.Linear(weight, scale, bias, "gelu-tanh" if gelu else "")
+    linear = api.LinearInputs(weight, scale, bias, "gelu-tanh" if gelu else "")
     expected = torch.empty(batch, tokens, features, device="cuda")
     kernel.launch_kernel(expected, rows, linear)
     for permuted in [False, True] if features % 32 == 0 else [False]:
