@@ -67,7 +67,7 @@ class Patches:
     def __init__(self, options: dict[str, Any], out: Path) -> None:
         self.options, self.out = options, out
         self.on = bool(options)
-        self.reports: list[Any] = []
+        self.reports: list[tuple[Any, Any]] = []
         self.ran: Counter[str] = Counter()
         self.outcomes: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ class Patches:
         if not self.on or is_patched(model) or any(p.is_meta for p in model.parameters()):
             return
         try:
-            self.reports.append(patch_model(model, **self.options))
+            self.reports.append((patch_model(model, **self.options), model))  # held to be asked
         except TurboRCMError as error:
             self.ran[f"not patched: {type(error).__name__}"] += 1
 
@@ -125,7 +125,7 @@ class Patches:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid] = report.outcome
-        for one in self.reports if report.when == "teardown" else ():
+        for one, _ in self.reports if report.when == "teardown" else ():
             for words, count in one.last_forward.items():
                 self.ran[words.partition(", convolutions")[0]] += count
         if report.when == "teardown":
@@ -169,8 +169,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def from_here() -> None:
     """Without a network, make what diffusers' pipelines download: a tiny T5 and its tokenizer."""
-    if find_spec("parameterized") is None:  # of tests of other models, which ConsisID's import
-        sys.modules["parameterized"] = MagicMock()
+    for name in ("parameterized", "requests_mock"):  # of other models' tests, which are imported
+        if find_spec(name) is None:
+            sys.modules[name] = MagicMock()
     from transformers import (
         AutoConfig,
         AutoTokenizer,
