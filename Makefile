@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
+.PHONY: help demo test test-diffusers test-engines test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,6 +34,10 @@ test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can r
 # Not part of `test`: it takes wheels from the package index.
 test-engines: $(VENV)/.installed-dev ## The attention inside the newest wheels of SGLang, vllm-omni, xDiT, FastVideo (ENGINES='xdit' for some)
 	$(BIN)/python tests/engines/released.py $(ENGINES)
+
+# Nor this: it runs the tests of diffusers' release from a checkout, DIFFUSERS=PATH, or clones its tag.
+test-diffusers: $(VENV)/.installed-dev ## diffusers' own tests, unpatched and over models that are patched as they are built
+	$(BIN)/python tests/diffusers_suites.py $(if $(DIFFUSERS),--checkout $(DIFFUSERS)) $(SUITES)
 
 # Most of a GPU test is compiling kernels on the CPU, so several processes share the card.
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card

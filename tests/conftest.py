@@ -35,12 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
     )
-    parser.addoption(
-        "--every-target",
-        action="store_true",
-        help="compile every variant of the kernels for every GPU target, and with every release "
-        "of Triton; without it each variant, target and kind of release has a representative",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 PRELOAD = (
     "accelerate",
@@ -100,12 +101,9 @@ class Script:
 
 @contextmanager
 def start(
-    code: str,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None,
     out: Path | None = None,
-) -> Iterator[Script]:
+) -> Iterator[Script]:  # fmt: skip
     """Run `code` as a script on one thread, where nothing of this package is imported, while the
     body runs. It is killed after that.
 
@@ -129,15 +127,9 @@ def start(
             script.kill()
 
 
-def run(
-    code: str,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    out: Path | None = None,
-) -> Done:
+def run(code: str, *arguments: str, **how: Any) -> Done:
     """Run `code` as a script to its end. For the arguments see `start`."""
-    with start(code, *arguments, env=env, cwd=cwd, out=out) as script:
+    with start(code, *arguments, **how) as script:
         return script.wait()
 
 
@@ -152,12 +144,9 @@ def run_fresh(code: str, *arguments: str, cwd: Path | None = None) -> None:
 
 
 def _script(
-    code: str,
-    arguments: tuple[str, ...],
-    environment: dict[str, str],
-    cwd: str,
+    code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: str,
     files: tuple[Path, Path],
-) -> None:
+) -> None:  # fmt: skip
     for stream, path in enumerate(files, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, stream)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import re
 import subprocess
 import sys
-import tarfile
 import types
 import zipfile
 from pathlib import Path
@@ -57,50 +55,6 @@ def test_no_link_of_the_readme_breaks_on_a_package_index(hook, repository: str) 
     assert hook.portable("[a](https://b.c)", repository, "1") == "[a](https://b.c)"
 
 
-def built(
-    folder: Path, *, without: str = "", more: str = "", readme: str = "turbo_rcm_patch"
-) -> Path:
-    """Files as they should be built, with a fault."""
-    names = [name for name in CHECK.tracked() if name != without] + [more] * bool(more)
-    with zipfile.ZipFile(folder / "a-1-py3-none-any.whl", "w") as wheel:
-        for name in names:
-            if CHECK.in_package(name):
-                wheel.writestr(name, b"")
-        wheel.writestr("a-1.dist-info/METADATA", f"Name: a\n\n{readme}\n")
-    with tarfile.open(folder / "a-1.tar.gz", "w:gz") as sdist:
-        for name in [*names, "PKG-INFO"]:
-            sdist.addfile(tarfile.TarInfo(f"a-1/{name}"), io.BytesIO())
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ({}, None),
-        ({"without": "turbo_rcm_patch/video/page/player.js"}, "the wheel lacks"),
-        ({"without": "tests/conftest.py"}, "the source distribution lacks tests/conftest.py"),
-        ({"more": "turbo_rcm_patch/secret.txt"}, "the wheel has turbo_rcm_patch/secret.txt"),
-        ({"readme": "turbo_rcm_patch [a](docs/a.md)"}, "cannot follow"),
-        ({"readme": ""}, "no description"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_the_check_sees_every_fault(
-    fault: dict[str, str], told: str | None, tmp_path: Path
-) -> None:
-    found = list(CHECK.problems(built(tmp_path, **fault)))
-    assert bool(found) == (told is not None)
-    assert told is None or any(told in line for line in found)
-
-
-def test_the_check_sees_what_is_too_large_or_missing(tmp_path: Path, monkeypatch) -> None:
-    built(tmp_path)
-    monkeypatch.setattr(CHECK, "MOST_MIB", {"wheel": 0, "sdist": 40})
-    assert ["more than 0 MiB" in line for line in CHECK.problems(tmp_path)] == [True]
-    next(tmp_path.glob("*.whl")).unlink()
-    assert CHECK.main(tmp_path) == 1
-
-
 @pytest.mark.slow
 def test_wheel_and_source_distribution_are_whole(tmp_path: Path) -> None:
     out = tmp_path / "dist"
@@ -121,13 +75,9 @@ def test_wheel_and_source_distribution_are_whole(tmp_path: Path) -> None:
         "assert 'site' in turbo_rcm_patch.__file__ and (TINY_WAN / 'model_index.json').is_file();"
         "from turbo_rcm_patch.__main__ import main; main(['--help'])"
     )
+    env = {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path / "site")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "compare" in done.stdout
@@ -169,17 +119,12 @@ def test_installation_moves_nothing_of_its_host(tmp_path: Path) -> None:
         pytest.skip(f"the older packages cannot be had here: {done.stderr[-300:]}")
     names = {path.name for path in site.glob("*.dist-info")}
     subprocess.run([*pip, "--no-build-isolation", str(ROOT)], check=True)
-    assert {path.name for path in site.glob("*.dist-info")} - names == {
-        "turbo_rcm_patch-0.1.0.dist-info"
-    }
+    (new,) = {path.name for path in site.glob("*.dist-info")} - names
+    assert new == "turbo_rcm_patch-0.1.0.dist-info"
     ran = subprocess.run(
-        [str(host / "bin" / "python"), "-c", OLD_HOST],
-        env={"PYTHONPATH": str(ROOT / "integrations")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [str(host / "bin" / "python"), "-c", OLD_HOST], cwd=tmp_path, capture_output=True,
+        env={"PYTHONPATH": str(ROOT / "integrations")}, text=True,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "MissingPackageError" in ran.stdout
     assert "diffusers from 0.42 on" in ran.stdout and "got diffusers 0.35.2" in ran.stdout

@@ -3,7 +3,6 @@ process, or a fork of one that has imported nothing of this package."""
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -63,23 +62,16 @@ print(json.dumps(ended))
 
 
 def run(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> tuple[str, str]:
+    code = BLOCK.format(blocked=blocked) + code
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCK.format(blocked=blocked) + code, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [sys.executable, "-W", "error", "-c", code, *arguments], cwd=ROOT, capture_output=True,
+        text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
 MODULES = ("", ".boundary", ".models", ".ops", ".patching")
-PUBLIC = """import turbo_rcm_patch
-for name in ("patch_model", "unpatch_model", "patched", "find_pairs", "PatchConfig"):
-    assert name in turbo_rcm_patch.__all__ and name in dir(turbo_rcm_patch), name
-    assert getattr(turbo_rcm_patch, name).__doc__, name
-"""
 OPERATIONS = """
 import torch
 from turbo_rcm_patch import ops
@@ -200,78 +192,42 @@ for name, extra in (("transformers", "video"), ("peft", "lora"), ("imageio-ffmpe
     (remedy,) = [after for line, after in lines.items() if f"  {name} " in line]
     assert f"[{extra}]'" in remedy, (name, remedy)
 """
-#: Codes that see the same packages: what these are, what is imported before, and the codes.
+#: Codes that see the same packages: what these are, what is imported before, and what each code
+#: shows.
 TOGETHER: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
-    "bare": (
-        ("triton", "diffusers", "transformers"),
+    "without triton and diffusers": (
+        ("triton", "diffusers", "transformers", "huggingface_hub", "comfy", "folder_paths"),
         "import torch",
         {
-            **{f"turbo_rcm_patch{name}": f"import turbo_rcm_patch{name}" for name in MODULES},
-            "public": PUBLIC,
-            "operations": OPERATIONS,
-            "nodes": NODES,
-            "every": EVERY_NAME,
+            **{f"turbo_rcm_patch{name} imports": f"import turbo_rcm_patch{name}"
+               for name in MODULES},
+            "operations run on a CPU": OPERATIONS,
+            "the ComfyUI nodes import": NODES,
+            "every public name says what to install": EVERY_NAME,
         },
     ),
-    "base": (
+    "with diffusers alone": (
         (),
         HIDE + "from diffusers import WanTransformer3DModel",
-        {"patches": BASE, "extra": EXTRA},
+        {
+            "a model is patched, and sageattention is not imported": BASE,
+            "a missing extra is a typed error that names it": EXTRA,
+        },
     ),
-    "systems": (
+    "on Windows": (
         ("triton",),
         "import diffusers.pipelines.wan.pipeline_wan, transformers.models.umt5.modeling_umt5",
-        {"windows": SYSTEMS},
+        {"pipelines load and patch": SYSTEMS},
     ),
-}
+}  # fmt: skip
 
 
-@functools.cache
-def together(group: str) -> tuple[dict[str, int], str]:
-    """How each of a group ended, and what they printed."""
-    blocked, before, codes = TOGETHER[group]
+@pytest.mark.parametrize("where", TOGETHER)
+def test_what_runs_where_packages_are_missing(where: str) -> None:
+    blocked, before, codes = TOGETHER[where]
     out, err = run(f"{before}\n{FORK}", json.dumps(codes), blocked=blocked)
-    return json.loads(out.splitlines()[-1]), err
-
-
-def passes(group: str, name: str) -> None:
-    ended, printed = together(group)
-    assert ended[name] == 0, printed
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_without_triton_and_diffusers(module: str) -> None:
-    passes("bare", f"turbo_rcm_patch{module}")
-
-
-def test_public_names_are_there_and_listed() -> None:
-    passes("bare", "public")
-
-
-def test_operations_run_on_a_cpu_without_triton() -> None:
-    passes("bare", "operations")
-
-
-def test_comfyui_nodes_import_without_diffusers() -> None:
-    passes("bare", "nodes")
-
-
-def test_diffusers_alone_is_enough_to_patch_a_model() -> None:
-    """torch, triton and diffusers, with what diffusers brings; sageattention is not imported."""
-    passes("base", "patches")
-
-
-def test_pipelines_load_and_patch_on_windows() -> None:
-    passes("systems", "windows")
-
-
-def test_a_missing_extra_is_a_typed_error_that_names_it() -> None:
-    passes("base", "extra")
-
-
-def test_every_public_name_says_what_to_install() -> None:
-    """In a base install; none raises ModuleNotFoundError."""
-    passes("bare", "every")
+    ended = json.loads(out.splitlines()[-1])
+    assert not [name for name in codes if ended[name] != 0], err
 
 
 def test_import_is_quick() -> None:

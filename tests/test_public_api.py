@@ -11,17 +11,33 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "docs" / "public_api.txt"
 
 
-def exported() -> set[str]:
-    """Every name in `__all__` of the modules that the Makefile calls the API."""
+def modules() -> list[str]:
+    """The modules that the Makefile calls the API."""
     line = re.search(r"^API := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert line is not None
     package, *parts = re.sub(r"\$\(addprefix \S+, (.*)\)", r"\1", line[1]).split()
-    modules = [package, *(f"{package}.{part}" for part in parts)]
-    return {f"{one}.{name}" for one in modules for name in import_module(one).__all__}
+    return [package, *(f"{package}.{part}" for part in parts)]
+
+
+def exported() -> set[str]:
+    """Every name in `__all__` of these modules."""
+    return {f"{one}.{name}" for one in modules() for name in import_module(one).__all__}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = import_module(name)
+    assert module.__doc__, name
+    for public in module.__all__:
+        value = getattr(module, public)
+        if callable(value) and getattr(value, "__module__", "").startswith("turbo_rcm_patch"):
+            assert value.__doc__, f"{name}.{public}"
 
 
 def listed() -> set[str]:

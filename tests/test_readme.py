@@ -88,17 +88,12 @@ def test_blocks_and_commands_are_found() -> None:
     assert commands(page) == [["make", "b", "c"], ["make", "d"], ["make", "a"]]
 
 
-@EVERY_PAGE
-def test_blocks_compile(page: Path) -> None:
-    for index, (code, _) in enumerate(blocks(text_of(page))):
-        compile(code, f"{name_of(page)} block {index + 1}", "exec")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [one for one in PAGES if blocks(text_of(one))], ids=name_of)
 def test_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     script = ["import sys; sys.path.insert(0, '.')"]
     for code, reason in blocks(text_of(page)):
+        compile(code, name_of(page), "exec")
         saved = SAVED.match(code)
         if saved:
             (tmp_path / saved["name"]).write_text(code, encoding="utf-8")

@@ -74,23 +74,6 @@ def test_identity_end_returns_the_input_bit_for_bit(
         )
 
 
-LIMITS = [
-    (EDM(0.5), 1e9, 0.0, 0.5),
-    (ConsistencyModel(0.5, 0.002), 1e9, 0.0, 0.5),
-    (TrigFlow(0.5), math.pi / 2, 0.0, -0.5),
-    (RCMWrapper(), math.pi / 2, 1.0, -1.0),
-    (RectifiedFlow(), 1.0, 1.0, -1.0),
-]
-
-
-@pytest.mark.parametrize(("family", "t", "c_skip", "c_out"), LIMITS)
-def test_other_end_reaches_its_limit(
-    family: Parameterisation, t: float, c_skip: float, c_out: float
-) -> None:
-    assert family.c_skip(t) == pytest.approx(c_skip, abs=1e-8)
-    assert family.c_out(t) == pytest.approx(c_out, rel=1e-8)
-
-
 @each_family
 def test_tensor_times_are_fp64_and_equal_to_floats(family: Parameterisation) -> None:
     times = torch.tensor([0.1, 0.25, 0.75], dtype=torch.float64)

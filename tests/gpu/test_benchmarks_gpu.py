@@ -27,9 +27,3 @@ def test_a_benchmark_measures_every_method(name: str, tmp_path: Path) -> None:
         for method, record in case["methods"].items():
             expected = any(part in method for part in MAY_BE_MISSING)
             assert record["status"] == "timed" or expected, (method, record)
-
-
-def test_two_gpus_share_a_forward(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    assert main(["parallel", "--micro", "--calls", "2", "--out", str(tmp_path)]) == 0

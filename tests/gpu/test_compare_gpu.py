@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
@@ -54,50 +53,17 @@ def test_offloading_gives_the_same_video(folder: Path, offload: str, patch: bool
     assert relative_l2(offloaded, resident) < (0.03 if patch else 1e-6)
 
 
-def test_patching_needs_no_more_memory(folder: Path) -> None:
-    pipe = load_pipeline(folder, device="cuda")
-    config = PatchConfig(attention="int8", guard=False)
-
-    def peak() -> int:
-        generate(pipe, PROMPT, settings=SETTINGS)  # compilation and workspaces
-        gc.collect()
-        torch.cuda.empty_cache()
-        found = generate(pipe, PROMPT, settings=SETTINGS).peak_bytes
-        assert found is not None
-        return found
-
-    unpatched = peak()
-    with patched(pipe, config):
-        assert peak() <= unpatched * 1.02
+#: In int8 the worst frame (39.6 dB of 47.4) or the median (52.3 of 54.0) of a shipped model is
+#: below its limit; by default its attention is exact on a GPU.
+TOO_MUCH = pytest.mark.xfail(strict=True, reason="int8 in every head is too much for it")
 
 
-@pytest.mark.parametrize(
-    ("model", "attention"),
-    [
-        # 52.3 dB in the median where 54.0 is the limit; by default its attention is exact here.
-        pytest.param(
-            "tiny",
-            "int8",
-            marks=pytest.mark.xfail(strict=True, reason="int8 in every head is too much for it"),
-        ),
-        # 39.6 dB in the worst frame where 47.4 is the limit; by default its attention is exact.
-        pytest.param(
-            "tiny-cogvideox",
-            "int8",
-            marks=pytest.mark.xfail(strict=True, reason="int8 in every head is too much for it"),
-        ),
-        ("tiny", "int4"),
-        ("tiny-cogvideox", "int4"),
-    ],
-)
+@pytest.mark.parametrize("model", ["tiny", "tiny-cogvideox"])
+@pytest.mark.parametrize("attention", [pytest.param("int8", marks=TOO_MUCH), "int4"])
 def test_the_verdict_has_power(attention: str, model: str, tmp_path: Path) -> None:
-    found = compare(
-        load_pipeline(model, device="cuda"),
-        DEMO_PROMPTS,
-        out=tmp_path,
-        config=PatchConfig(attention=attention, guard=False),
-        network_number=True,
-    )
+    pipe = load_pipeline(model, device="cuda")
+    config = PatchConfig(attention=attention, guard=False)
+    found = compare(pipe, DEMO_PROMPTS, out=tmp_path, config=config, network_number=True)
     assert found.verdict == ("unchanged" if attention == "int8" else "changed")
 
 

@@ -22,9 +22,7 @@ from turbo_rcm_patch import patch_model, register_backend, report_of
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ContextParallelError
 
-BACKENDS = pytest.mark.parametrize(
-    "backend", ["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=pytest.mark.gpu)]
-)
+NCCL = "cpu:gloo,cuda:nccl"
 #: Case -> options of the patch, degrees, and the relative L2 to one GPU. Sums come in another
 #: order and round to bf16, which decides how some values round to int8.
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
@@ -87,12 +85,17 @@ def _on_two(backend: str, function: Any, *args: object) -> None:
     on_ranks(2, function, backend, *args, backend=backend)
 
 
-@BACKENDS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        *(("gloo", case) for case in ("guard on", "int8 ring")),
+        *(pytest.param(NCCL, case, marks=pytest.mark.gpu) for case in CASES),
+    ],
+)
 def test_two_ranks_compute_what_one_does(backend: str, case: str) -> None:
     _on_two(backend, _shares, case)
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
 def test_heads_that_the_ranks_do_not_divide_are_refused(backend: str) -> None:
     _on_two(backend, _refuses)

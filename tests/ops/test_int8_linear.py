@@ -28,7 +28,12 @@ from turbo_rcm_patch.ops import (
     quantize_weight,
 )
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
-from turbo_rcm_patch.ops.int8_linear.api import Linear, dequantized, quantize_rows, quantized_rows
+from turbo_rcm_patch.ops.int8_linear.api import (
+    LinearInputs,
+    dequantized,
+    quantize_rows,
+    quantized_rows,
+)
 from turbo_rcm_patch.ops.launch import Target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -243,7 +248,7 @@ def test_operands_by_descriptors_give_the_same(
     expected = int8_linear(x, weight, scale, bias, impl="reference")
     monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
     out = torch.empty(1, 70, 80)
-    kernel.launch_kernel(out, quantize_rows(x, on.impl), Linear(weight, scale, bias, ""))
+    kernel.launch_kernel(out, quantize_rows(x, on.impl), LinearInputs(weight, scale, bias, ""))
     assert relative_l2(out, expected) < TIGHT[on.name][FP32]
 
 

@@ -1,4 +1,4 @@
-"""The tiny CogVideoX: its network read as a flow, a few steps of every stage, and what ships."""
+"""The tiny CogVideoX: its network read as a flow, and a few steps of every stage."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ import torch
 from diffusers import CogVideoXPipeline
 from torch import nn
 
-from training.evaluate import Evaluation
 from training.families import CogVideoX, build_tokenizer, family_of_folder, small, tokenize
 from training.flow import few_step
 from training.stage import Run
 from training.train import train
-from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generate, load_pipeline
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "results" / "tiny_cogvideox.json"
 FAMILY = CogVideoX()
 MICRO = small(FAMILY.recipe)
 
@@ -63,15 +59,9 @@ def test_following_the_flow_is_what_the_pipeline_does(pipe: CogVideoXPipeline, s
     noise = torch.randn(1, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     embeds, _ = pipe.encode_prompt(DEMO_PROMPTS[0], None, False, max_sequence_length=24)
     theirs = pipe(
-        prompt_embeds=embeds,
-        height=32,
-        width=32,
-        num_frames=9,
-        num_inference_steps=steps,
-        guidance_scale=1.0,
-        latents=noise.transpose(1, 2),
-        output_type="latent",
-    ).frames
+        prompt_embeds=embeds, height=32, width=32, num_frames=9, num_inference_steps=steps,
+        guidance_scale=1.0, latents=noise.transpose(1, 2), output_type="latent",
+    ).frames  # fmt: skip
     field = FAMILY.velocity(pipe.transformer, embeds)
     own = few_step(field, noise, FAMILY.times(steps), None, renoise=False)
     assert not torch.allclose(own, noise, atol=0.1)
@@ -86,33 +76,3 @@ def test_the_run_leaves_folders_that_generate(trained: Path) -> None:
         made = generate(load_pipeline(trained / name, device="cpu"), DEMO_PROMPTS[0])
         assert made.settings.steps == 4 and made.settings.sampler == "scheduler"
         assert made.frames.shape == (9, 32, 32, 3) and torch.isfinite(made.frames).all()
-
-
-def test_it_is_small_and_complete() -> None:
-    files = [path for path in TINY_COGVIDEOX.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 16 * 2**20
-    assert {path.suffix for path in files} <= {".json", ".safetensors", ".md"}
-    config = CogVideoXPipeline.from_pretrained(TINY_COGVIDEOX).transformer.config
-    assert config.use_rotary_positional_embeddings and config.attention_head_dim == 64
-
-
-@pytest.fixture(scope="module")
-def judge() -> Evaluation:
-    load = {"count": 4, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
-    return Evaluation.load(TINY_COGVIDEOX, **load)
-
-
-def test_held_out_prompts_become_what_they_say(judge: Evaluation, tmp_path: Path) -> None:
-    """One of four may miss each attribute; guessing gets one of eight."""
-    found = judge.judge(judge.frames(steps=4), tmp_path / "sheet.png")
-    assert min(found["colour"], found["shape"], found["motion"]) >= 3 / 4, found
-
-
-def test_the_recorded_evaluation_meets_its_bounds() -> None:
-    """On 400 held-out prompts; see the model card."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert results["videos"] >= 400
-    for name in ("colour", "shape", "motion"):
-        student = results["student_4_steps"][name]
-        assert student >= 0.85 and student >= results["teacher"][name] - 0.05
-        assert results["zeroed_joint_attention"][name] < student / 2

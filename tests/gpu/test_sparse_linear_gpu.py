@@ -1,5 +1,5 @@
 """Sparse-linear attention on a GPU: Hopper's own pass over keys, full sizes,
-memory, graphs. Its accuracy is tested in `tests/ops`, networks in `test_patching_gpu.py`.
+memory, compilation. Its accuracy is tested in `tests/ops`, networks in `test_patching_gpu.py`.
 """
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.common import random, skip_without
 from tests.measures import relative_l2
 from tests.sparse import chosen_blocks, proj_l
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     Sparsity,
-    resolve_pv,
     sparse_linear_attention,
 )
 from turbo_rcm_patch.ops.attention.reference import split_heads
@@ -22,15 +22,6 @@ pytestmark = pytest.mark.gpu
 
 FLOOR = {"fp8": 0.05, "bf16": 0.02}
 HOPPER, ELSEWHERE = {"block_q": 64, "block_k": 128}, {"block_q": 128, "block_k": 64}
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def skip_without(pv: str) -> None:
-    if pv == "fp8" and resolve_pv("auto", torch.device("cuda", 0)) != "fp8":
-        pytest.skip("this GPU has no e4m3 matrix units")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +95,7 @@ def test_large_keys_and_sums_stay_finite_in_fp16() -> None:
     assert out.isfinite().all()
 
 
-def test_it_runs_inside_a_cuda_graph_and_a_compiled_function() -> None:
+def test_it_compiles_without_a_break() -> None:
     q, k, v = (random(1, 1024, 256) for _ in range(3))
     weight, bias = proj_l(128, "cuda")
     spec, sparsity = AttentionSpec(heads=2), Sparsity(topk=0.25, **HOPPER)
@@ -112,14 +103,8 @@ def test_it_runs_inside_a_cuda_graph_and_a_compiled_function() -> None:
     def call() -> torch.Tensor:
         return sparse_linear_attention(q, k, v, weight, bias, spec, sparsity)
 
-    expected = call()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
-    graph.replay()
-    assert torch.equal(captured, expected)
+    assert torch.equal(compiled(), call())
 
 
 def test_the_exact_form_at_full_size_fits_beside_a_model() -> None:

@@ -1,0 +1,412 @@
+"""Attention on a GPU: Hopper's own kernels against the portable ones, long sequences, offsets past
+32 bits, constants in captured graphs, one launch, and `sageattn` with the diffusers backend. Its
+accuracy is tested beside the other implementations, in `tests/ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor
+
+from tests.gpu.common import random, skip_without
+from tests.inputs import attention_inputs
+from tests.measures import relative_l2
+from turbo_rcm_patch import ops, register_backend, sageattn, unregister_backend
+from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
+from turbo_rcm_patch.ops.attention import online_softmax
+from turbo_rcm_patch.ops.attention.api import launch_attention, quantize
+from turbo_rcm_patch.ops.attention.reference import exact_attention, split_heads
+from turbo_rcm_patch.ops.launch import target_of, tile_for
+
+pytestmark = pytest.mark.gpu
+
+#: Against fp64 where q and k are N(0, 1) too: int8 alone costs 0.011, e4m3 raises it to 0.037.
+FLOOR = {"fp8": 0.05, "bf16": 0.02}
+HEADS, DIM = 2, 64
+CHANNELS = HEADS * DIM
+
+# --- Hopper's own kernels ------------------------------------------------------------------------
+
+
+def hopper() -> torch.device:
+    device = torch.device("cuda", 0)
+    if target_of(device) != ("cuda", 90):
+        pytest.skip("the kernels are for compute capability 9.0")
+    return device
+
+
+@contextmanager
+def names_of_kernels() -> Iterator[list[str]]:
+    """The kernels that start meanwhile, as Triton tells a profiler."""
+    found: list[str] = []
+
+    def note(metadata: Any) -> None:
+        found.append(metadata.get()["name"])
+
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(note)
+    try:
+        yield found
+    finally:
+        hook.remove(note)
+
+
+def almost_equal(x: torch.Tensor, y: torch.Tensor) -> None:
+    """int8 that differ by one step at most, and that in fewer than one of 10,000."""
+    apart = (x.int() - y.int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("batch", "n_q", "n_kv", "lengths"),
+    [(1, 4096, 4096, None), (1, 1000, 333, None), (2, 193, 129, (0, 129)), (2, 70, 640, (1, 500))],
+)
+def test_the_hopper_kernel_equals_the_portable_one(
+    head_dim: int, batch: int, n_q: int, n_kv: int, lengths: tuple[int, ...] | None
+) -> None:
+    """With 128 channels bit for bit: the same arithmetic in another order of loads. With 64 an
+    eighth of the exponentials is a polynomial, whose error of 7.5e-5 moves a few e4m3 roundings.
+    """
+    device = hopper()
+    heads = 3
+    q = torch.randn(batch, n_q, heads * head_dim, device=device, dtype=torch.bfloat16)
+    k = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
+    v = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
+    if lengths is not None:
+        lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
+    inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, want_lse=True)
+    own, own_lse = launch_attention(inputs)
+    tile = tile_for("attention", f"fp8_{head_dim}", target_of(device))
+    portable, portable_lse = launch_attention(inputs, tile=tile)
+    assert torch.isfinite(own).all()
+    if head_dim == 128:
+        assert torch.equal(own, portable)
+        assert torch.equal(own_lse, portable_lse)
+    else:
+        assert relative_l2(own, portable) < 4e-3  # fp8 itself: 0.037
+        assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("norm", "rope", "fused", "lengths", "pv", "qmax"),
+    [
+        (None, False, False, False, "fp8", 127),
+        ("across", True, True, True, "fp8", 127),
+        ("per head", True, False, False, "bf16", 127),
+        ("across", False, True, False, "fp8", 7),
+        ("layer norm per head", True, True, False, "fp8", 127),
+        ("layer norm per head", False, False, True, "bf16", 127),
+    ],
+    ids=["bare", "wan", "per-head-16bit", "no-rope-int4", "cogvideox", "cogvideox-2b-padding"],
+)
+@pytest.mark.parametrize(("n_q", "n_kv"), [(2000, 2000), (300, 77), (130, 4700), (1, 1)])
+def test_the_hopper_prologue_equals_the_portable_one(
+    head_dim: int, norm: str | None, rope: bool, fused: bool, lengths: bool, pv: str, qmax: int,
+    n_q: int, n_kv: int,
+) -> None:  # fmt: skip
+    """Sums in another order: an int8 may round the other way, a few in a million."""
+    device, heads, batch = hopper(), 5, 2
+    channels = heads * head_dim
+    n = max(n_q, n_kv)
+    if fused:  # strided, as one linear makes them
+        both = torch.randn(batch, n, 3 * channels, device=device, dtype=torch.bfloat16)
+        q, k, v = (x[:, :m] for x, m in zip(both.chunk(3, -1), (n_q, n_kv, n_kv), strict=True))
+    else:
+        q, k, v = (
+            torch.randn(batch, m, channels, device=device, dtype=torch.bfloat16)
+            for m in (n_q, n_kv, n_kv)
+        )
+        k += 3 * torch.randn(channels, device=device, dtype=torch.bfloat16)
+    size = channels if norm == "across" else head_dim
+    weight = torch.rand(size, device=device).bfloat16() + 0.5 if norm else None
+    bias = None
+    if norm == "layer norm per head":
+        bias = torch.randn(head_dim, device=device).bfloat16()
+    angle = 6 * torch.rand(n, head_dim // 2, device=device).repeat_interleave(2, -1)
+    common = {
+        "heads": heads,
+        "norm_q": weight,
+        "norm_k": weight,
+        "norm_q_bias": bias,
+        "norm_k_bias": bias,
+        "cos": angle.cos() if rope else None,
+        "sin": angle.sin() if rope else None,
+        "kv_lengths": torch.tensor([n_kv, n_kv // 2], device=device, dtype=torch.int32)
+        if lengths
+        else None,
+        "pv": pv,
+        "attention": {127: "int8", 7: "int4"}[qmax],
+        "want_lse": True,
+    }
+    inputs = attention_inputs(q, k, v, **common)
+    with names_of_kernels() as launched:
+        own = quantize(inputs)
+    assert len(launched) == 2
+    assert all("hopper" in name for name in launched)
+    portable = quantize(inputs, portable=True)
+    one, other = own.queries, portable.queries
+    seen = slice(0, n_q)
+    almost_equal(one.int8[:, :, seen], other.int8[:, :, seen])
+    torch.testing.assert_close(one.scale[:, :, seen], other.scale[:, :, seen])
+    assert one.shift is not None
+    assert other.shift is not None
+    largest = other.shift[:, :, seen].abs().max().item()
+    assert torch.allclose(one.shift[:, :, seen], other.shift[:, :, seen], atol=1e-5 * largest)
+    almost_equal(own.keys.int8, portable.keys.int8)
+    torch.testing.assert_close(own.keys.scale, portable.keys.scale)
+    if own.values is None:
+        assert pv == "bf16"
+    else:
+        assert portable.values is not None
+        same = own.values.e4m3.view(torch.int8) == portable.values.e4m3.view(torch.int8)
+        assert same.all()
+        levels = (x.values.levels.view(torch.int32) for x in (own, portable))
+        assert torch.equal(*levels)  # the sums of errors too: they are integers
+
+
+def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
+    q = torch.randn(1, 256, 256, device=hopper(), dtype=torch.bfloat16)
+    k, v = torch.zeros_like(q), torch.randn_like(q)
+    q[0, 3, 5] = float("nan")
+    operands = quantize(attention_inputs(q, k, v, heads=2, sm_scale=0.1))
+    assert torch.isnan(operands.queries.scale).nonzero().tolist() == [[0, 0, 3]]
+    assert not operands.keys.int8.any()
+    assert torch.isfinite(operands.keys.scale).all()
+
+
+def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue() -> None:
+    """A row that begins 8 bytes off, as a view into another tensor may."""
+    device = hopper()
+    wide = torch.randn(1, 512, 3 * 128 + 4, device=device, dtype=torch.bfloat16)
+    q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))
+    with names_of_kernels() as launched:
+        off = quantize(attention_inputs(q, k, v, heads=1, sm_scale=0.1))
+    assert not any("hopper" in name for name in launched)
+    rows = (x.contiguous() for x in (q, k, v))
+    dense = quantize(attention_inputs(*rows, heads=1, sm_scale=0.1))
+    almost_equal(off.queries.int8, dense.queries.int8)
+
+
+# --- offsets and lengths -------------------------------------------------------------------------
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **more: object
+) -> torch.Tensor:
+    """fp64 attention of [B, N, H*D] tensors without norm and rotary."""
+    scale = (q.shape[-1] // heads) ** -0.5
+    qh, kh, vh = (split_heads(x, heads).double() for x in (q, k, v))
+    return exact_attention(qh, kh, vh, sm_scale=scale, **more)[0].transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_attention_reads_past_two_to_the_31_elements(pv: str) -> None:
+    skip_without(pv)
+    tokens, channels = 210_000, 5120
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB")
+    fused = torch.empty(1, tokens, 3 * channels, dtype=torch.bfloat16, device="cuda").normal_()
+    q, k, v = fused.chunk(3, -1)
+    spec = AttentionSpec(heads=40, pv=pv)
+    out = attention_skip(q, k[:, :512], v[:, :512], spec, residual=q, c_skip=0.5)[:, -200:]
+    truth = 0.5 * q[:, -200:].double() + exact(q[:, -200:], k[:, :512], v[:, :512], 40)
+    assert relative_l2(out, truth) < FLOOR[pv]
+    first, last = slice(0, 128), slice(channels - 128, channels)
+    out = attention_skip(q[:, :64], k, v, spec)
+    for head in (first, last):
+        truth = exact(q[:, :64, head], k[..., head], v[..., head], 1)
+        assert relative_l2(out[..., head], truth) < 0.08
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [1, 3])
+def test_attention_reads_addresses_of_any_alignment(offset: int, dtype: torch.dtype) -> None:
+    def shifted(*shape: int) -> Tensor:
+        size = torch.Size(shape).numel()
+        room = torch.full((offset + size + 64,), float("nan"), device="cuda", dtype=dtype)
+        return room[offset : offset + size].view(shape).copy_(random(*shape, dtype=dtype))
+
+    x = [shifted(2, n, CHANNELS) for n in (33, 113, 113)]
+    for attention in ("exact", "int8"):
+        spec = ops.AttentionSpec(heads=HEADS, attention=attention)  # type: ignore[arg-type]
+        out = ops.attention_skip(*x, spec)
+        assert torch.equal(out, ops.attention_skip(*(y.clone() for y in x), spec))
+
+
+@pytest.mark.parametrize("dim", [64, 40])  # Hopper's own kernels, and the portable ones
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_lengths_past_32_bits_and_scales_of_any_sign_are_right(pv: str, dim: int) -> None:
+    if pv == "fp8":
+        fp8_spec()
+    q, k, v = (random(2, 333, 2 * dim) for _ in range(3))
+    plain = ops.AttentionSpec(heads=2, pv=pv)  # type: ignore[arg-type]
+    lengths = torch.tensor([2**31, 2**40 + 3], device="cuda")
+    out = ops.attention_skip(q, k, v, plain)
+    # With lengths, v's scales and k's mean are found by other code.
+    assert relative_l2(ops.attention_skip(q, k, v, plain, kv_lengths=lengths), out) < 0.01
+    for scale in (-0.2, 0.0):
+        spec = ops.AttentionSpec(heads=2, pv=pv, sm_scale=scale)  # type: ignore[arg-type]
+        exact = ops.AttentionSpec(heads=2, attention="exact", sm_scale=scale)
+        made, truth = (
+            ops.attention_skip(q, k, v, s, norm_q=torch.ones_like(q[0, 0])) for s in (spec, exact)
+        )
+        assert relative_l2(made, truth) < 0.08
+
+
+@pytest.mark.parametrize("n", [65_537, 200_003])
+@pytest.mark.parametrize("dim", [64, 40, 128])  # 40: portable kernels
+@pytest.mark.parametrize("pv", ["bf16", "fp8"])
+def test_long_sequences_against_exact_attention(n: int, dim: int, pv: Any) -> None:
+    """All rows are computed; the first, the last and some between are compared with fp64. The end
+    of a strided v lies beyond 2^31 bytes."""
+    if pv == "fp8":
+        fp8_spec()
+    q, k, v = random(1, n, 3 * 2 * dim).chunk(3, -1)
+    out = ops.attention_skip(q, k, v, ops.AttentionSpec(heads=2, pv=pv))
+    assert bool(out.isfinite().all())
+    parts = [torch.arange(at, at + 64, device="cuda") for at in (0, n // 2, n - 64)]
+    kh, vh = (split_heads(x.contiguous(), 2).double() for x in (k, v))
+    for rows in parts:
+        qh = split_heads(q[:, rows].contiguous(), 2).double()
+        truth = torch.cat(
+            [
+                exact_attention(
+                    qh[:, h : h + 1], kh[:, h : h + 1], vh[:, h : h + 1], sm_scale=dim**-0.5
+                )[0]
+                for h in range(2)
+            ],
+            1,
+        )
+        assert relative_l2(out[:, rows], truth.transpose(1, 2).flatten(2)) < 0.12
+
+
+# --- constants that are kept between calls, and one launch ---------------------------------------
+
+
+def fp8_spec(**options: Any) -> ops.AttentionSpec:
+    skip_without("fp8")
+    return ops.AttentionSpec(heads=HEADS, pv="fp8", **options)
+
+
+def overwrite_free_memory() -> None:
+    """NaN in what the allocator would hand out next."""
+    torch.cuda.synchronize()
+    held = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 22)]
+    held += [torch.full((1 << 12,), float("nan"), device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    del held
+
+
+def test_the_ones_of_a_captured_graph_are_its_own() -> None:
+    spec = fp8_spec(causal=True)  # the kernel that reads ones
+    q = random(1, 300, CHANNELS)
+    expected = ops.attention_skip(q, q, q, spec)
+    online_softmax._ones.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.attention_skip(q, q, q, spec)
+    overwrite_free_memory()
+    assert torch.equal(ops.attention_skip(q, q, q, spec), expected), "before the first replay"
+    graph.replay()
+    assert torch.equal(captured, expected)
+    del graph, captured
+    overwrite_free_memory()
+    assert torch.equal(ops.attention_skip(q, q, q, spec), expected), "after the graph is gone"
+
+
+def test_the_ones_are_written_before_another_stream_reads_them() -> None:
+    spec = fp8_spec(causal=True)
+    q = random(1, 300, CHANNELS)
+    expected = ops.attention_skip(q, q, q, spec)
+    busy = torch.randn(6000, 6000, device="cuda")
+    for _ in range(5):
+        online_softmax._ones.clear()
+        overwrite_free_memory()
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(first):
+            for _ in range(4):
+                busy @ busy
+            online_softmax.ones_for(q.device)
+        with torch.cuda.stream(second):
+            out = ops.attention_skip(q, q, q, spec)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("form", ["auto", "one-launch", "two-launch"])
+def test_a_fused_attention_compiles_without_a_break(form: str) -> None:
+    q, k, v, residual = (random(1, 300, 256) for _ in range(4))
+    weight, bias, spec = random(256, 256) * 0.06, random(256), AttentionSpec(heads=2)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return attention_project_skip(
+            x * 2, k, v, weight, bias, spec, residual=residual, form=form
+        )
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))
+
+
+# --- sageattention -------------------------------------------------------------------------------
+
+#: e4m3 p and v from 4,096 keys on.
+SAGE_FLOOR = {1500: 0.02, 4200: 0.05}
+
+
+@pytest.mark.parametrize("tokens", SAGE_FLOOR)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "transposed-view"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sageattn_against_exact_attention(
+    tokens: int, layout: str, contiguous: bool, causal: bool, dim: int
+) -> None:
+    q, k, v = (torch.randn(2, 3, tokens, dim, device="cuda").bfloat16() for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    if layout == "NHD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # As memory of this layout, or of the other one.
+    if contiguous:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    else:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out, lse = sageattn(q, k, v, layout, causal, return_lse=True)
+    plain = sageattn(q, k, v, layout, causal)
+    assert out.shape == q.shape and lse.shape == (2, 3, tokens)
+    for one in (out, plain):
+        one = one if layout == "HND" else one.transpose(1, 2)
+        assert relative_l2(one, exact) < SAGE_FLOOR[tokens]
+
+
+def test_grouped_queries_and_the_backend() -> None:
+    q = torch.randn(1, 1500, 6, 64, device="cuda").bfloat16()
+    k, v = (torch.randn(1, 1500, 2, 64, device="cuda").bfloat16() for _ in range(2))
+    exact = dispatch_attention_fn(q.float(), k.float(), v.float(), enable_gqa=True)
+    name = register_backend()
+    try:
+        out = dispatch_attention_fn(q, k, v, enable_gqa=True, backend=name)
+    finally:
+        unregister_backend()
+    assert relative_l2(out, exact) < 0.02
+
+
+def test_sage_runs_the_package() -> None:
+    if find_spec("sageattention") is None:
+        pytest.skip("sageattention is not installed")
+    q, k, v = (random(1, 2048, 3 * 128) for _ in range(3))
+    sage, exact = (
+        ops.attention_skip(q, k, v, ops.AttentionSpec(heads=3, attention=attention))
+        for attention in ("sage", "exact")
+    )
+    assert 1e-4 < relative_l2(sage, exact) < 0.08

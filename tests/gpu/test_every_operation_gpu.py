@@ -1,0 +1,133 @@
+"""Every operation on a GPU: the same bits under load, on several streams and in a captured graph;
+tensors on two devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.common import has_fp8, random
+from turbo_rcm_patch import errors, ops
+
+pytestmark = pytest.mark.gpu
+
+HEADS, DIM = 2, 64
+CHANNELS = HEADS * DIM
+REPEATS = 100
+
+
+# --- the same bits -------------------------------------------------------------------------------
+
+
+def calls() -> dict[str, Callable[[], Tensor]]:
+    """Every family of kernels, over lengths that end inside a block."""
+    batch, n = 2, 1_333
+    q, k, v, x = (random(batch, n, CHANNELS) for _ in range(4))
+    odd = [random(batch, n, 2 * 40) for _ in range(3)]  # portable kernels
+    gate, weight, bias = random(batch, 1, CHANNELS), random(CHANNELS, CHANNELS), random(CHANNELS)
+    norm, lengths = torch.rand(CHANNELS, device="cuda") + 0.5, torch.tensor([700, n]).cuda()
+    angle = torch.rand(n, DIM // 2, device="cuda").repeat_interleave(2, -1)
+    rotary = (angle.cos(), angle.sin())
+    int8, scale = ops.quantize_weight(weight)
+    eye, sparsity = torch.eye(DIM, device="cuda"), ops.Sparsity(topk=0.3)
+
+    def spec(**options: Any) -> ops.AttentionSpec:
+        return ops.AttentionSpec(heads=options.pop("heads", HEADS), **options)
+
+    more = {"norm_q": norm, "norm_k": norm, "rotary": rotary}
+    made: dict[str, Callable[[], Tensor]] = {
+        "16-bit": lambda: ops.attention_skip(q, k, v, spec(pv="bf16"), residual=x, c_out=gate),
+        "normed": lambda: ops.attention_skip(q, k, v, spec(pv="bf16"), **more),
+        "exact": lambda: ops.attention_skip(q, k, v, spec(attention="exact"), **more),
+        "lengths": lambda: ops.attention_skip(q, k, v, spec(pv="fp16"), kv_lengths=lengths),
+        "causal": lambda: ops.attention_skip(q, k, v, spec(pv="bf16", causal=True)),
+        "portable": lambda: ops.attention_skip(*odd, spec(heads=2, pv="bf16")),
+        "logsumexp": lambda: ops.attention_lse(q, k, v, spec(pv="bf16"))[1],
+        "one launch": lambda: ops.attention_project_skip(
+            q, k, v, weight, bias, spec(pv="bf16"), residual=x, form="one-launch"
+        ),
+        "sparse": lambda: ops.sparse_linear_attention(
+            q, k, v, eye, None, spec(pv="bf16"), sparsity
+        ),
+        "int8 linear": lambda: ops.int8_linear(x, int8, scale, bias),
+        "norm": lambda: ops.norm_modulate(x, scale=gate, shift=gate),
+        "rows": lambda: ops.norm_modulate_rows(x, scale=gate).data,
+        "skip": lambda: ops.skip(x, q, 0.5, gate),
+    }
+    if has_fp8():
+        made |= {
+            "fp8": lambda: ops.attention_skip(q, k, v, spec(pv="fp8"), **more),
+            "fp8 portable": lambda: ops.attention_skip(*odd, spec(heads=2, pv="fp8")),
+            "fp8 one launch": lambda: ops.attention_project_skip(
+                q, k, v, weight, bias, spec(pv="fp8"), residual=x, form="one-launch"
+            ),
+            "fp8 sparse": lambda: ops.sparse_linear_attention(
+                q, k, v, eye, None, spec(pv="fp8"), sparsity
+            ),
+        }
+    return made
+
+
+def test_a_hundred_repeats_give_the_same_bits_under_load() -> None:
+    """Another stream multiplies matrices and fills memory with NaN meanwhile."""
+    made = calls()
+    expected = {name: call().clone() for name, call in made.items()}
+    assert all(bool(x.float().isfinite().all()) for x in expected.values())
+    busy, side = torch.randn(3000, 3000, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    wrong: dict[str, Tensor] = {
+        name: torch.zeros((), dtype=torch.int64, device="cuda") for name in made
+    }
+    for repeat in range(REPEATS):
+        with torch.cuda.stream(side):
+            busy @ busy
+            torch.empty(1 << (12 + repeat % 10), device="cuda").fill_(float("nan"))
+        for name, call in made.items():
+            wrong[name] += (call() != expected[name]).sum()
+    torch.cuda.synchronize()
+    assert {name: int(n) for name, n in wrong.items() if int(n)} == {}
+
+
+def test_streams_that_run_the_same_operations() -> None:
+    made = calls()
+    expected = {name: call().clone() for name, call in made.items()}
+    torch.cuda.synchronize()
+    streams, outs = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs += [(name, call()) for name, call in made.items()]
+    torch.cuda.synchronize()
+    assert {name for name, out in outs if not torch.equal(out, expected[name])} == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["one launch", "fp8 one launch", "int8 linear", "sparse", "fp8 sparse"]
+)
+def test_an_operation_replays_in_a_graph(name: str) -> None:
+    """Nothing depends on state from outside the call."""
+    call = calls().get(name) or pytest.skip("this GPU has no e4m3 matrix units")
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_tensors_on_the_cpu_beside_the_others_are_refused_by_name() -> None:
+    q, table = random(1, 9, CHANNELS), torch.ones(9, DIM)
+    spec = ops.AttentionSpec(heads=HEADS)
+    with pytest.raises(errors.ShapeError, match="cos.*cpu"):
+        ops.attention_skip(q, q, q, spec, rotary=(table, table))
+    with pytest.raises(errors.ShapeError, match="kv_lengths.*cpu"):
+        ops.attention_skip(q, q, q, spec, kv_lengths=torch.tensor([3]))
+    with pytest.raises(errors.ShapeError, match="c_out.*cpu"):
+        ops.skip(q, q, 1.0, torch.ones(1, 1, CHANNELS))
