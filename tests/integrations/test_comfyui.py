@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch
 from tests.checkpoints.wan_model import Options, state_dict
 from tests.integrations.comfyui import (
     NODES,
+    ROOT,
     Model,
     ModelPatcher,
     attention_pytorch,
@@ -482,6 +484,17 @@ def test_the_example_workflow_fits_the_nodes() -> None:
             linked = {one["name"] for one in node["inputs"]}
             widgets = [name for name in own.INPUT_TYPES()["required"] if name not in linked]
             assert len(node["widgets_values"]) == len(widgets)
+
+
+def test_nodes_import_without_comfyui_and_diffusers() -> None:
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "blocked = ('comfy', 'folder_paths', 'diffusers', 'transformers', 'huggingface_hub')\n"
+        "sys.modules.update(dict.fromkeys(blocked))\n"
+        "from tests.integrations.comfyui import load_nodes\n"
+        "load_nodes('nodes_of_their_own')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
 
 
 # --- TurboRCM VAE ------------------------------------------------------------------------------

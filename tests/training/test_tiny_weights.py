@@ -50,7 +50,7 @@ def test_it_is_small_and_every_part_loads(name: str) -> None:
 def test_held_out_prompts_become_what_they_say(
     name: str, judges: dict[str, Evaluation], tmp_path: Path
 ) -> None:
-    """One of two may miss each attribute; guessing gets one of eight."""
+    """One of four may miss each attribute; guessing gets one of eight."""
     found = judges[name].judge(judges[name].frames(steps=4), tmp_path / "sheet.png")
     assert all(found[one] >= 3 / 4 for one in ATTRIBUTES), found
 
