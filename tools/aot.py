@@ -170,7 +170,7 @@ def _int8_linear(case: Case, target: Target) -> None:
     scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
     weight = case.empty(channels, rows.data.shape[2], dtype=torch.int8)
     for activation in ("", "gelu-tanh"):
-        linear = int8_linear.Linear(weight, scale, case.empty(channels), activation)
+        linear = int8_linear.LinearInputs(weight, scale, case.empty(channels), activation)
         int8_linear.launch_linear(rows, linear, out_dtype=x.dtype)
 
 

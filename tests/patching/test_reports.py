@@ -89,6 +89,24 @@ def test_another_quantiser_cannot_replace_a_dropped_weight(write: Any) -> None:
     assert torch.equal(run(model, inputs), expected)
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda weight: setattr(nn.Linear(128, 128), "weight", weight),  # as optimum-quanto does
+        lambda weight: nn.Linear(128, 128).register_parameter("weight", weight),
+    ],
+)
+def test_another_quantiser_cannot_take_a_dropped_weight(take: Any) -> None:
+    model, inputs = named("t2v").model(), named("t2v").inputs()
+    patch_model(model, linear="int8-only")
+    expected = run(model, inputs)
+    weight = model.blocks[0].attn1.to_q.weight
+    assert weight.type() == "torch.FloatTensor"
+    with pytest.raises(DroppedWeightError, match="Let other quantisers leave"):
+        take(weight)
+    assert torch.equal(run(model, inputs), expected)
+
+
 def test_a_report_names_the_kernels_that_ran_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_chosen", {})
     monkeypatch.setattr(launch, "target_of", lambda device: launch.Target("cuda", 90))

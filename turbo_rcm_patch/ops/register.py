@@ -51,7 +51,7 @@ def needs_registered(x: Tensor, *more: Tensor | None) -> bool:
         or _dispatch_modes() > 0
         or _autocast()
         or _tracer() is not None
-        or any([one is not None and type(one) not in _PLAIN for one in more])
+        or (more != () and any([one is not None and type(one) not in _PLAIN for one in more]))
     )
 
 

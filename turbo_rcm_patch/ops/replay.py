@@ -141,34 +141,14 @@ class Recordings:
         return result
 
 
-class _Launch(NamedTuple):
-    """One kernel of a program.
-
-    Attributes:
-        start: Takes `grid`, the stream, `head`, and the kernel's arguments.
-        grid: Blocks along three axes.
-        head: The launcher's arguments before those of the kernel.
-        pick: Selects the kernel's arguments from a program's values.
-    """
-
-    start: Callable[..., None]
-    grid: tuple[int, int, int]
-    head: tuple[Any, ...]
-    pick: Callable[[list[Any]], tuple[Any, ...]]
-
-
 class _Described(NamedTuple):
     """A tensor descriptor of a program.
 
     Attributes:
-        slot: Index of the address of its memory.
-        offset: Offset from that address, in bytes.
         make: Makes a descriptor for an address.
         kept: Address -> descriptor that was made for it.
     """
 
-    slot: int
-    offset: int
     make: Callable[[int], Any]
     kept: dict[int, Any]
 
@@ -183,43 +163,36 @@ class _Described(NamedTuple):
 
 
 class _Values:
-    """The values that the launches of a program take.
-
-    In order they are the addresses of arguments and buffers, addresses inside them, tensor
-    descriptors, plain values, and tuples of values before them.
-    """
+    """What the launches of a program take that does not change from call to call, by name."""
 
     def __init__(self) -> None:
-        self.inside: list[tuple[int, int]] = []
-        self.described: list[_Described] = []
-        self.plain: list[Any] = []
-        self.group: list[list[tuple[str, int]]] = []
+        self.held: dict[str, Any] = {}
 
-    def places(self, wanted: list[tuple[str, int]], addresses: int) -> list[int]:
-        """Return the indices of values, each given by its kind and its number within the kind."""
-        first = {"address": 0, "inside": addresses}
-        first["described"] = addresses + len(self.inside)
-        first["plain"] = first["described"] + len(self.described)
-        first["group"] = first["plain"] + len(self.plain)
-        return [first[kind] + number for kind, number in wanted]
+    def add(self, value: Any) -> str:
+        """Hold a value, and return its name."""
+        name = f"v{len(self.held)}"
+        self.held[name] = value
+        return name
 
-    def add(self, kind: str, value: Any) -> tuple[str, int]:
-        """Add a value of a kind, and return (kind, number within the kind)."""
-        held: list[Any] = getattr(self, kind)
-        held.append(value)
-        return kind, len(held) - 1
+    def starter(self, start: Any, values: list[str]) -> Callable[[list[int], int], None]:
+        """Return a function that starts a kernel, given the addresses and the stream.
+
+        Kernels take some fifty values in nested tuples. Python builds these in one expression
+        several times as fast as a loop over their parts.
+
+        Args:
+            start: The function that starts it.
+            values: Its arguments, as expressions over `at`, `stream` and names of held values.
+        """
+        code = f"lambda at, stream: {self.add(start)}({', '.join(values)})"
+        started: Callable[[list[int], int], None] = eval(code, self.held)
+        return started
 
 
 def _holds_tensor(value: Any) -> bool:
     """Return True for a tensor, and for a tuple that holds one at any depth."""
     inside = isinstance(value, tuple) and any(map(_holds_tensor, value))
     return inside or isinstance(value, torch.Tensor)
-
-
-def _tuple_getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: (values[places[0]],)
 
 
 class _Buffer(NamedTuple):
@@ -261,12 +234,10 @@ class Program:
         "_alignment",
         "_buffers",
         "_constants",
-        "_groups",
         "_index",
         "_launches",
         "_low_bits",
         "_result",
-        "_values",
     )
 
     def __init__(
@@ -275,17 +246,14 @@ class Program:
         alignment: list[int],
         aliases: tuple[tuple[int, int, int], ...],
         buffers: tuple[_Buffer, ...],
-        values: _Values,
-        launches: tuple[_Launch, ...],
+        launches: tuple[Callable[[list[int], int], None], ...],
         result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
         constants: tuple[torch.Tensor, ...],
     ) -> None:
         self._index, self._buffers = device.index if device.type == "cuda" else None, buffers
         self._alignment, self._aliases = alignment, aliases
-        self._low_bits, self._values = max(alignment), values
+        self._low_bits = max(alignment)
         self._launches, self._result, self._constants = launches, result, constants
-        slots = len(alignment) + len(buffers)
-        self._groups = [_tuple_getter(values.places(wanted, slots)) for wanted in values.group]
 
     def fits(self, addresses: list[int]) -> bool:
         """Return True if arguments share memory and are aligned as in the recorded call."""
@@ -306,18 +274,10 @@ class Program:
                 return self(tensors, addresses)
         allocate = tensors[0].new_empty_strided  # the fastest of torch's allocating functions
         made = [allocate(shape, stride, dtype=dtype) for shape, stride, dtype in self._buffers]
-        values: list[Any] = [*addresses, *map(_data_ptr, made)]
-        held = self._values
-        for slot, offset in held.inside:
-            values.append(values[slot] + offset)
-        for one in held.described:
-            values.append(one.at(values[one.slot] + one.offset))
-        values += held.plain
-        for group in self._groups:
-            values.append(group(values))
+        at = [*addresses, *map(_data_ptr, made)]
         stream = _raw_stream(index)
-        for start, grid, head, pick in self._launches:
-            start(*grid, stream, *head, *pick(values))
+        for start in self._launches:
+            start(at, stream)
         return self._result(tensors, made)
 
 
@@ -451,26 +411,25 @@ class Recorder(TorchDispatchMode):
 
         values, launches = _Values(), []
 
-        def place(value: Any) -> tuple[str, int] | None:
-            """Add a value without descriptors; return None if its memory is not known."""
+        def place(value: Any) -> str | None:
+            """Return a value without descriptors as an expression; None if its memory is not
+            known."""
             if isinstance(value, tuple) and any(map(_holds_tensor, value)):
                 inner = [place(part) for part in value]
-                if None in inner:
-                    return None
-                return values.add("group", inner)
+                return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
             if not isinstance(value, torch.Tensor):
-                return values.add("plain", value)
+                return values.add(value)
             at = locate(value)
             if at is None:
                 return None
             slot, offset = at
             if slot < 0:
-                return values.add("plain", offset)
-            return values.add("inside", at) if offset else ("address", slot)
+                return values.add(offset)
+            return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
 
         for kernel, grid, arguments, compiled in self._launches:
-            wanted: list[tuple[str, int]] = []
             start, head, metas = _starter_of(compiled)
+            wanted = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(values.add, head)]
             for name in kernel.arg_names:
                 value = arguments[name]
                 base = getattr(value, "base", None)
@@ -484,14 +443,10 @@ class Recorder(TorchDispatchMode):
                 if at is None or at[0] < 0:
                     return None  # No constant is read through a descriptor.
                 make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
-                wanted.append(values.add("described", _Described(*at, make, {})))
-                wanted += [values.add("plain", number) for number in numbers]
-            launches.append((start, (*grid, 1, 1)[:3], head, wanted))
-        addresses = first + len(buffers)
-        ready = tuple(
-            _Launch(start, grid, head, itemgetter(*values.places(wanted, addresses)))
-            for start, grid, head, wanted in launches
-        )
+                described = values.add(_Described(make, {}).at)
+                wanted.append(f"{described}(at[{at[0]}] + {at[1]})")
+                wanted += map(values.add, numbers)
+            launches.append(values.starter(start, wanted))
         aliases = tuple(
             (first_of, other, self._inputs[other].data_ptr() - self._inputs[first_of].data_ptr())
             for first_of, *others in inputs.values()
@@ -499,7 +454,7 @@ class Recorder(TorchDispatchMode):
         )
         return Program(
             self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs], aliases, buffers,
-            values, ready, _builder(shape, slots), tuple(constants),
+            tuple(launches), _builder(shape, slots), tuple(constants),
         )  # fmt: skip
 
     def _result(

@@ -300,22 +300,30 @@ class Int8Copies:
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return
         groups: dict[Any, tuple[list[Int8Forward], list[Tensor]]] = {}
-        for forward in self._forwards:
+        kind, size = None, (1, _SAMPLES)
+        for forward in self._forwards:  # hundreds, so each is a few look-ups
             weight = forward.linear._parameters.get("weight")
-            if type(weight) is nn.Parameter:
-                group = groups.setdefault((weight.device, weight.dtype), ([], []))
-                group[0].append(forward)
-                group[1].append(_some(weight))
+            if type(weight) is not nn.Parameter:
+                continue
+            now = weight.device, weight.dtype
+            if kind != now:
+                group, some = groups.setdefault(now, ([], []))
+                kind = now
+            group.append(forward)
+            if weight.is_contiguous():
+                some.append(weight.as_strided(size, (1, _step(weight.shape))))
+            else:
+                some.append(_of_diagonal(weight))
         seen, waiting = {}, []
         for key, (forwards, some) in groups.items():
             if key[0].type == "meta":
                 continue
-            now = torch.cat(some)
-            now = now.view(torch.int16 if now.element_size() == 2 else torch.int32)
-            before, values = self._seen.get(key, ([], now))
-            seen[key] = forwards, now
+            bits = torch.cat(some)
+            bits = bits.view(torch.int16 if bits.element_size() == 2 else torch.int32)
+            before, values = self._seen.get(key, ([], bits))
+            seen[key] = forwards, bits
             same = len(before) == len(forwards) and all(map(is_, before, forwards))
-            waiting.append((forwards, (now != values).any(1) if same else None))
+            waiting.append((forwards, (bits != values).any(1) if same else None))
         for forwards, moved in waiting:
             flags = [True] * len(forwards) if moved is None else moved.tolist()
             for forward, flag in zip(forwards, flags, strict=True):
@@ -324,16 +332,15 @@ class Int8Copies:
         self._seen = seen  # After the copies are dropped: another thread may ask meanwhile.
 
 
-def _some(weight: Tensor) -> Tensor:
-    """Return some elements of a weight, evenly spaced: [1, _SAMPLES]."""
-    if weight.is_contiguous():
-        return weight.as_strided((1, _SAMPLES), (1, _step(weight.shape)))
+def _of_diagonal(weight: Tensor) -> Tensor:
+    """Return some elements of a weight that is not contiguous, evenly spaced: [1, _SAMPLES]."""
     line = weight.diagonal()
     return line[torch.linspace(0, len(line) - 1, _SAMPLES).long()].unsqueeze(0)
 
 
 @lru_cache
 def _step(shape: torch.Size) -> int:
+    """Return the distance of the elements that are read of a contiguous weight."""
     rows, columns = shape
     step = (rows * columns - 1) // (_SAMPLES - 1)
     return step - (step - int(_RIGHT * columns)) % columns if step > columns else step

@@ -18,6 +18,7 @@ Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round f
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -134,6 +135,13 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
 # --- alone ---------------------------------------------------------------------------------------
 
 
+_FUSED_BEFORE: Final = (
+    "Fuse adapters before the weights are dropped, or keep the adapter beside the Linear, which "
+    "is called with it"
+)
+_LEFT_OUT: Final = "Let other quantisers leave these Linears out, or load the model again"
+
+
 class _ReadOnly(Tensor):
     """A weight that was computed for one reader. It refuses writes, which would be lost."""
 
@@ -142,6 +150,8 @@ class _ReadOnly(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__set__":  # as of `data`, which is no operation
             cls._refuse("an assignment to")
+        if name == "type" and _named_in_module():
+            cls._refuse("a parameter of another module from", _LEFT_OUT)
         if name == "numpy":  # torch has none for subclasses
             args = (args[0].clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
@@ -165,14 +175,20 @@ class _ReadOnly(Tensor):
         return tree_map_only(Tensor, lambda x: torch.Tensor._make_subclass(cls, x), made)
 
     @classmethod
-    def _refuse(cls, what: str) -> None:
+    def _refuse(cls, what: str, remedy: str = _FUSED_BEFORE) -> None:
         raise DroppedWeightError(
             f"{what} the weight of an Int8Linear",
             expected="a Linear with a weight to write into",
             got="one with int8 alone",
-            remedy="Fuse adapters before the weights are dropped, or keep the adapter beside the "
-            "Linear, which is called with it",
+            remedy=remedy,
         )
+
+
+def _named_in_module() -> bool:
+    """Return True while `nn.Module` names the type of a tensor that it does not take as a
+    parameter, which would end in a TypeError that says nothing of int8."""
+    asks = sys._getframe(2).f_back  # the caller of `torch.typename`
+    return asks is not None and asks.f_globals is vars(nn.modules.module)
 
 
 def _is_written(argument: Any) -> bool:
@@ -237,7 +253,7 @@ class Int8Linear(nn.Linear):
                 "the weight of an Int8Linear",
                 expected="a Linear with a weight to replace",
                 got="one with int8 alone, which is quantised already",
-                remedy="Let other quantisers leave these Linears out, or load the model again",
+                remedy=_LEFT_OUT,
             )
         super().register_parameter(name, param)
 

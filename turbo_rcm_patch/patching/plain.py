@@ -38,8 +38,8 @@ _MOVES_WEIGHTS: Final = {
     *("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"),
     *("layerwise_casting", "peft_autocast_disable"),
 }
-#: Functions of torch that the authors' modules call and the fast path replaces.
-_FUNCTIONS: Final = ("gelu", "layer_norm", "linear", "rms_norm")
+#: The functions of torch that `replaced_functions` found to be torch's own.
+_own_functions: tuple[object, ...] = ()
 
 
 class Replacement:
@@ -113,8 +113,16 @@ def wrote(file: str, name: str, function: Any) -> bool:
 
 
 def replaced_functions() -> list[str]:
-    """Return the names of functions of torch that other code replaced."""
-    return [name for name in _FUNCTIONS if not torchs_own(getattr(F, name), name)]
+    """Return the names of functions of torch that other code replaced, among those that the
+    authors' modules call and the fast path replaces."""
+    global _own_functions
+    now = F.gelu, F.layer_norm, F.linear, F.rms_norm
+    if now == _own_functions:  # every block asks
+        return []
+    named = zip(("gelu", "layer_norm", "linear", "rms_norm"), now, strict=True)
+    replaced = [name for name, function in named if not torchs_own(function, name)]
+    _own_functions = () if replaced else now
+    return replaced
 
 
 def torchs_own(function: Any, name: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.plain import (
+    compiling,
     drops,
     hook_names,
     own_function,
@@ -27,6 +28,8 @@ ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
 #: Functions that a processor looks up in its file.
 _CALLED: Final = ("dispatch_attention_fn", "_get_qkv_projections", "_get_added_kv_projections")
 _NATIVE: Final = "_native_attention"
+#: Class of a processor -> the functions of its attention that were found to be their authors'.
+_own_functions: Final[dict[type, list[object]]] = {}
 
 
 # --- what a block calls --------------------------------------------------------------------------
@@ -98,7 +101,7 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
         return f"the processor of {name} is a {type(processor).__qualname__} of its own"
     if not runs_only_its_forward(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
         return f"{name} is called as a module: {hook_names(attn)}"
-    if drops(attn.to_out[1]):
+    if drops(attn.to_out._modules["1"]):  # the index of a ModuleList is slow
         return "dropout is active (training mode)"
     return ""
 
@@ -128,15 +131,23 @@ def chosen_backend(processor: Any) -> str:
 
 def replaced_attention(processor: Any) -> str:
     """Return the function of a processor's attention that other code replaced, or ""."""
+    file: dict[str, Any] = getattr(type(processor).__call__, "__globals__", {})
+    native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+    now = None
+    if not compiling():
+        now = [F.scaled_dot_product_attention, native, *map(file.get, _CALLED)]
+        if now == _own_functions.get(type(processor)):  # every block asks
+            return ""
     if not torchs_own(F.scaled_dot_product_attention, "scaled_dot_product_attention"):
         return "torch.nn.functional.scaled_dot_product_attention"
-    file: dict[str, Any] = getattr(type(processor).__call__, "__globals__", {})
     called: dict[str, Any] = {name: file[name] for name in _CALLED if name in file}
     if called:
-        called[_NATIVE] = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+        called[_NATIVE] = native
     for name, function in called.items():
         if not wrote("diffusers", name, function):
             return f"{file['__name__']}.{name}"
+    if now is not None:
+        _own_functions[type(processor)] = now
     return ""
 
 
