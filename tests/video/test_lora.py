@@ -32,18 +32,19 @@ SIZE = 0.25
 def write_lora(path: Path, network: Any, seed: int = 0) -> Path:
     """A LoRA of every Linear of the blocks, in the form that diffusers saves."""
     path.parent.mkdir(exist_ok=True)
-    network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=LINEARS), "made")
+    network.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=LINEARS), "made")
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if "made" in getattr(module, "lora_A", {}):
             a, b = module.lora_A["made"].weight.data, module.lora_B["made"].weight.data
             a.normal_(generator=generator)
             b.normal_(generator=generator)
-            b *= SIZE * float(module.base_layer.weight.data.norm() / (b @ a).norm())
+            b *= 2 * SIZE * float(module.base_layer.weight.data.norm() / (b @ a).norm())
     WanPipeline.save_lora_weights(
         path.parent,
         transformer_lora_layers=get_peft_model_state_dict(network, adapter_name="made"),
         weight_name=path.name,
+        transformer_lora_adapter_metadata=network.peft_config["made"].to_dict(),
     )
     return path
 
@@ -89,7 +90,7 @@ def test_a_lora_does_what_its_formula_says(files: Path) -> None:
         wrapped = pipe.transformer.blocks[1].ffn.net[2]
         (name,) = wrapped.active_adapters
         update = wrapped.lora_B[name].weight @ wrapped.lora_A[name].weight
-        torch.testing.assert_close(wrapped(x), before + 0.5 * x @ update.T)
+        torch.testing.assert_close(wrapped(x), before + 0.5 * 2 / 4 * x @ update.T)
 
 
 def test_a_run_is_identified_by_its_loras(files: Path) -> None:
