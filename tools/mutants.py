@@ -30,9 +30,25 @@ PACKAGE = "turbo_rcm_patch"
 #: The start of a file's path -> the tests that should notice; the first entry that fits is used.
 TESTS = {
     "turbo_rcm_patch/patching/guard.py": ("tests/patching/test_guard.py",),
+    "turbo_rcm_patch/patching/measure.py": ("tests/patching/test_guard.py",),
     "turbo_rcm_patch/patching/int8": ("tests/patching/test_int8.py",),
-    "turbo_rcm_patch/patching/families": (
-        "tests/patching/test_families.py", "tests/patching/test_changes.py",
+    "turbo_rcm_patch/patching/ulysses.py": ("tests/patching/test_ulysses.py",),
+    "turbo_rcm_patch/patching/vae.py": ("tests/patching/test_vae.py",),
+    "turbo_rcm_patch/patching/families/vae": ("tests/patching/test_vae.py",),
+    "turbo_rcm_patch/patching/families": tuple(
+        f"tests/patching/test_{name}.py"
+        for name in ("calls", "families", "foreign", "relatives", "changes")
+    ),
+    **dict.fromkeys(
+        ("turbo_rcm_patch/patching/block.py", "turbo_rcm_patch/patching/p"),
+        tuple(
+            f"tests/patching/test_{name}.py"
+            for name in ("calls", "families", "foreign", "undo", "refusals", "changes", "guard")
+        ),
+    ),
+    "turbo_rcm_patch/patching/record.py": ("tests/patching/test_undo.py",),
+    "turbo_rcm_patch/patching/report.py": (
+        "tests/patching/test_reports.py", "tests/patching/test_guard.py",
     ),
     "turbo_rcm_patch/patching": ("tests/patching",),
     "turbo_rcm_patch/ops": ("tests/ops",),
@@ -50,6 +66,7 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult,
 }  # fmt: skip
+_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32", "int32": "int16"}
 
 Change = Callable[[], None]
 
@@ -82,6 +99,14 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, Change]]:
         elif isinstance(node, ast.BoolOp):
             other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             yield node, _setter(node, "op", other_op)
+            for index in range(len(node.values)):  # a condition dropped
+                yield node, _setter(node, "values", _without(node.values, index))
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            yield node, _setter(node, "args", [node.args[1], node.args[0], *node.args[2:]])
+        elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
+            yield node, _setter(node, "elts", node.elts[:-1])
+        elif isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+            yield node, _setter(node, "attr", _DTYPES[node.attr])
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, _setter(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -107,6 +132,10 @@ def _executed(tree: ast.Module) -> Iterator[ast.AST]:
         types = {id(getattr(node, name, None)) for name in ("annotation", "returns")}
         types |= {id(one) for one in getattr(node, "decorator_list", ())}
         waiting += [child for child in ast.iter_child_nodes(node) if id(child) not in types]
+
+
+def _without(values: list[ast.expr], index: int) -> list[ast.expr]:
+    return values[:index] + values[index + 1 :]
 
 
 def _setter(node: ast.AST, name: str, value: object) -> Change:

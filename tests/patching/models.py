@@ -158,7 +158,7 @@ def fused(model: Any) -> Any:
 
 def with_times_apart(model: Any) -> Any:
     """A modulation that depends on the time as much as a trained one's."""
-    model.condition_embedder.time_proj.weight.data.mul_(8)
+    model.condition_embedder.time_proj.weight.data.mul_(16)
     return model
 
 
