@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Mutant", "changes", "main", "mutants_of", "run_mutant", "tests_of"]
+__all__ = ["Mutant", "changes", "count", "main", "mutant", "run_mutant", "tests_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "turbo_rcm_patch"
@@ -152,14 +152,16 @@ def mutated(source: str, index: int) -> tuple[str, int, str, str]:
     return ast.unparse(ast.fix_missing_locations(tree)), getattr(node, "lineno", 0), before, after
 
 
-def mutants_of(file: str, root: Path = ROOT) -> list[Mutant]:
-    """Every mutant of a file."""
+def mutant(file: str, index: int, root: Path = ROOT) -> Mutant:
+    """One mutant of a file."""
     source = (root / file).read_text(encoding="utf-8")
-    made = []
-    for index in range(len(list(changes(ast.parse(source))))):
-        _, line, before, after = mutated(source, index)
-        made.append(Mutant(file, index, line, before[:120], after[:120]))
-    return made
+    _, line, before, after = mutated(source, index)
+    return Mutant(file, index, line, before[:120], after[:120])
+
+
+def count(file: str, root: Path = ROOT) -> int:
+    """The number of mutants of a file."""
+    return len(list(changes(ast.parse((root / file).read_text(encoding="utf-8")))))
 
 
 def tests_of(file: str) -> tuple[str, ...]:
@@ -220,26 +222,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     files = [file for file in files if file.startswith(given.only) and tests_of(file)]
-    drawn = [mutant for file in files for mutant in mutants_of(file)]
-    if not drawn:
+    places = [(file, index) for file in files for index in range(count(file))]
+    if not places:
         parser.error(f"--only: no file that has tests starts with {given.only!r}")
-    random.Random(given.seed).shuffle(drawn)
-    drawn = drawn[: given.size]
+    random.Random(given.seed).shuffle(places)
+    drawn = [mutant(*place) for place in places[: given.size]]
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not given.list:
             _copy_repository(folder)
-            for tests in sorted({tests_of(mutant.file) for mutant in drawn}):
+            for tests in sorted({tests_of(one.file) for one in drawn}):
                 if _run_tests(folder, tests, given.limit) != "unnoticed":
                     parser.error(f"{' '.join(tests)}: fails or is over --limit without a mutant")
-        for mutant in drawn:
+        for one in drawn:
             start, verdict = time.monotonic(), "listed"
             if not given.list:
-                verdict = run_mutant(mutant, folder, tests_of(mutant.file), given.limit)
-            print(f"{verdict:10} {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}")
+                verdict = run_mutant(one, folder, tests_of(one.file), given.limit)
+            print(f"{verdict:10} {one.file}:{one.line} {one.before} -> {one.after}")
             seconds = round(time.monotonic() - start, 1)
-            results.append(asdict(mutant) | {"verdict": verdict, "seconds": seconds})
+            results.append(asdict(one) | {"verdict": verdict, "seconds": seconds})
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps({"seed": given.seed, "mutants": results}, indent=1))
