@@ -769,9 +769,10 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert sorted(kept) == ["blocks.0", "blocks.1"]
 
 
+@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyError("x"), TypeError("no")])
 def test_another_error_of_the_authors_code_is_raised(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = named("t2v")
     model, inputs = one.model(), one.inputs()
@@ -780,7 +781,7 @@ def test_another_error_of_the_authors_code_is_raised(
     def call(self: object, *args: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr(guard, "_author", call)
+    monkeypatch.setattr(guard, place, call)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error.args[0])):
             run(model, inputs)

@@ -65,7 +65,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scales(network: Any) -> list[float]:
     """The scales of the active LoRAs of a transformer's first Linear."""
     linear = network.blocks[0].attn1.to_q
-    return [linear.scaling[name] for name in getattr(linear, "active_adapters", ())]
+    names = getattr(linear, "active_adapters", ())
+    return [linear.scaling[one] * linear.r[one] / linear.lora_alpha[one] for one in names]
 
 
 def test_each_expert_gets_its_own(files: Path) -> None:
