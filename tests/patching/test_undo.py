@@ -220,6 +220,9 @@ def test_copies_of_patched_blocks_are_undone_too(linear: Any) -> None:
     run(model, inputs)
     unpatch_model(model)
     assert torch.equal(run(model, inputs), run(twin, inputs))
+    with patched(model, linear=linear):
+        model.blocks[2] = copy.deepcopy(model.blocks[0])
+    assert not is_patched(model)
     # A model that was never patched itself.
     assert is_patched(other)
     with pytest.raises(AlreadyPatchedError, match="unpatch_model first"):

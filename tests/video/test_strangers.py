@@ -164,7 +164,11 @@ def test_a_lora_that_fits_all_layers_says_nothing(
 @pytest.mark.parametrize("named", [True, False])
 def test_a_lora_that_fits_no_layer_is_refused(named: bool, lora: Path, tmp_path: Path) -> None:
     """With the names of the Linears in its metadata peft finds some, and gives them no weights."""
-    notes = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.target_modules": LINEARS}
+    notes = {
+        "transformer.r": 4,
+        "transformer.lora_alpha": 4,
+        "transformer.target_modules": LINEARS,
+    }
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(notes)} if named else None
     tensors = {
         k: v for k, v in load_file(lora).items() if f"blocks.{TRANSFORMER['num_layers']}" in k
