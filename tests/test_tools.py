@@ -24,10 +24,20 @@ def test_the_fuzz_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(": skip " in words and "relative error" in words for words in said)
 
 
-def test_a_mutant_changes_one_node(tmp_path: Path) -> None:
-    (tmp_path / "file.py").write_text("def f(x: int) -> bool:\n    return x < 3\n")
-    found = mutants.mutants_of("file.py", tmp_path)
-    assert {mutant.after for mutant in found} == {"x <= 3", "4"}
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(x: int) -> bool:\n    return x < 3", {"x <= 3", "4"}),
+        ("a and b and c", {"a or b or c", "b and c", "a and c", "a and b"}),
+        ("key = f(x, y, z)", {"f(y, x, z)"}),
+        ("key = x.dtype, x.device", {"(x.dtype,)"}),
+        ("x.to(torch.float32)", {"None", "torch.bfloat16"}),
+    ],
+)
+def test_a_mutant_changes_one_node(source: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(source)
+    count = mutants.count("file.py", tmp_path)
+    assert {mutants.mutant("file.py", i, tmp_path).after for i in range(count)} == expected
 
 
 @pytest.mark.parametrize(("test", "verdict"), [("f(2)", "unnoticed"), ("not f(3)", "noticed")])
@@ -35,7 +45,7 @@ def test_a_test_notices_a_mutant(tmp_path: Path, test: str, verdict: str) -> Non
     source = "def f(x):\n    return x < 3\n"
     (tmp_path / "file.py").write_text(source)
     (tmp_path / "test_file.py").write_text(f"from file import f\ndef test():\n    assert {test}\n")
-    one = mutants.mutants_of("file.py", tmp_path)[0]
+    one = mutants.mutant("file.py", 0, tmp_path)
     assert mutants.run_mutant(one, tmp_path, ["test_file.py"], 120) == verdict
     assert (tmp_path / "file.py").read_text() == source
 

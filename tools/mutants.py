@@ -23,16 +23,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Mutant", "changes", "main", "mutants_of", "run_mutant", "tests_of"]
+__all__ = ["Mutant", "changes", "count", "main", "mutant", "run_mutant", "tests_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "turbo_rcm_patch"
 #: The start of a file's path -> the tests that should notice; the first entry that fits is used.
 TESTS = {
     "turbo_rcm_patch/patching/guard.py": ("tests/patching/test_guard.py",),
+    "turbo_rcm_patch/patching/measure.py": ("tests/patching/test_guard.py",),
     "turbo_rcm_patch/patching/int8": ("tests/patching/test_int8.py",),
-    "turbo_rcm_patch/patching/families": (
-        "tests/patching/test_families.py", "tests/patching/test_changes.py",
+    "turbo_rcm_patch/patching/ulysses.py": ("tests/patching/test_ulysses.py",),
+    "turbo_rcm_patch/patching/vae.py": ("tests/patching/test_vae.py",),
+    "turbo_rcm_patch/patching/families/vae": ("tests/patching/test_vae.py",),
+    "turbo_rcm_patch/patching/families": tuple(
+        f"tests/patching/test_{name}.py"
+        for name in ("calls", "families", "foreign", "relatives", "changes")
+    ),
+    **dict.fromkeys(
+        ("turbo_rcm_patch/patching/block.py", "turbo_rcm_patch/patching/p"),
+        tuple(
+            f"tests/patching/test_{name}.py"
+            for name in ("calls", "families", "foreign", "undo", "refusals", "changes", "guard")
+        ),
+    ),
+    "turbo_rcm_patch/patching/record.py": ("tests/patching/test_undo.py",),
+    "turbo_rcm_patch/patching/report.py": (
+        "tests/patching/test_reports.py", "tests/patching/test_guard.py",
     ),
     "turbo_rcm_patch/patching": ("tests/patching",),
     "turbo_rcm_patch/ops": ("tests/ops",),
@@ -50,6 +66,7 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult,
 }  # fmt: skip
+_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32", "int32": "int16"}
 
 Change = Callable[[], None]
 
@@ -82,6 +99,14 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, Change]]:
         elif isinstance(node, ast.BoolOp):
             other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             yield node, _setter(node, "op", other_op)
+            for index in range(len(node.values)):  # a condition dropped
+                yield node, _setter(node, "values", _without(node.values, index))
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            yield node, _setter(node, "args", [node.args[1], node.args[0], *node.args[2:]])
+        elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
+            yield node, _setter(node, "elts", node.elts[:-1])
+        elif isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+            yield node, _setter(node, "attr", _DTYPES[node.attr])
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, _setter(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -109,6 +134,10 @@ def _executed(tree: ast.Module) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if id(child) not in types]
 
 
+def _without(values: list[ast.expr], index: int) -> list[ast.expr]:
+    return values[:index] + values[index + 1 :]
+
+
 def _setter(node: ast.AST, name: str, value: object) -> Change:
     return lambda: setattr(node, name, value)
 
@@ -123,14 +152,16 @@ def mutated(source: str, index: int) -> tuple[str, int, str, str]:
     return ast.unparse(ast.fix_missing_locations(tree)), getattr(node, "lineno", 0), before, after
 
 
-def mutants_of(file: str, root: Path = ROOT) -> list[Mutant]:
-    """Every mutant of a file."""
+def mutant(file: str, index: int, root: Path = ROOT) -> Mutant:
+    """One mutant of a file."""
     source = (root / file).read_text(encoding="utf-8")
-    made = []
-    for index in range(len(list(changes(ast.parse(source))))):
-        _, line, before, after = mutated(source, index)
-        made.append(Mutant(file, index, line, before[:120], after[:120]))
-    return made
+    _, line, before, after = mutated(source, index)
+    return Mutant(file, index, line, before[:120], after[:120])
+
+
+def count(file: str, root: Path = ROOT) -> int:
+    """The number of mutants of a file."""
+    return len(list(changes(ast.parse((root / file).read_text(encoding="utf-8")))))
 
 
 def tests_of(file: str) -> tuple[str, ...]:
@@ -191,26 +222,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     files = [file for file in files if file.startswith(given.only) and tests_of(file)]
-    drawn = [mutant for file in files for mutant in mutants_of(file)]
-    if not drawn:
+    places = [(file, index) for file in files for index in range(count(file))]
+    if not places:
         parser.error(f"--only: no file that has tests starts with {given.only!r}")
-    random.Random(given.seed).shuffle(drawn)
-    drawn = drawn[: given.size]
+    random.Random(given.seed).shuffle(places)
+    drawn = [mutant(*place) for place in places[: given.size]]
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not given.list:
             _copy_repository(folder)
-            for tests in sorted({tests_of(mutant.file) for mutant in drawn}):
+            for tests in sorted({tests_of(one.file) for one in drawn}):
                 if _run_tests(folder, tests, given.limit) != "unnoticed":
                     parser.error(f"{' '.join(tests)}: fails or is over --limit without a mutant")
-        for mutant in drawn:
+        for one in drawn:
             start, verdict = time.monotonic(), "listed"
             if not given.list:
-                verdict = run_mutant(mutant, folder, tests_of(mutant.file), given.limit)
-            print(f"{verdict:10} {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}")
+                verdict = run_mutant(one, folder, tests_of(one.file), given.limit)
+            print(f"{verdict:10} {one.file}:{one.line} {one.before} -> {one.after}")
             seconds = round(time.monotonic() - start, 1)
-            results.append(asdict(mutant) | {"verdict": verdict, "seconds": seconds})
+            results.append(asdict(one) | {"verdict": verdict, "seconds": seconds})
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps({"seed": given.seed, "mutants": results}, indent=1))

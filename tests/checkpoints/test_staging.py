@@ -96,6 +96,19 @@ def test_a_failure_leaves_what_was_there(
     assert listing(tmp_path) == ["target"]
 
 
+@pytest.mark.parametrize("folder", [True, False])
+def test_what_came_meanwhile_is_not_replaced(folder: bool, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with (
+        pytest.raises(OutputExistsError, match="already exists"),
+        staged(target, force=False, folder=folder) as made,
+    ):
+        (made / "config.json" if folder else made).write_text("ours")
+        target.write_text("theirs")
+    assert target.read_text() == "theirs"
+    assert listing(tmp_path) == ["target"]
+
+
 def test_no_room_and_no_place(pth: Path, tmp_path: Path, whole: Path, monkeypatch: Any) -> None:
     """Copies of the base need room too, and links none."""
     base = Path(shutil.copytree(whole, tmp_path / "base"))

@@ -1,6 +1,7 @@
 """The one table of models: tiny random transformers of every class that patching knows.
 
-Attention reaches the output of each: gates are live and queries peaked.
+Attention reaches the output of each: gates are live and queries peaked. No two vectors of weights
+are equal, and none is all ones or zeros, so a swapped or lost weight shows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
 from tests.patching import turbodiffusion
+from tests.patching.turbodiffusion import spread
 from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
@@ -145,8 +147,7 @@ def wan(cls: type[nn.Module] = WanTransformer3DModel, **config: Any) -> Any:
         block.scale_shift_table.data[:, (1, 4)] *= 3  # scales
         for attn in (block.attn1, block.attn2):
             attn.norm_q.weight.data.mul_(2)
-        nn.init.normal_(block.attn1.norm_k.weight, 1.0, 0.2)
-    return model
+    return spread(model)
 
 
 def fused(model: Any) -> Any:
@@ -157,7 +158,7 @@ def fused(model: Any) -> Any:
 
 def with_times_apart(model: Any) -> Any:
     """A modulation that depends on the time as much as a trained one's."""
-    model.condition_embedder.time_proj.weight.data.mul_(8)
+    model.condition_embedder.time_proj.weight.data.mul_(16)
     return model
 
 
@@ -299,16 +300,8 @@ def cogvideox(cls: type[nn.Module] = CogVideoXTransformer3DModel, **config: Any)
     for block in model.transformer_blocks:
         for norm in (block.norm1, block.norm2):
             nn.init.normal_(norm.linear.bias, 0.3, 0.4)
-            _spread(norm.norm)
-        _spread(block.attn1.norm_q, 2.0)
-        _spread(block.attn1.norm_k)
-    return model
-
-
-def _spread(norm: Any, scale: float = 1.0) -> None:
-    if norm.weight is not None:
-        nn.init.normal_(norm.weight, scale, 0.2)
-        nn.init.normal_(norm.bias, 0.0, 0.2)
+        block.attn1.norm_q.weight.data.mul_(2)
+    return spread(model)
 
 
 def _fused_by_hand(model: Any) -> Any:
@@ -404,7 +397,7 @@ TURBOS = [
 
 def _module(projection: bool) -> Any:
     torch.manual_seed(0)
-    return RCMAttention(128, 2, projection=projection)
+    return spread(RCMAttention(128, 2, projection=projection))
 
 
 def _x_and_t(noise: Noise, batch: int) -> dict[str, Any]:

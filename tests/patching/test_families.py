@@ -106,8 +106,9 @@ def test_a_bf16_network_is_no_further_from_fp32_than_the_unpatched_one(
 @pytest.mark.parametrize("name", ["i2v", "flf2v", "chronoedit-i2v", "turbo-i2v"])
 def test_the_image_branch_is_summed_in_the_attention_kernel(name: str) -> None:
     model = next(one for one in MODELS if one.name == name).model()
-    runs = {pair.kind: pair.runs for pair in find_pairs(model)}
-    assert runs["image"] == "in-kernel"
+    pairs = {pair.kind: pair for pair in find_pairs(model)}
+    assert pairs["image"].runs == "in-kernel"
+    assert pairs["image"].path == f"{pairs['cross'].path}.image"
 
 
 @pytest.mark.parametrize("one", MODELS, ids=ids(MODELS))

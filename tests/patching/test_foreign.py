@@ -109,6 +109,64 @@ def test_no_function_of_a_served_class_is_taken_for_a_strangers(one: Any) -> Non
     assert len(report.pairs) - report.fused == one.left, str(report)
 
 
+def set_on(path: str, name: str, value: Any) -> Any:
+    """Set an attribute of a module of the first block; a function makes it of the old one."""
+
+    def change(block: nn.Module) -> None:
+        module = block.get_submodule(path)
+        old = getattr(module, name, None)
+        setattr(module, name, value(old) if callable(value) else value)
+
+    return change
+
+
+def hook_on(path: str) -> Any:
+    return lambda block: block.get_submodule(path).register_forward_hook(lambda m, a, y: 1.25 * y)
+
+
+def attend_twice(own: Any) -> Any:
+    return lambda q, k, v, *rest: 2 * own(q, k, v)
+
+
+TURBO_CHANGES = [
+    ("turbo", hook_on("self_attn"), "self_attn is called as a module"),
+    ("turbo", hook_on("cross_attn"), "cross_attn is called as a module"),
+    ("turbo", hook_on("ffn"), "ffn is called as a module"),
+    ("turbo", hook_on("self_attn.attn_op"), "attn_op of self_attn"),
+    ("turbo", hook_on("cross_attn.attn_op"), "attn_op of cross_attn"),
+    ("turbo-i2v", hook_on("cross_attn.attn_op_image"), "attn_op of cross_attn"),
+    ("turbo", set_on("self_attn.attn_op", "local_attn", attend_twice), "its local attention"),
+    ("turbo", set_on("cross_attn.attn_op", "local_attn", attend_twice), "its local attention"),
+    ("turbo-i2v", set_on("cross_attn.attn_op_image", "local_attn", attend_twice), "its local"),
+    ("turbo", set_on("ffn.1", "approximate", "none"), "ffn is a Sequential"),
+    ("turbo", lambda block: block.ffn.append(nn.Tanh()), "ffn is a Sequential"),
+    ("turbo", lambda block: setattr(block, "ffn", Counts(block.ffn)), "ffn is a Counts"),
+    ("turbo-sla", hook_on("self_attn.attn_op.local_attn"), "proj_l is called as a module"),
+    ("turbo-sla", set_on("self_attn.attn_op.local_attn", "feature_map_k",
+                         lambda own: lambda x: F.elu(x) + 1), "its feature map"),
+    ("turbo-sla", set_on("self_attn.attn_op.local_attn", "feature_map_q",
+                         lambda own: lambda x: F.elu(x) + 1), "its feature map"),
+    ("turbo-sla", set_on("self_attn.attn_op.local_attn", "BLKQ", 100), "blocks of 100 by 64"),
+    ("turbo-sla", set_on("self_attn.attn_op.local_attn", "BLKK", 100), "blocks of 128 by 100"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), TURBO_CHANGES)
+def test_what_is_not_turbodiffusions_is_called(name: str, change: Any, words: str) -> None:
+    one = named(name)
+    unpatched, model, inputs = one.model(), one.model(), one.inputs()
+    for each in (unpatched, model):
+        del each.blocks[1]
+    before = run(unpatched, inputs)
+    for each in (unpatched, model):
+        change(each.blocks[0]._checkpoint_wrapped_module)
+    expected = run(unpatched, inputs)
+    assert relative_l2(expected, before) > 10 * TIGHT
+    with pytest.raises(NothingToPatchError, match=words):
+        patch_model(model)
+    assert torch.equal(run(model, inputs), expected)
+
+
 # --- inside a block ------------------------------------------------------------------------------
 
 

@@ -23,12 +23,14 @@ from tests.patching.models import MODELS, classes, named, run, wan, wide
 from turbo_rcm_patch import PatchConfig, PatchReport, ops, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
+from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
 from turbo_rcm_patch.ops.int8_linear import api as linear_api
 from turbo_rcm_patch.ops.residual import api as residual_api
 from turbo_rcm_patch.patching import guard, measure
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
-from turbo_rcm_patch.patching.measure import BUDGET
+from turbo_rcm_patch.patching.measure import BUDGET, sample
+from turbo_rcm_patch.patching.pieces import Operands
 
 Wrong = Callable[..., Any]
 
@@ -523,15 +525,132 @@ def test_each_expert_is_compared_on_its_own_last_step(guided: int) -> None:
     assert last == {(f"{part}.blocks.{i}", step) for part, step in steps.items() for i in (0, 1)}
 
 
-def test_samples_reach_both_halves_of_guidance() -> None:
+def test_one_block_in_four_forwards_is_sampled_in_both_halves_of_guidance() -> None:
     model, inputs = wan(num_layers=3).eval(), named("t2v").inputs(batch=1)
     report = patch_model(model, attention="exact", fidelity=None)
-    halves = set()
-    for forward in range(40):
-        before = len(report.guard)
+    found = [0]
+    for _ in range(33):
         run(model, inputs)
-        halves |= {forward % 2} if forward and len(report.guard) > before else set()
-    assert halves == {0, 1}
+        found.append(len(report.guard))
+    sampled = [n for n in range(2, 34) if found[n] > found[n - 1]]
+    assert found[1] == 3 and found[-1] == 3 + 8
+    assert sampled == [4, 7, 12, 15, 20, 23, 28, 31]
+
+
+#: Rows, channels and relative rounding of a block's streams, made up.
+ROWS, CHANNELS, EPS = 4185, 8, 2.0**-8
+
+
+def streams(*rows: int) -> list[tuple[Tensor, ...]]:
+    """Streams before two branches and after each; the second branch adds twice the first."""
+    generator = torch.Generator().manual_seed(4)
+    terms = [
+        [torch.randn(2, n, CHANNELS, generator=generator) * size for n in rows]
+        for size in (3.0, 1.0, 2.0)
+    ]
+    return [tuple(map(sum, zip(*terms[: i + 1], strict=True))) for i in range(3)]
+
+
+@pytest.mark.parametrize("rows", [(200,), (ROWS,), (200, ROWS)], ids=str)
+@pytest.mark.parametrize("branch", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "by", "error"),
+    [
+        (lambda n: slice(None), 0.3, 0.3),
+        (lambda n: slice(n - min(64, n // 16), None), 0.5, 0.5 / 2),  # the last rows
+        (lambda n: slice(0, n // 100 * 3 - 2, 3), 1.0, 1 / 4),  # a hundredth of them
+    ],
+)
+def test_an_error_of_known_size_is_measured(
+    where: Any, by: float, error: float, branch: int, rows: Any
+) -> None:
+    """In the second sample of the last stream a branch is wrong by a share of what it adds."""
+    author = streams(*rows)
+    fast = [tuple(x.clone() for x in stage) for stage in author]
+    n = rows[-1]
+    off = by * (author[branch][-1] - author[branch - 1][-1])[1, where(n)]
+    for stage in fast[branch:]:
+        stage[-1][1, where(n)] += off
+    given = [sample(stage) for stage in fast], [sample(stage) for stage in author]
+    found = measure.measure(*given, rows, torch.float32)
+    assert found.error == pytest.approx(error, rel=0.15), found
+    assert found.where.startswith(f"branch {branch}") and found.where.endswith("sample 1")
+    assert ("stream 2" in found.where) == (len(rows) > 1)
+    size = sum(float(x.square().sum()) for x in author[-1])
+    added = [
+        sum(float((x - y).square().sum()) for x, y in zip(author[i], author[i - 1], strict=True))
+        for i in (1, 2)
+    ]
+    assert found.added == pytest.approx([one / size for one in added], rel=0.03)
+    if by == 0.3:  # an error of all rows
+        assert found.apart == pytest.approx(float(off.square().sum()) / size, rel=0.05)
+
+
+def test_roundings_of_the_model_are_no_error() -> None:
+    author = [tuple(100 * x for x in streams(200)[0]), *streams(200)[1:]]
+    author = [author[0], *(tuple(x + author[0][0] for x in stage) for stage in author[1:])]
+    fast = [author[0], *(tuple(x.bfloat16().float() for x in stage) for stage in author[1:])]
+    assert measure.measure(fast, author, [200], torch.bfloat16).error < 0.5 * BUDGET
+    assert measure.measure(fast, author, [200], torch.float32).error > BUDGET
+
+
+@pytest.mark.parametrize("length", [100, 4096, 4097, 12288, 32760, 75600])
+def test_every_position_of_a_tile_and_the_last_rows_are_compared(length: int) -> None:
+    rows = sample([torch.arange(length).view(1, -1, 1)])[0].flatten().tolist()
+    last = min(64, length // 16)
+    assert rows[-last:] == list(range(length - last, length))
+    if length <= 4096:
+        assert rows == list(range(length))
+    else:
+        assert 4096 // 3 < len(rows) - last <= 4096
+        assert rows[:-last] == list(range(0, length, rows[1]))
+        assert {row % 128 for row in rows[:-last]} == set(range(128))
+
+
+@pytest.mark.parametrize("least", [0, 1 << 30], ids=["a-head-at-a-time", "all-heads"])
+@pytest.mark.parametrize("keys", [128, 130, 127])
+@pytest.mark.parametrize("kind", ["across-heads", "per-head", "none"])
+def test_an_attentions_error_is_what_it_is(
+    kind: str, keys: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_LEAST", least)
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (2 * torch.randn(2, keys, 3 * 16, generator=generator) for _ in range(3))
+    size = {"across-heads": 48, "per-head": 16, "none": 0}[kind]
+    weights = [1 + 0.3 * torch.randn(size, generator=generator) for _ in range(4)]
+    norms = Norms(*weights[:2], eps=1e-2) if size == 48 else Norms(*weights, 1e-2)
+    norms = norms if size else NO_NORMS
+    angles = torch.rand(keys, 8, generator=generator).repeat_interleave(2, 1) * 6
+    given: Any = {"norms": norms, "rotary": (angles.cos(), angles.sin())}
+    out, truth = (
+        attention_api.attend(q, k, v, spec=ops.AttentionSpec(heads=3, attention=how), **given)
+        for how in ("int8", "exact")
+    )
+    operands = Operands(q, k, v, *given.values(), 3, truth)
+    own, author = measure.attention_errors(operands)
+    assert own == pytest.approx(author, rel=1e-3)
+    assert 1e-6 < own < 1e-3  # of operands that are rounded to bf16
+    fast = measure.attention_errors(operands._replace(out=out))
+    assert fast[1] == author
+    assert (fast[0] - own) ** 0.5 == pytest.approx(relative_l2(out, truth), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {"attention": "exact"}), (torch.bfloat16, {"attention": "int8"}),
+     (torch.bfloat16, {"attention": "int8", "linear": "int8"}),
+     (torch.float16, {"attention": "exact"})],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["t2v", "i2v"])
+def test_the_prediction_is_the_networks_error(name: str, dtype: Any, options: Any) -> None:
+    one = named(name)
+    model, inputs = one.model(dtype), one.inputs(dtype=dtype)
+    truth = run(copy.deepcopy(model).float(), wide(inputs))
+    unpatched = relative_l2(run(model, inputs).float(), truth)
+    report = patch_model(model, fidelity=1e3, **options)
+    error = relative_l2(run(model, inputs).float(), truth) / unpatched
+    assert report.guard.prediction == pytest.approx(error, rel=0.15)
 
 
 @pytest.mark.parametrize("count", [1, 2, 14])
@@ -650,9 +769,10 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert sorted(kept) == ["blocks.0", "blocks.1"]
 
 
+@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyError("x"), TypeError("no")])
 def test_another_error_of_the_authors_code_is_raised(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = named("t2v")
     model, inputs = one.model(), one.inputs()
@@ -661,7 +781,7 @@ def test_another_error_of_the_authors_code_is_raised(
     def call(self: object, *args: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr(guard, "_author", call)
+    monkeypatch.setattr(guard, place, call)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error.args[0])):
             run(model, inputs)

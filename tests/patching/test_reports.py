@@ -34,6 +34,9 @@ def test_linears_that_were_replaced_do_not_count_as_int8() -> None:
     assert [pair.int8_linears for pair in report.pairs][0] == names
     model.blocks[0].attn1.to_q = nn.Linear(128, 128).requires_grad_(False)
     assert [pair.int8_linears for pair in report.pairs][0] == names[1:]
+    module = model.blocks[0].attn1.to_k  # as other code leaves a weight that it computes
+    module.weight = module._parameters.pop("weight").detach()
+    assert [pair.int8_linears for pair in report.pairs][0] == names[2:]
     replace_linears(model.blocks)
     run(model, inputs)
     assert report.last_forward == {"fused with exact attention": 2}

@@ -64,7 +64,7 @@ def test_the_rcm_sampler_is_refused(pipe) -> None:
         generate(pipe, PROMPT, sampler="lightning", **SMALL)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 6.0], ids=["plain", "guided"])
+@pytest.mark.parametrize("guidance", [1.0, 1.25], ids=["plain", "guided"])
 @pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
 def test_latents_are_those_of_the_pipeline(pipe, small: Settings, guidance: float) -> None:
     """The same call by hand gives the same bits, and so do the frames."""

@@ -32,18 +32,19 @@ SIZE = 0.25
 def write_lora(path: Path, network: Any, seed: int = 0) -> Path:
     """A LoRA of every Linear of the blocks, in the form that diffusers saves."""
     path.parent.mkdir(exist_ok=True)
-    network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=LINEARS), "made")
+    network.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=LINEARS), "made")
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if "made" in getattr(module, "lora_A", {}):
             a, b = module.lora_A["made"].weight.data, module.lora_B["made"].weight.data
             a.normal_(generator=generator)
             b.normal_(generator=generator)
-            b *= SIZE * float(module.base_layer.weight.data.norm() / (b @ a).norm())
+            b *= 2 * SIZE * float(module.base_layer.weight.data.norm() / (b @ a).norm())
     WanPipeline.save_lora_weights(
         path.parent,
         transformer_lora_layers=get_peft_model_state_dict(network, adapter_name="made"),
         weight_name=path.name,
+        transformer_lora_adapter_metadata=network.peft_config["made"].to_dict(),
     )
     return path
 
@@ -64,7 +65,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scales(network: Any) -> list[float]:
     """The scales of the active LoRAs of a transformer's first Linear."""
     linear = network.blocks[0].attn1.to_q
-    return [linear.scaling[name] for name in getattr(linear, "active_adapters", ())]
+    names = getattr(linear, "active_adapters", ())
+    return [linear.scaling[one] * linear.r[one] / linear.lora_alpha[one] for one in names]
 
 
 def test_each_expert_gets_its_own(files: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_lora_does_what_its_formula_says(files: Path) -> None:
         wrapped = pipe.transformer.blocks[1].ffn.net[2]
         (name,) = wrapped.active_adapters
         update = wrapped.lora_B[name].weight @ wrapped.lora_A[name].weight
-        torch.testing.assert_close(wrapped(x), before + 0.5 * x @ update.T)
+        torch.testing.assert_close(wrapped(x), before + 0.5 * 2 / 4 * x @ update.T)
 
 
 def test_a_run_is_identified_by_its_loras(files: Path) -> None:

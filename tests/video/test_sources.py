@@ -192,7 +192,7 @@ def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
     return latents
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
+@pytest.mark.parametrize("guidance", [1.0, 1.25], ids=["plain", "guided"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.supports(CLASSES, "generate, compare")
 def test_latents_are_those_of_the_pipelines_own_call(name: str, guidance: float) -> None:

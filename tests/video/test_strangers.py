@@ -161,11 +161,19 @@ def test_a_lora_that_fits_all_layers_says_nothing(
     assert not caplog.text
 
 
-def test_a_lora_that_fits_no_layer_is_refused(lora: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_a_lora_that_fits_no_layer_is_refused(named: bool, lora: Path, tmp_path: Path) -> None:
+    """With the names of the Linears in its metadata peft finds some, and gives them no weights."""
+    notes = {
+        "transformer.r": 4,
+        "transformer.lora_alpha": 4,
+        "transformer.target_modules": LINEARS,
+    }
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(notes)} if named else None
     tensors = {
         k: v for k, v in load_file(lora).items() if f"blocks.{TRANSFORMER['num_layers']}" in k
     }
-    save_file(tensors, tmp_path / "none.safetensors")
+    save_file(tensors, tmp_path / "none.safetensors", metadata)
     pipe = micro_pipe()
     with pytest.raises(ModelFolderError):
         add_loras(pipe, [str(tmp_path / "none.safetensors")])

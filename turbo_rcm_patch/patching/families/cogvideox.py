@@ -210,7 +210,7 @@ class CogVideoXBlockForward(PatchedBlock):
             and text.shape[::2] == (batch, channels)
             and temb.shape[0] == batch
             and channels == self.spec.heads * self.head_dim
-            and (rotary is None or rotary[0].numel() == tokens * self.head_dim)
+            and all([table.shape == (tokens, self.head_dim) for table in rotary or ()])
             and 0 < batch < 65536
             and text.shape[1] > 0
         )

@@ -62,7 +62,7 @@ class RCMBlock(PatchedBlock):
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def why_inputs(self, x: Tensor, t: Any) -> str:
-        return "" if x.dim() == 3 and x.shape[0] else "the input is not [B, N, C]"
+        return "" if x.dim() == 3 and x.numel() else "the input is not [B, N, C]"
 
     def linears(self) -> dict[str, Any]:
         module = self.block

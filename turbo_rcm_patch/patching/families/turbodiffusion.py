@@ -195,6 +195,7 @@ class TurboBlock(PatchedBlock):
             and e.shape[0] == batch
             and channels == self.spec.heads * self.head_dim
             and freqs.numel() == tokens * self.head_dim // 2
+            and freqs.dtype == torch.float32
             and (not has_image(self.block.cross_attn) or context.shape[1] > TEXT_TOKENS)
             and 0 < batch < 65536
         )

@@ -120,6 +120,8 @@ class AnyFlowBlock(WanBlock):
     ) -> str:
         if mask is not None:
             return "its attention has a mask"
+        if not cached and rotary["key"] is not rotary["query"]:
+            return "keys have another rotary table than queries"
         return super().why_inputs(x, context, temb, self.tables(rotary))
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
