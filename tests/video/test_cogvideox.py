@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
+from turbo_rcm_patch.video.families import Job, family_of
 
 from tests.video.micro import SMALL, save
 from tests.video.micro_cogvideox import micro_cogvideox
@@ -16,7 +17,6 @@ from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.video import Source, compare, generate
-from turbo_rcm_patch.video.families import Job, family_of
 from turbo_rcm_patch.video.generation import (
     encode,
     initial_noise,
@@ -65,7 +65,7 @@ def test_the_rcm_sampler_is_refused(pipe) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 6.0], ids=["plain", "guided"])
-@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
+@pytest.mark.supports("CogVideoXTransformer3DModel", "compare")
 def test_latents_are_those_of_the_pipeline(pipe, small: Settings, guidance: float) -> None:
     """The same call by hand gives the same bits, and so do the frames."""
     made = generate(pipe, PROMPT, seed=3, settings=small, guidance_scale=guidance)
@@ -137,7 +137,7 @@ def test_the_networks_inputs_have_the_schedules_noise(pipe, small: Settings) -> 
     assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
+@pytest.mark.supports("CogVideoXTransformer3DModel", "compare")
 def test_compare_gives_every_number(pipe, small: Settings, tmp_path: Path) -> None:
     found = compare(pipe, [PROMPT, "a blue ring"], out=tmp_path, settings=small)
     assert found.network is not None and found.fusion is not None

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
     from turbo_rcm_patch.video.scheduler import RCMScheduler
     from turbo_rcm_patch.video.settings import Settings
-    from turbo_rcm_patch.video.source import Source
     from turbo_rcm_patch.video.verdict import Verdict, judge
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "NetworkNumber",
     "RCMScheduler",
     "Settings",
-    "Source",
     "Verdict",
     "add_loras",
     "compare",
@@ -50,7 +48,6 @@ __getattr__ = loading_names(
         "measures": "NetworkNumber network_number",
         "scheduler": "RCMScheduler",
         "settings": "Settings",
-        "source": "Source",
         "verdict": "Verdict judge",
     },
 )
