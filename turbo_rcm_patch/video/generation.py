@@ -224,6 +224,11 @@ def _say_once(text: str) -> None:
     _log.warning("%s", text)
 
 
+def _forms(watched: Watched) -> dict[str, str]:
+    """Return the forms of a network's blocks. A VAE has no form that was asked for."""
+    return {name: form for name, form in watched.forms().items() if not name.startswith("vae.")}
+
+
 @torch.no_grad()
 def sample_by(make: Make, seed: int, device: torch.device, watched: Watched | None) -> Sample:
     """Let a function of the caller make a video; its frames are in the place of latents.
@@ -248,7 +253,7 @@ def sample_by(make: Make, seed: int, device: torch.device, watched: Watched | No
         trajectory=(),
         seconds=meter.seconds,
         peak_bytes=meter.peak_bytes,
-        forms=() if watched is None else (watched.forms(),),
+        forms=() if watched is None else (_forms(watched),),
     )
 
 
@@ -327,7 +332,7 @@ def sample_latents(
         if step in wanted:  # stays on the device: copying here would wait for it
             kept.append(tensors["latents"].clone())
         if watched is not None:
-            forms.append(watched.forms())
+            forms.append(_forms(watched))
             if len(forms) < settings.steps:  # The report shows how the last step ran.
                 watched.forget()
         if on_step is not None:
