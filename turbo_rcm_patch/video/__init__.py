@@ -13,7 +13,6 @@ from turbo_rcm_patch.lazy import loading_names
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.comparison import Comparison, compare
     from turbo_rcm_patch.video.generation import Generation, generate
-    from turbo_rcm_patch.video.int8_folder import load_int8_only
     from turbo_rcm_patch.video.load import load_pipeline
     from turbo_rcm_patch.video.lora import add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
@@ -32,7 +31,6 @@ __all__ = [
     "compare",
     "generate",
     "judge",
-    "load_int8_only",
     "load_pipeline",
     "network_number",
 ]
@@ -42,7 +40,6 @@ __getattr__ = loading_names(
     {
         "comparison": "Comparison compare",
         "generation": "Generation generate",
-        "int8_folder": "load_int8_only",
         "load": "load_pipeline",
         "lora": "add_loras",
         "measures": "NetworkNumber network_number",

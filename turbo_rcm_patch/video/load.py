@@ -13,12 +13,12 @@ from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.extra_file import folder_proj_l, mark_of
+from turbo_rcm_patch.checkpoints.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
-from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
 from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras, check_loras
 from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, network_of
