@@ -175,7 +175,7 @@ def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
         ({f"{key}.bias": None}, "missing"),
         ({"blocks.9.bias": torch.zeros(2)}, "unexpected"),
         ({f"{key}.bias": torch.zeros(2)}, "mismatched"),
-        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "shapes"),
+        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "of the shape"),
     ):
         changed = {n: t for n, t in (tensors | change).items() if t is not None}
         save_file(changed, folder / WEIGHTS)
