@@ -57,8 +57,8 @@ def lines_of(given: options.Run) -> list[Line]:
     start at once.
 
     Raises:
-        SamplingError: The list or --image cannot be read, an image that the list names is not
-            there, or the pipeline of the model does not make videos from these.
+        SamplingError: The list or --image cannot be read, or an image that the list names is not
+            there.
         ConfigError: A prompt is empty or not in UTF-8.
     """
     found: list[tuple[str, Path | None]] = [(text, None) for text in given.prompt]
@@ -73,12 +73,21 @@ def lines_of(given: options.Run) -> list[Line]:
             raise ConfigError("--prompt", expected="a text", got="an empty one")
     generation.check_seed(given.seed, len(found))
     image = Source("", given.image).read()
-    lines = [
+    return [
         Line(prompt, seed, file or image) for seed, (prompt, file) in enumerate(found, given.seed)
     ]
+
+
+def check_lines(given: options.Run, lines: list[Line]) -> None:
+    """Check, before a model is loaded, that it makes videos from these lines. Of their images the
+    first is read.
+
+    Raises:
+        SamplingError: It takes no image, or needs one, or the first cannot be read.
+    """
+    Source("", next((one.image for one in lines if one.image is not None), None))
     if name := pipeline_class(given.model):
         check_images(PIPELINES[name], name, {one.prompt: one.image is not None for one in lines})
-    return lines
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
@@ -116,6 +125,7 @@ def generate(given: options.Generate) -> int:
     paths = _paths(given, lines)
     check_writable(paths[lines[0]])
     find_ffmpeg()
+    check_lines(given, lines)
     remove_leftovers(paths[lines[0]].parent)
     with processes.joined(given.device):
         failed = _write_share(given, paths, processes)
@@ -265,6 +275,7 @@ def compare(given: options.Compare) -> int:
         # What would fail at the end fails before a model is loaded.
         processes.from_first(lambda: store.check_out(given.out, fresh=given.fresh))
         find_ffmpeg()
+        check_lines(given, lines)
         pipe = _load(given, processes.ranks.device(given.device))
         with _shown(processes) as progress:
             found = comparison.compare(
