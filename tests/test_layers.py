@@ -47,7 +47,10 @@ MAY_IMPORT = {
 #: Packages that only some parts may import.
 ONLY_IN = {
     "triton": {"ops"},
-    "diffusers": {"patching/families", "diffusers_backend.py", "video"},
+    "diffusers": {
+        *("patching/families", "diffusers_backend.py", "video"),
+        "checkpoints/int8_folder.py",
+    },
     "transformers": {"video"},
     **dict.fromkeys(("sglang", "vllm_omni", "xfuser", "lightx2v"), {"engines"}),
     # These lie around the package and import it, never the other way.

@@ -178,7 +178,7 @@ GROUPS: Final = {
         "unpatched, bit-equal":  "yes yes yes  yes yes yes yes  yes      yes  yes yes",
         "its pipeline":          "yes yes yes  yes yes yes yes  yes      yes  -   -",
         "rCM sampler":           "yes yes yes  no  no  -   -    refused  -    -   -",
-        "generate, compare":     "yes yes yes  yes yes no  no   yes      yes  -   -",
+        "compare":               "yes yes yes  yes yes no  no   yes      yes  -   -",
         "Triton kernels":        "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  no  gpu",
         "full size":             "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  gpu -",
     },

@@ -17,6 +17,7 @@ from tests.checkpoints.wan_model import OPTIONS, Options, save
 from turbo_rcm_patch import load_extra, patch_model, patched
 from turbo_rcm_patch.checkpoints import (
     EXTRA_FILE,
+    load_int8_only,
     read_checkpoint,
     write_checkpoint,
 )
@@ -25,7 +26,6 @@ from turbo_rcm_patch.checkpoints.folder import folder_bytes
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import held_proj_l
-from turbo_rcm_patch.video import load_int8_only
 
 QUANTS = [option for option in OPTIONS if option.quant and option.name != "t2v-sla-quant"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -170,12 +170,12 @@ def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     key = "blocks.1.ffn.net.2"
     for change, error in (
-        ({f"{key}.weight_scale_bits": None}, "the scales of an int8 weight"),
+        ({f"{key}.weight_scale_bits": None}, "int8 and scales of the shape.*with none"),
         ({f"{key}.weight_int8": None}, "missing"),
         ({f"{key}.bias": None}, "missing"),
         ({"blocks.9.bias": torch.zeros(2)}, "unexpected"),
         ({f"{key}.bias": torch.zeros(2)}, "mismatched"),
-        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "shapes"),
+        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "of the shape"),
     ):
         changed = {n: t for n, t in (tensors | change).items() if t is not None}
         save_file(changed, folder / WEIGHTS)

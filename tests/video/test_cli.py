@@ -117,8 +117,8 @@ def test_what_is_given_reaches_the_model_and_the_comparison(
         seen.update(given, model=model)
         return SimpleNamespace()
 
-    def compare(_: Any, sources: Any, **given: Any) -> Any:
-        seen.update(given, prompts=[one.prompt for one in sources])
+    def compare(_: Any, prompts: Any, **given: Any) -> Any:
+        seen.update(given, prompts=prompts)
         return SimpleNamespace(verdict="similar")
 
     monkeypatch.setattr(commands, "load_pipeline", load)

@@ -15,17 +15,13 @@ from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.video import Source, compare, generate
-from turbo_rcm_patch.video.families import Job, family_of
-from turbo_rcm_patch.video.generation import (
-    encode,
-    initial_noise,
-    recorded_calls,
-    settings_for,
-)
+from turbo_rcm_patch.video import compare, generate
+from turbo_rcm_patch.video.generation import encode, recorded_calls, settings_for
 from turbo_rcm_patch.video.load import load_pipeline
-from turbo_rcm_patch.video.measures import measure_network
+from turbo_rcm_patch.video.measures import TIMES, measure_network
+from turbo_rcm_patch.video.pipelines import draw, noised, trimmed
 from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.source import Source
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
 PROMPT = "a red circle moves left"
@@ -65,12 +61,12 @@ def test_the_rcm_sampler_is_refused(pipe) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 1.25], ids=["plain", "guided"])
-@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
+@pytest.mark.supports("CogVideoXTransformer3DModel", "compare")
 def test_latents_are_those_of_the_pipeline(pipe, small: Settings, guidance: float) -> None:
     """The same call by hand gives the same bits, and so do the frames."""
     made = generate(pipe, PROMPT, seed=3, settings=small, guidance_scale=guidance)
-    noise = initial_noise(pipe, 3, small)
-    assert noise.shape == made.latents.shape == (1, 2, 4, 8, 8)
+    noise = draw(made.latents.shape, 3)
+    assert noise.shape == (1, 2, 4, 8, 8)
     pipe.set_progress_bar_config(disable=True)
     call = {**SMALL, "num_inference_steps": 2, "guidance_scale": guidance}
     latents = pipe(
@@ -90,7 +86,6 @@ def test_frames_that_fill_a_patch_in_time_are_dropped(small: Settings) -> None:
     made = micro_cogvideox(patch_t=2).to(torch.bfloat16)
     made.vae.float()
     settings = Settings.for_model(None, **(small.as_dict() | {"num_frames": 9}))
-    assert initial_noise(made, 0, settings).shape[1] == 4
     found = generate(made, PROMPT, settings=settings)
     assert found.latents.shape[1] == 3 and found.frames.shape[0] == 9
     conditioning = encode(made, Source(PROMPT), settings)
@@ -102,11 +97,10 @@ def test_the_first_frames_are_those_that_are_dropped(small: Settings) -> None:
     """As the author's pipeline does; for the network they come back as copies of the first."""
     made = micro_cogvideox(patch_t=2).to(torch.bfloat16)
     settings = Settings.for_model(None, **(small.as_dict() | {"num_frames": 9}))
-    family, frames = family_of(made), torch.arange(4.0).view(1, 4, 1, 1, 1)
-    latents = frames.expand(1, 4, *initial_noise(made, 0, settings).shape[2:])
-    kept = family.trim(Job(made, 0, encode(made, Source(PROMPT), settings), settings), latents)
-    assert kept[0, :, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
-    states = family.noised(made, kept, torch.zeros_like(latents))
+    latents = torch.arange(4.0).view(1, 4, 1, 1, 1).expand(1, 4, 4, 8, 8) * 1e6
+    kept = trimmed(made, latents, settings.num_frames)
+    assert kept[0, :, 0, 0, 0].tolist() == [1e6, 2e6, 3e6]
+    states = noised(made, kept, 0, TIMES)
     assert len(states) == 3
     for noisy, _ in states:
         seen = noisy[0, :, 0, 0, 0].float()
@@ -124,20 +118,20 @@ def test_a_scheduler_with_noise_of_its_own_repeats_itself(folder: Path, small: S
 
 def test_the_networks_inputs_have_the_schedules_noise(pipe, small: Settings) -> None:
     """Three times, with the noise levels of the rectified-flow times, added by the scheduler."""
-    clean, noise = (torch.randn(1, 2, 4, 8, 8) for _ in range(2))
+    clean, noise = torch.randn(1, 2, 4, 8, 8), draw((1, 2, 4, 8, 8), 5)
     conditioning = encode(pipe, Source(PROMPT), small)
-    states = family_of(pipe).noised(pipe, clean, noise)
+    states = noised(pipe, clean, 5, TIMES)
     calls = recorded_calls(pipe, conditioning, small, states)
     assert len(calls) == 3 and all(one["image_rotary_emb"] is not None for one in calls)
     for one in calls:
         wanted = pipe.scheduler.add_noise(clean, noise, one["timestep"].long())
         torch.testing.assert_close(one["hidden_states"], wanted.bfloat16())
-        assert torch.equal(one["encoder_hidden_states"], conditioning.embeds)
+        assert torch.equal(one["encoder_hidden_states"], conditioning["prompt_embeds"])
     times = [float(one["timestep"]) for one in calls]
     assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
+@pytest.mark.supports("CogVideoXTransformer3DModel", "compare")
 def test_compare_gives_every_number(pipe, small: Settings, tmp_path: Path) -> None:
     found = compare(pipe, [PROMPT, "a blue ring"], out=tmp_path, settings=small)
     assert found.network is not None and found.fusion is not None

@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 from tests.video.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.video import Source, generation
+from turbo_rcm_patch.video import generation
 from turbo_rcm_patch.video.many import Processes, Ranks, ranks_here
 
 PROMPTS = ("a red circle", "a blue square", "a green ring")
@@ -101,14 +101,14 @@ def test_a_prompt_that_fails_costs_one_video_and_resume_makes_only_that(
 ) -> None:
     real, made = generation.generate, []
 
-    def fails(pipe: Any, source: Source, **options: Any) -> Any:
-        if source.prompt == PROMPTS[1]:
+    def fails(pipe: Any, prompt: str, **options: Any) -> Any:
+        if prompt == PROMPTS[1]:
             raise ValueError("no such colour")
-        return real(pipe, source, **options)
+        return real(pipe, prompt, **options)
 
-    def counts(pipe: Any, source: Source, **options: Any) -> Any:
-        made.append((source.prompt, options["seed"]))
-        return real(pipe, source, **options)
+    def counts(pipe: Any, prompt: str, **options: Any) -> Any:
+        made.append((prompt, options["seed"]))
+        return real(pipe, prompt, **options)
 
     monkeypatch.setattr(generation, "generate", fails)
     assert main(command) == 2
@@ -165,16 +165,16 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
         "from turbo_rcm_patch.__main__ import main\n"
         "from turbo_rcm_patch.video import generation\n"
         "real = generation.generate\n"
-        "def generate(pipe, source, **options):\n"
-        f"    if source.prompt == {PROMPTS[0]!r}:\n"
+        "def generate(pipe, prompt, **options):\n"
+        f"    if prompt == {PROMPTS[0]!r}:\n"
         "        raise ValueError('no such colour')\n"
-        f"    if source.prompt == {PROMPTS[1]!r}:\n"
+        f"    if prompt == {PROMPTS[1]!r}:\n"
         "        until = time.monotonic() + 60\n"
         f"        while not list(Path({str(tmp_path)!r}).glob('out/a-green*.mp4')):\n"
         "            assert time.monotonic() < until\n"
         "            time.sleep(0.02)\n"
         "        time.sleep(2)\n"
-        "    return real(pipe, source, **options)\n"
+        "    return real(pipe, prompt, **options)\n"
         "generation.generate = generate\n"
         "sys.exit(main(sys.argv[1:]))\n",
         encoding="utf-8",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from turbo_rcm_patch.checkpoints.extra import Extra, load_extra, unload_extra
 from turbo_rcm_patch.checkpoints.extra_file import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.folder import Written, write_checkpoint, write_transformer
+from turbo_rcm_patch.checkpoints.int8_folder import load_int8_only
 from turbo_rcm_patch.checkpoints.keys import Sizes
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.patching.sla import PROJ_L
@@ -22,6 +23,7 @@ __all__ = [
     "Sizes",
     "Written",
     "load_extra",
+    "load_int8_only",
     "read_checkpoint",
     "unload_extra",
     "write_checkpoint",

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.extra_file import (
@@ -28,8 +27,12 @@ from turbo_rcm_patch.checkpoints.extra_file import (
     mark_of_tensors,
     write_extra,
 )
-from turbo_rcm_patch.checkpoints.folder import check_product, transformer_folder
-from turbo_rcm_patch.checkpoints.keys import blocks_of
+from turbo_rcm_patch.checkpoints.folder import (
+    check_product,
+    described,
+    stored_int8,
+    transformer_folder,
+)
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
     attach_int8,
@@ -168,19 +171,13 @@ def _int8_of(
     path: Path, name: str, module: nn.Module | None, stored: StoredTensors
 ) -> tuple[nn.Linear, Tensor, Tensor]:
     """A Linear and the int8 weight and scales that a file has of it, on its device."""
-    weight, bits = stored.listing[f"{name}.int8_weight"], stored.listing.get(f"{name}.scale")
-    if type(module) is not nn.Linear or module.weight.shape != weight.shape:
-        raise CheckpointError(
-            f"{path}: {name}", expected=f"a Linear {list(weight.shape)}", got=_described(module)
-        )
-    blocks = blocks_of(tuple(weight.shape))
-    if weight.dtype != torch.int8 or bits is None or tuple(bits.shape) != blocks:
-        raise CheckpointError(f"{path}: {name}", expected=f"int8 and {list(blocks)} scales")
+    found = stored_int8(
+        f"{path}: {name}", module, stored, (f"{name}.int8_weight", f"{name}.scale")
+    )
+    assert isinstance(module, nn.Linear)
     if module.weight.is_meta:
         raise CheckpointError(f"{name}.weight is on the meta device", expected="loaded weights")
-    device = module.weight.device
-    int8 = stored[f"{name}.int8_weight"].to(device)
-    scale = stored[f"{name}.scale"].to(device).float()
+    int8, scale = (part.to(module.weight.device) for part in found)
     check_product(f"{path}: {name}.weight", module.weight, int8, scale)
     return module, int8, scale
 
@@ -193,14 +190,8 @@ def _check_attention(path: Path, name: str, module: nn.Module | None, weight: Te
         raise CheckpointError(
             f"{path}: {name}",
             expected=f"attention with heads of {shape[0]} channels",
-            got=_described(module),
+            got=described(module),
         )
-
-
-def _described(module: nn.Module | None) -> str:
-    weight = getattr(module, "weight", None)
-    shape = f" {list(weight.shape)}" if isinstance(weight, Tensor) else ""
-    return "no such module" if module is None else f"a {type(module).__name__}{shape}"
 
 
 class _SavesExtra:

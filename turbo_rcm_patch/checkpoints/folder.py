@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
@@ -379,6 +379,49 @@ def check_product(where: str, weight: Tensor, int8: Tensor, scale: Tensor) -> No
             remedy=f"Load the transformer from this folder. If its weights were changed on "
             f"purpose, remove {EXTRA_FILE}: they are then used without int8 and proj_l",
         )
+
+
+def stored_int8(
+    where: str,
+    module: nn.Module | None,
+    stored: StoredTensors,
+    keys: tuple[str, str],
+    *,
+    by_row: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Read the int8 weight of a Linear, and its scales in fp32.
+
+    Args:
+        where: The file and the Linear's name.
+        module: The Linear, whose weight may be on any device.
+        stored: The file.
+        keys: The names of both there.
+        by_row: The scales may also be one for each row, as this package makes them.
+
+    Raises:
+        CheckpointError: They are not those of this Linear, or the scales are missing.
+    """
+    weight, scale = stored.listing[keys[0]], stored.listing.get(keys[1])
+    shape = tuple(weight.shape)
+    if type(module) is not nn.Linear or module.weight.shape != shape:
+        raise CheckpointError(where, expected=f"a Linear {list(shape)}", got=described(module))
+    blocks = blocks_of(shape)
+    layouts = [blocks] + [(shape[0],), (shape[0], blocks[1])] * by_row
+    if weight.dtype != torch.int8 or scale is None or tuple(scale.shape) not in layouts:
+        raise CheckpointError(
+            where,
+            expected=f"int8 and scales of the shape {' or '.join(map(str, map(list, layouts)))}",
+            got=f"{weight.dtype} with {'none' if scale is None else list(scale.shape)}",
+        )
+    bits = stored[keys[1]]
+    return stored[keys[0]], bits.view(torch.float32) if bits.dtype == torch.int32 else bits.float()
+
+
+def described(module: nn.Module | None) -> str:
+    """Describe a module for messages."""
+    weight = getattr(module, "weight", None)
+    shape = f" {list(weight.shape)}" if isinstance(weight, Tensor) else ""
+    return "no such module" if module is None else f"a {type(module).__name__}{shape}"
 
 
 def _sizes(path: Path, *, sla: bool) -> Sizes:

@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +26,13 @@ from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, store
-from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
+from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.source import Source
-from turbo_rcm_patch.video.video import ENDINGS, VIDEO_ENDINGS, as_bytes, find_ffmpeg, write_mp4
+from turbo_rcm_patch.video.source import ImageLike, Source
+from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +42,23 @@ class Line:
     Attributes:
         prompt: The prompt.
         seed: The seed.
-        file: The image or video that the line of the list names.
+        image: The image that the line of the list names, else --image.
     """
 
     prompt: str
     seed: int
-    file: Path | None = None
-
-    def source(self, common: Source) -> Source:
-        """Return what the video is made from: `common`, and the file."""
-        if self.file is None:
-            return Source(self.prompt, **common.media)
-        kind = "video" if self.file.suffix.lower() in VIDEO_ENDINGS else "image"
-        return Source(self.prompt, **dict(common.media) | {kind: self.file})
+    image: ImageLike | None = field(default=None, compare=False)
 
 
 def lines_of(given: options.Run) -> list[Line]:
     """Read the prompts of a command.
 
-    The files that a list names are opened when their videos are made, so that 100,000 prompts
+    The images that a list names are opened when their videos are made, so that 100,000 prompts
     start at once.
 
     Raises:
-        SamplingError: The list cannot be read, or a file that it names is not there.
+        SamplingError: The list or --image cannot be read, or an image that the list names is not
+            there.
         ConfigError: A prompt is empty or not in UTF-8.
     """
     found: list[tuple[str, Path | None]] = [(text, None) for text in given.prompt]
@@ -78,7 +72,22 @@ def lines_of(given: options.Run) -> list[Line]:
         if not prompt.strip():
             raise ConfigError("--prompt", expected="a text", got="an empty one")
     generation.check_seed(given.seed, len(found))
-    return [Line(prompt, seed, file) for seed, (prompt, file) in enumerate(found, given.seed)]
+    image = Source("", given.image).read()
+    return [
+        Line(prompt, seed, file or image) for seed, (prompt, file) in enumerate(found, given.seed)
+    ]
+
+
+def check_lines(given: options.Run, lines: list[Line]) -> None:
+    """Check, before a model is loaded, that it makes videos from these lines. Of their images the
+    first is read.
+
+    Raises:
+        SamplingError: It takes no image, or needs one, or the first cannot be read.
+    """
+    Source("", next((one.image for one in lines if one.image is not None), None))
+    if name := pipeline_class(given.model):
+        check_images(PIPELINES[name], name, {one.prompt: one.image is not None for one in lines})
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
@@ -109,24 +118,6 @@ def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
             yield prompt, file
 
 
-def common_source(given: options.Run, lines: list[Line]) -> Source:
-    """Read the images and videos that are given for all prompts, once.
-
-    Raises:
-        SamplingError: A file cannot be read, or the pipeline of the model does not make videos
-            from these. Of the files in a list the first of each kind is read.
-    """
-    names = [one.name for one in fields(Source) if one.name != "prompt"]
-    common = Source("", **{name: getattr(given, name) for name in names})
-    common = replace(common, **common.media)
-    pipeline = pipeline_class(given.model)
-    kinds = {line.file.suffix.lower() if line.file else "": line for line in lines}
-    sources = [line.source(common) for line in kinds.values()]
-    if pipeline is not None:
-        family_named(pipeline).check(pipeline, sources)
-    return common
-
-
 def generate(given: options.Generate) -> int:
     """Write one mp4 per prompt; under torchrun every process writes its share."""
     # What would fail at the end fails before a model is loaded.
@@ -134,10 +125,10 @@ def generate(given: options.Generate) -> int:
     paths = _paths(given, lines)
     check_writable(paths[lines[0]])
     find_ffmpeg()
-    common = common_source(given, lines)
+    check_lines(given, lines)
     remove_leftovers(paths[lines[0]].parent)
     with processes.joined(given.device):
-        failed = _write_share(given, common, paths, processes)
+        failed = _write_share(given, paths, processes)
     if failed:
         raise SamplingError(
             f"{len(failed)} of {len(processes.share(lines))} prompts failed",
@@ -163,7 +154,7 @@ def _paths(given: options.Generate, lines: list[Line]) -> dict[Line, Path]:
 
 
 def _write_share(
-    given: options.Generate, common: Source, paths: Mapping[Line, Path], processes: Processes
+    given: options.Generate, paths: Mapping[Line, Path], processes: Processes
 ) -> list[str]:
     """Write the videos of one process. Of several, one that fails costs the others nothing.
 
@@ -196,18 +187,18 @@ def _write_share(
         with _shown(processes) as progress:
             for done, line in enumerate(work):
 
-                def on_step(step: int, _: int, before: int = done * settings.steps_run) -> None:
-                    progress("generate", before + step, len(work) * settings.steps_run)
+                def on_step(step: int, _: int, before: int = done * settings.steps) -> None:
+                    progress("generate", before + step, len(work) * settings.steps)
 
                 try:
                     with reraise_interrupts():
-                        source, path = line.source(common), paths[line]
+                        source, path = Source(line.prompt, line.image), paths[line]
                         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
-                        if source.given:
+                        if source.image is not None:
                             identity["inputs"] = source.digest
                         if given.resume and store.is_made(path, identity):
                             print(f"{path}  was there")
-                            on_step(settings.steps_run, 0)
+                            on_step(settings.steps, 0)
                         else:
                             made += [_write_video(pipe, source, settings, on_step, path, identity)]
                 except BrokenPipeError:
@@ -248,8 +239,10 @@ def _write_video(
     path: Path,
     identity: Mapping[str, Any],
 ) -> tuple[float, float, int]:
-    seed = identity["seed"]
-    video = generation.generate(pipe, source, seed=seed, settings=settings, on_step=on_step)
+    video = generation.generate(
+        pipe, source.prompt, image=source.image, seed=identity["seed"], settings=settings,
+        on_step=on_step,
+    )  # fmt: skip
     store.forget_made(path)  # A note never stands beside another video.
     write_mp4(as_bytes(video.frames), path, settings.fps)
     frames = len(video.frames)
@@ -282,12 +275,13 @@ def compare(given: options.Compare) -> int:
         # What would fail at the end fails before a model is loaded.
         processes.from_first(lambda: store.check_out(given.out, fresh=given.fresh))
         find_ffmpeg()
-        common = common_source(given, lines)
+        check_lines(given, lines)
         pipe = _load(given, processes.ranks.device(given.device))
         with _shown(processes) as progress:
             found = comparison.compare(
                 pipe,
-                [line.source(common) for line in lines],
+                [line.prompt for line in lines],
+                images=[one.image for one in lines if one.image is not None] or None,
                 out=given.out,
                 seed=given.seed,
                 config=given.config,

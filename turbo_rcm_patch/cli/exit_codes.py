@@ -84,9 +84,7 @@ def run_command(
         if type(error).__name__ in kinds or "can't allocate memory" in str(error):
             return _failed(f"Too little memory. Try --offload model, or a smaller video. {error}")
         name = type(error).__name__
-        return _failed(
-            f"{traceback.format_exc()}\n{name} is a fault of this program, not of the video."
-        )
+        return _failed(f"{traceback.format_exc()}\nInternal error ({name}). Please report it.")
 
 
 def _failed(text: str) -> int:

@@ -19,7 +19,6 @@ DType = Literal["bfloat16", "float16", "float32"]
 _HIDDEN: Final = {"hidden": True}
 _MODEL: Final = {"metavar": "PATH_OR_ID"}
 _FILE: Final = {"metavar": "FILE"}
-_FILES: Final = {"metavar": "FILE", "repeated": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +64,10 @@ class Run(Model):
 
     Attributes:
         prompt: The prompt. May be repeated.
-        prompts: File with one prompt per line. After a tab a line may name an image or a video of
-            its own, relative to the file.
+        prompts: File with one prompt per line. After a tab a line may name an image of its own,
+            relative to the file.
         seed: Seed of the first prompt; the next one uses one more.
         image: First frame of every video, for an image-to-video model.
-        last_image: Last frame of every video, for a model that was trained with one.
-        video: Video to begin with, for a video-to-video pipeline; for VACE its control.
-        mask: For VACE a video or an image, white where --video is made anew; for Animate a video,
-            white where the person is put.
-        reference: For VACE an image of what the video shows. May be repeated.
-        pose: For Animate a video of drawn poses.
-        face: For Animate a video of the face.
-        background: For Animate a video whose person is replaced, with --mask.
-        identity: For ConsisID a .safetensors file of what its face models made of --image.
         dtype: dtype of transformer and text encoder; the VAE has float32.
         device: cpu, cuda or cuda:N. Without it a GPU if there is one.
         offload: Keep only one component (model), one block of a transformer and one layer of the
@@ -90,14 +80,6 @@ class Run(Model):
     prompts: Path | None = field(default=None, metadata=_FILE)
     seed: int = 0
     image: Path | None = field(default=None, metadata=_FILE)
-    last_image: Path | None = field(default=None, metadata=_FILE)
-    video: Path | None = field(default=None, metadata=_FILE)
-    mask: Path | None = field(default=None, metadata=_FILE)
-    reference: tuple[Path, ...] | None = field(default=None, metadata=_FILES)
-    pose: Path | None = field(default=None, metadata=_FILE)
-    face: Path | None = field(default=None, metadata=_FILE)
-    background: Path | None = field(default=None, metadata=_FILE)
-    identity: Path | None = field(default=None, metadata=_FILE)
     dtype: DType = "bfloat16"
     device: str | None = None
     offload: Literal["none", "model", "group", "sequential"] = "none"

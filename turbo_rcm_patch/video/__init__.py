@@ -13,13 +13,11 @@ from turbo_rcm_patch.lazy import loading_names
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.comparison import Comparison, compare
     from turbo_rcm_patch.video.generation import Generation, generate
-    from turbo_rcm_patch.video.int8_folder import load_int8_only
     from turbo_rcm_patch.video.load import load_pipeline
     from turbo_rcm_patch.video.lora import add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
     from turbo_rcm_patch.video.scheduler import RCMScheduler
     from turbo_rcm_patch.video.settings import Settings
-    from turbo_rcm_patch.video.source import Source
     from turbo_rcm_patch.video.verdict import Verdict, judge
 
 __all__ = [
@@ -28,13 +26,11 @@ __all__ = [
     "NetworkNumber",
     "RCMScheduler",
     "Settings",
-    "Source",
     "Verdict",
     "add_loras",
     "compare",
     "generate",
     "judge",
-    "load_int8_only",
     "load_pipeline",
     "network_number",
 ]
@@ -44,13 +40,11 @@ __getattr__ = loading_names(
     {
         "comparison": "Comparison compare",
         "generation": "Generation generate",
-        "int8_folder": "load_int8_only",
         "load": "load_pipeline",
         "lora": "add_loras",
         "measures": "NetworkNumber network_number",
         "scheduler": "RCMScheduler",
         "settings": "Settings",
-        "source": "Source",
         "verdict": "Verdict judge",
     },
 )

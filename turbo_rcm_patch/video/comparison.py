@@ -8,9 +8,10 @@ writes the folder, and does the rest.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -24,14 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
-from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.filters import filtered
 from turbo_rcm_patch.video.generation import (
     Conditioning,
+    Make,
     Meter,
     OnStep,
     Sample,
@@ -39,6 +40,7 @@ from turbo_rcm_patch.video.generation import (
     check_seed,
     decode_latents,
     encode,
+    sample_by,
     sample_latents,
     settings_for,
 )
@@ -51,8 +53,9 @@ from turbo_rcm_patch.video.measures import (
     fusion_number,
     measure_network,
 )
+from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
 from turbo_rcm_patch.video.report import write_report
-from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
 from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, Verdict, Word, judge
@@ -165,7 +168,7 @@ class Comparison:
     patch_report: str
     patch: dict[str, Any]
     times: dict[Variant, dict[str, float | None]]
-    settings: Settings
+    settings: Settings | GivenFrames
     identity: dict[str, Any]
     command: str
     out: Path
@@ -189,6 +192,11 @@ class Comparison:
     def metrics(self) -> Path:
         """The JSON file."""
         return self.out / "metrics.json"
+
+    @property
+    def made_by_caller(self) -> bool:
+        """True if a function of the caller made the videos (`compare(..., make=)`)."""
+        return isinstance(self.settings, GivenFrames)
 
     @property
     def seen(self) -> dict[str, int] | None:
@@ -272,9 +280,10 @@ class Comparison:
 
 def compare(
     pipe: VideoPipeline,
-    prompts: str | Source | Sequence[str | Source],
+    prompts: str | Sequence[str],
     *,
     out: str | Path,
+    make: Make | None = None,
     images: ImageLike | Sequence[ImageLike] | None = None,
     seed: int = 0,
     config: PatchConfig | None = None,
@@ -296,8 +305,12 @@ def compare(
     dense attention.
 
     Args:
-        pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32.
-        prompts: One or many, each a text or a `Source`. Prompt i uses seed + i.
+        pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32. With `make`
+            any pipeline of diffusers whose transformer can be patched.
+        prompts: One or many. Prompt i uses seed + i.
+        make: Makes a video from a seed, with `pipe` and whatever it needs: frames [F, H, W, 3] in
+            0..1. `prompts` are then the names of the videos in the report, and of the settings
+            only `fps` is taken. The network number is not measured.
         images: For image to video the first frame, one for all prompts or one for each.
         out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
             it are kept, and so are files that no comparison wrote.
@@ -330,9 +343,15 @@ def compare(
     require("report", "compare")
     config = config or PatchConfig()
     sources = sources_of(prompts, images)
-    settings = settings_for(pipe, settings, **overrides)
     check_seed(seed, len(sources))
-    family_of(pipe).check(type(pipe).__name__, sources)
+    chosen: Settings | GivenFrames
+    if make is None:
+        chosen = settings_for(pipe, settings, **overrides)
+        given = {one.prompt: one.image is not None for one in sources}
+        check_images(kind_of(pipe), type(pipe).__name__, given)
+    else:
+        chosen = _given_frames(overrides, images=images, settings=settings, number=network_number)
+        network_number = False
     processes = processes or Processes()
     processes.from_first(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
@@ -341,11 +360,11 @@ def compare(
         processes.from_first(lambda: until_done.enter_context(in_use(out)))
         check_judged(pipe, config, attention_backend)
         inputs = inputs_of(sources, seed)
-        identity = identify(pipe, settings, config)
+        identity = identify(pipe, chosen, config)
         identity |= {"inputs": inputs, "attention_backend": attention_backend}
         store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
-            pipe, sources, inputs, seed, settings, config, attention_backend,
+            pipe, make, sources, inputs, seed, chosen, config, attention_backend,
             store=store, identity=identity, progress=progress or (lambda *_: None),
             tell=tell or (lambda _: None), processes=processes,
         )  # fmt: skip
@@ -362,10 +381,11 @@ class _Run:
     """The work of one comparison, piece by piece; finished pieces of an earlier run are kept."""
 
     pipe: VideoPipeline
+    make: Make | None
     sources: Sequence[Source]
     inputs: dict[str, str]
     seed: int
-    settings: Settings
+    settings: Any
     config: PatchConfig
     attention_backend: str | None
     store: Store
@@ -376,20 +396,27 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.keys = list(self.inputs)
-        #: Return source i, encoded once for all passes.
-        self.encode = cache(lambda i: encode(self.pipe, self.sources[i], self.settings).kept())
+        #: Return the embeddings of prompt i, encoded once for all passes, on the CPU.
+        self.embed = cache(
+            lambda i: {
+                name: one.cpu()
+                for name, one in encode(self.pipe, self.sources[i], self.settings).items()
+                if isinstance(one, torch.Tensor)
+            }
+        )
 
     def encoded(self, i: int) -> Conditioning:
-        """Return source i, encoded, with its pixels."""
-        media = self.sources[i].media
-        if digest_of(media) != self.inputs[self.keys[i]]:
+        """Return prompt i, encoded, with its image."""
+        image = self.sources[i].read()
+        if digest_of(image) != self.inputs[self.keys[i]]:
             raise SamplingError(
-                f"the files for the video of prompt {i + 1} changed during the comparison",
+                f"the image for the video of prompt {i + 1} changed during the comparison",
                 expected="the same pixels for all three videos",
-                got=", ".join(media),
-                remedy="Start again, and leave the files alone until it is done",
+                remedy="Start again, and leave the file alone until it is done",
             )
-        return self.encode(i).again(self.pipe._execution_device, media)
+        device = self.pipe._execution_device
+        found: dict[str, Any] = {name: one.to(device) for name, one in self.embed(i).items()}
+        return found if image is None else found | {"image": image}
 
     @contextmanager
     def unpatched(self, backend: str | None = None) -> Iterator[None]:
@@ -415,7 +442,7 @@ class _Run:
                 backend.
             warm: False leaves the first call and runs/VARIANT.json out.
         """
-        shared, store, steps = self.processes, self.store, self.settings.steps_run
+        shared, store, steps = self.processes, self.store, self.settings.steps
         missing = shared.from_first(
             lambda: [i for i, key in enumerate(self.keys) if not store.has_sample(key, variant)]
         )
@@ -425,8 +452,8 @@ class _Run:
         if not missing:
             return
         mine = shared.share(missing)
-        for i in mine:  # outside the model: only the transformer's attention differs
-            self.encode(i)
+        for i in mine if self.make is None else ():  # outside the model: the encoder is the same
+            self.embed(i)
         with model as watched:
             report = watched if isinstance(watched, PatchReport) else None
             began, told = time.perf_counter(), variant != "baseline" or not shared.first
@@ -469,7 +496,7 @@ class _Run:
     def estimated(self, seconds: float) -> str:
         """Return how long all will take if every step takes as long as the first, and what will be
         written."""
-        count, steps = 3 * len(self.keys), self.settings.steps_run
+        count, steps = 3 * len(self.keys), self.settings.steps
         left = timedelta(seconds=round(seconds * count * steps / self.processes.ranks.world))
         device = self.pipe._execution_device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -484,6 +511,11 @@ class _Run:
     def _generate(
         self, i: int, on_step: OnStep | None = None, watched: Watched | None = None
     ) -> Sample:
+        if self.make is not None:
+            made = sample_by(self.make, self.seed + i, self.pipe._execution_device, watched)
+            if on_step is not None:
+                on_step(1, 1)
+            return made
         return sample_latents(
             self.pipe,
             self.encoded(i),
@@ -512,7 +544,8 @@ class _Run:
 
     def _refuses(self, name: str) -> str:
         """Return why a backend cannot be the control, empty if it can. Keep the sample then."""
-        self.encode(0)
+        if self.make is None:
+            self.embed(0)
         try:
             with self.unpatched(name):
                 sample = self._generate(0)
@@ -570,6 +603,10 @@ class _Run:
         self, network_number: bool | None, observer: Observer | None, control: str, command: str
     ) -> Comparison:
         """Measure, judge and write the report, when all samples are there."""
+        if self.make is not None:
+            shape = self.store.load_sample(self.keys[0], "baseline").latents.shape
+            sizes = dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
+            self.settings = replace(self.settings, **sizes)
         network, why = self.network(network_number)
         fusion = self.fusion()
         results = []
@@ -635,6 +672,8 @@ class _Run:
             found = filtered(frames[name], frames["baseline"], fps)
             far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
             drifts[name] = replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr)
+            if self.make is not None:  # Nobody has seen the latents.
+                drifts[name] = replace(drifts[name], latents=math.nan)
             missing |= {found.why} - {""}
         gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in drifts])
         shown = {name: enlarge(one) for name, one in frames.items()}
@@ -679,6 +718,8 @@ class _Run:
         On a CPU together, which takes a third of the time, because torch has a fast convolution
         for batches only; elsewhere one after the other, which takes a third of the memory.
         """
+        if self.make is not None:
+            return latents
         latents = dict(latents)
         ours = {name: latents.pop(name) for name in ("patched",) if name in latents}
         frames: dict[str, torch.Tensor] = {}
@@ -699,6 +740,23 @@ class _Run:
             "median_seconds": statistics.median(s.seconds for s in samples),
             "peak_bytes": max((s.peak_bytes for s in samples if s.peak_bytes), default=None),
         }
+
+
+def _given_frames(overrides: Mapping[str, object], **left_out: object) -> GivenFrames:
+    """Return the settings of a comparison with `make`.
+
+    Raises:
+        ConfigError: Others are given than the frames a second.
+    """
+    wrong = sorted({*overrides} - {"fps"}) + [name for name, x in left_out.items() if x]
+    if wrong:
+        raise ConfigError(
+            "compare with make",
+            expected="no setting but fps, no image and no network number",
+            got=", ".join(wrong).replace("number", "network_number"),
+            remedy="Give them to the pipeline inside of make",
+        )
+    return GivenFrames(**overrides)  # type: ignore[arg-type]
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
@@ -757,7 +815,9 @@ def _baseline(pipe: VideoPipeline, config: PatchConfig) -> str:
     )
 
 
-def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
+def identify(
+    pipe: VideoPipeline, settings: Settings | GivenFrames, config: PatchConfig
+) -> dict[str, Any]:
     """Return everything but prompts and seeds that decides what is generated."""
     networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
     networks = [one for one in networks if one is not None]

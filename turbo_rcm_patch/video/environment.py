@@ -21,7 +21,7 @@ PACKAGES: Final = (
 #: Files of the package that can influence a generated video.
 _MAKE_VIDEOS: Final = (
     *("config.py", "skip.py", "boundary.py", "ops/**/*.py"),
-    *("patching/**/*.py", "video/families/*.py", "video/generation.py", "video/lora.py"),
+    *("patching/**/*.py", "video/pipelines.py", "video/generation.py", "video/lora.py"),
     *("video/rcm_times.py", "video/scheduler.py", "video/settings.py", "video/source.py"),
 )
 #: Largest relative L2 between an int8 attention of random normal numbers and torch's in fp32:

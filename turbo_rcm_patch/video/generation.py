@@ -1,8 +1,8 @@
-"""Encode the source of a video, sample latents, decode them.
+"""Encode a prompt, sample latents, decode them.
 
-The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
-scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
-differs between pipelines.
+The pipeline's own `__call__` denoises, so images, hooks, offloading, both experts of Wan 2.2 and
+every scheduler behave as usual. Unpatched and patched models take the same path. `pipelines` holds
+what differs between pipelines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,24 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
-from turbo_rcm_patch.video.families import Job, PipelineFamily, VideoPipeline, draw, family_of
 from turbo_rcm_patch.video.lora import loras_of
+from turbo_rcm_patch.video.pipelines import (
+    VideoPipeline,
+    check_images,
+    check_one_image,
+    decode,
+    draw,
+    frames_made,
+    kind_of,
+    network_of,
+    trimmed,
+)
 from turbo_rcm_patch.video.rcm_times import noise_stream
-from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint
+from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 
@@ -42,50 +53,11 @@ _QUIET: Final = {"_progress_bar_config": {"disable": True}}
 OnStep = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Conditioning:
-    """A `Source`, encoded.
+#: Makes a video from a seed: frames [F, H, W, 3] in 0..1.
+Make = Callable[[int], "torch.Tensor | np.ndarray"]
 
-    Attributes:
-        embeds: Embeddings [1, L, C] of the prompt.
-        negative_embeds: Under guidance those of the negative prompt.
-        media: The other fields of the source, by name.
-        encoded: Results of VAE (on the CPU) and image encoder on `media`, by their input. Every
-            generation takes them from here.
-    """
-
-    embeds: torch.Tensor
-    negative_embeds: torch.Tensor | None
-    media: Mapping[str, Any] = field(default_factory=dict)
-    encoded: dict[object, Any] = field(default_factory=dict)
-
-    def kept(self) -> Conditioning:
-        """Return it with its embeddings on the CPU and without pixels: many of them hold little
-        memory (`Conditioning.again`)."""
-        return self.again("cpu", {})
-
-    def again(self, device: torch.device | str, media: Mapping[str, Any]) -> Conditioning:
-        """Return it as before `kept`, with the `media` of the same source."""
-        negative = self.negative_embeds
-        return replace(
-            self,
-            embeds=self.embeds.to(device),
-            negative_embeds=None if negative is None else negative.to(device),
-            media=media,
-        )
-
-    def frames(self, name: str, settings: Settings) -> list[Any]:
-        """Return the images of a video that was given, as many as `settings` asks for.
-
-        Raises:
-            SamplingError: It has fewer.
-        """
-        frames = list(self.media[name])
-        if len(frames) < settings.num_frames:
-            expected = f"{settings.num_frames} frames, as many as are made"
-            remedy = "Lower --num-frames, or give a longer video"
-            raise SamplingError(name, expected=expected, got=f"{len(frames)}", remedy=remedy)
-        return frames[: settings.num_frames]
+#: Arguments of a pipeline's call that say what the video shows: embeddings, and an image.
+Conditioning = dict[str, Any]
 
 
 class Watched(Protocol):
@@ -106,8 +78,8 @@ class Sample:
         latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         trajectory: The latents after some steps (see `trajectory_steps`), same form; empty unless
             asked for.
-        seconds: Time of the denoising loop.
-        peak_bytes: Peak memory of the denoising loop.
+        seconds: Time of the pipeline's call: denoising, and encoding an image.
+        peak_bytes: Peak memory of that call.
         forms: Of each step the form in which each block ran, if that was watched.
     """
 
@@ -139,7 +111,7 @@ class Generation(Sample):
 
 def generate(
     pipe: VideoPipeline,
-    prompt: str | Source,
+    prompt: str,
     *,
     image: ImageLike | None = None,
     seed: int = 0,
@@ -150,9 +122,9 @@ def generate(
     """Generate one video.
 
     Args:
-        pipe: One of `families.FAMILIES`, patched or not, on any device, with or without
+        pipe: One of `pipelines.PIPELINES`, patched or not, on any device, with or without
             offloading. Its VAE must be in fp32.
-        prompt: The prompt, or a `Source` with what else the video is made from.
+        prompt: The prompt.
         image: For an image-to-video pipeline the first frame: a file or an image of PIL's, which
             the pipeline resizes to the size of the video.
         seed: Seed of the initial noise and of the re-noising, which have separate generators.
@@ -165,7 +137,7 @@ def generate(
 
     Raises:
         ConfigError: A setting has another value, or the pipeline does not take it.
-        SamplingError: The source does not fit the pipeline, or the video is not finite.
+        SamplingError: The pipeline takes no image, or needs one, or the video is not finite.
     """
     settings = settings_for(pipe, settings, **overrides)
     check_seed(seed)
@@ -199,8 +171,7 @@ def folder_of(pipe: VideoPipeline) -> Path | None:
     name = getattr(pipe, "name_or_path", None)
     if name and Path(name).is_dir():
         return Path(name)
-    network = pipe.transformer or getattr(pipe, "transformer_2", None)
-    part = Path(str(getattr(network, "config", {}).get("_name_or_path", "")))
+    part = Path(str(network_of(pipe).config.get("_name_or_path", "")))
     return part.parent if part.parent.parent.name == "snapshots" else None
 
 
@@ -214,28 +185,28 @@ def settings_for(
     pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
 ) -> Settings:
     """Return the settings for a loaded pipeline: the overrides, then the given settings or else
-    its folder's `turbo_rcm.json`, then the defaults of the pipeline and of its family.
+    its folder's `turbo_rcm.json`, then the usual ones of the pipeline.
 
-    Few steps for a model that nobody says was distilled are told once.
+    Warns once if few steps are chosen for a model that is not marked as distilled.
 
     Raises:
         ConfigError: A setting has another value, or the pipeline does not take it.
     """
-    family, folder = family_of(pipe), folder_of(pipe)
-    usual = dict(family.DEFAULTS)
+    kind, folder = kind_of(pipe), folder_of(pipe)
+    usual = dict(kind.usual)
     if isinstance(pipe.scheduler, RCMScheduler):
         kept = pipe.scheduler.config
         usual |= {"sampler": "rcm", "sigma_max": kept.sigma_max, "form": kept.sampler}
         if kept.times is not None:
             usual |= {"sampler": "times", "times": tuple(kept.times)}
     if settings is None:
-        settings = Settings.for_model(folder, usual, family.OWN, **overrides)
+        settings = Settings.for_model(folder, usual, kind.own, **overrides)
     elif overrides:
         settings = Settings.for_model(None, **settings.as_dict() | overrides)
     settings = replace(settings, lora=loras_of(pipe))
-    _check_settings(pipe, family, settings)
+    _check_settings(pipe, settings)
     if settings.few_steps or settings.steps < _MANY:
-        says = Settings.for_model(folder, usual, family.OWN)
+        says = Settings.for_model(folder, usual, kind.own)
         if not (says.few_steps or says.steps < _MANY or settings.lora):
             _say_once(
                 f"{settings.steps} steps (sampler {settings.sampler}): nothing says that "
@@ -253,22 +224,57 @@ def _say_once(text: str) -> None:
     _log.warning("%s", text)
 
 
+def _forms(watched: Watched) -> dict[str, str]:
+    """Return the forms of a network's blocks. A VAE has no form that was asked for."""
+    return {name: form for name, form in watched.forms().items() if not name.startswith("vae.")}
+
+
+@torch.no_grad()
+def sample_by(make: Make, seed: int, device: torch.device, watched: Watched | None) -> Sample:
+    """Let a function of the caller make a video; its frames are in the place of latents.
+
+    Raises:
+        SamplingError: It returned something else than frames.
+    """
+    if watched is not None:
+        watched.forget()
+    with Meter(device) as meter:
+        frames = make(seed)
+    found = torch.as_tensor(frames)
+    if found.ndim != 4 or found.shape[-1] != 3 or not found.is_floating_point():
+        raise SamplingError(
+            "the result of make(seed)",
+            expected="frames [F, H, W, 3] in 0..1, as a tensor or an array of numpy",
+            got=f"{tuple(found.shape)} in {found.dtype}",
+            remedy='Call the pipeline with output_type="np", and return its .frames[0]',
+        )
+    return Sample(
+        latents=found.to("cpu", torch.float32).contiguous(),
+        trajectory=(),
+        seconds=meter.seconds,
+        peak_bytes=meter.peak_bytes,
+        forms=() if watched is None else (_forms(watched),),
+    )
+
+
 @torch.no_grad()
 def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Conditioning:
-    """Run the encoders: the text encoder, and VAE and image encoder if there is more than text.
+    """Run the text encoder, and read the image if there is one.
 
     Args:
         pipe: The pipeline.
         source: The source of the video.
-        settings: Read for guidance, negative prompt, length and size.
+        settings: Read for guidance, negative prompt and length.
 
     Returns:
-        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device, and all else.
+        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device, and the image.
 
     Raises:
-        SamplingError: The source lacks what the pipeline needs, or has what it does not take.
+        SamplingError: The pipeline takes no image, or needs one.
     """
-    family_of(pipe).check(type(pipe).__name__, [source])
+    image, kind = source.read(), kind_of(pipe)
+    check_images(kind, type(pipe).__name__, {source.prompt: image is not None})
+    check_one_image(pipe)
     guided = settings.guidance_scale > 1.0
     embeds, negative = pipe.encode_prompt(
         prompt=source.prompt,
@@ -277,19 +283,8 @@ def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Condition
         max_sequence_length=settings.max_sequence_length,
         device=pipe._execution_device,
     )
-    conditioning = Conditioning(embeds, negative, source.media)
-    if family_of(pipe).takes:
-        recorded_calls(pipe, conditioning, settings, [])
-    return conditioning
-
-
-def initial_noise(
-    pipe: VideoPipeline, seed: int, settings: Settings, conditioning: Conditioning | None = None
-) -> torch.Tensor:
-    """Draw standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
-    `torch.Generator("cpu").manual_seed(seed)`.
-    """
-    return draw(family_of(pipe).latent_shape(pipe, settings, conditioning), seed)
+    found = {"prompt_embeds": embeds, "negative_prompt_embeds": negative}
+    return found if image is None else found | {"image": image}
 
 
 def trajectory_steps(steps: int) -> tuple[int, ...]:
@@ -324,12 +319,12 @@ def sample_latents(
     Returns:
         Latents, time and peak memory.
     """
-    family, device = family_of(pipe), pipe._execution_device
-    _check_settings(pipe, family, settings)
-    _check_size(pipe, family, settings)
+    device = pipe._execution_device
+    _check_settings(pipe, settings)
+    _check_size(pipe, settings)
     kept: list[torch.Tensor] = []
     forms: list[dict[str, str]] = []
-    wanted = trajectory_steps(settings.steps_run) if keep_trajectory else ()
+    wanted = trajectory_steps(settings.steps) if keep_trajectory else ()
 
     def after_step(
         _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
@@ -337,11 +332,11 @@ def sample_latents(
         if step in wanted:  # stays on the device: copying here would wait for it
             kept.append(tensors["latents"].clone())
         if watched is not None:
-            forms.append(watched.forms())
-            if len(forms) < settings.steps_run:  # The report shows how the last step ran.
+            forms.append(_forms(watched))
+            if len(forms) < settings.steps:  # The report shows how the last step ran.
                 watched.forget()
         if on_step is not None:
-            on_step(step + 1, settings.steps_run)
+            on_step(step + 1, settings.steps)
         return {}
 
     if watched is not None:
@@ -349,11 +344,9 @@ def sample_latents(
     with (
         _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
         _private_rng(device, seed),
-        _encoded_once(pipe, conditioning),
         Meter(device) as meter,
     ):
         latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
-    latents = family.trim(_job(pipe, seed, conditioning, settings), latents)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
@@ -371,28 +364,37 @@ def _denoise(
     **more: object,
 ) -> torch.Tensor:
     """Call the pipeline and return its latents after all steps."""
+    # The pipelines round a number that their VAE cannot make to another one.
+    frames = min(frames_made(pipe, settings.num_frames), settings.num_frames)
     call: dict[str, object] = {
-        "prompt_embeds": conditioning.embeds,
-        "negative_prompt_embeds": conditioning.negative_embeds,
         "height": settings.height,
         "width": settings.width,
+        "num_frames": frames,
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
         "max_sequence_length": settings.max_sequence_length,
         "output_type": "latent",
     }
-    family, media = family_of(pipe), conditioning.media
-    call |= {name: media[name] for name in family.AS_GIVEN if name in media}
-    call |= family.call_inputs(_job(pipe, seed, conditioning, settings))
-    latents: torch.Tensor = pipe(**call | more).frames
-    return latents
+    if settings.guidance_scale_2 is not None:
+        call["guidance_scale_2"] = settings.guidance_scale_2
+    own, encode_image = pipe.prepare_latents, pipe.vae.encode
 
+    def prepared(*given: object, **named: object) -> Any:
+        """Put the noise of the seed in the place of the pipeline's, scaled for a few-step sampler:
+        pipelines draw another one in bf16, and those of Wan do not scale it."""
+        made = own(*given, **named)
+        latents, *others = made if isinstance(made, tuple) else (made,)
+        noise = draw(latents.shape, seed).double() * getattr(pipe.scheduler, "init_noise_sigma", 1)
+        latents = noise.to(latents.dtype).to(latents.device)
+        return (latents, *others) if others else latents
 
-def _job(pipe: VideoPipeline, seed: int, conditioning: Conditioning, settings: Settings) -> Job:
-    """Return the job with as many frames as the VAE makes, if these are fewer than asked for."""
-    made = family_of(pipe).frames_made(pipe, settings.num_frames)
-    fitting = replace(settings, num_frames=min(made, settings.num_frames))
-    return Job(pipe, seed, conditioning, fitting)
+    with (
+        _replaced(pipe, prepare_latents=prepared),
+        # CogVideoX's pipelines encode an image in the network's dtype, where this VAE has fp32.
+        _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
+    ):
+        latents: torch.Tensor = pipe(**call | conditioning | more).frames
+    return trimmed(pipe, latents, frames)
 
 
 @torch.no_grad()
@@ -409,34 +411,32 @@ def recorded_calls(
 
     Args:
         pipe: The pipeline; as before afterwards.
-        conditioning: The encoded source; it keeps the results of VAE and image encoder.
+        conditioning: From `encode`.
         settings: Shape of the video.
         states: Latents as the loop holds them, each with its network time.
 
     Returns:
         The keyword arguments of the call for each state, without guidance.
     """
-    plain = Conditioning(conditioning.embeds, None, conditioning.media, conditioning.encoded)
     replay = _Replay(pipe.scheduler.config, states)
-    # The first call sees the pipeline's own noise. It serves to get all states through `step`.
-    once = settings if settings.strength is None else replace(settings, strength=1.0)
     calls: list[dict[str, Any]] = []
 
     def record(**given: Any) -> tuple[torch.Tensor]:
         calls.append(given)
+        # The first call sees the pipeline's own noise. It serves to get all states through `step`.
         return (given["hidden_states"],)
 
     networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
     with (
         _replaced(pipe, **_QUIET, scheduler=replay),
         _private_rng(pipe._execution_device, 0),
-        _encoded_once(pipe, conditioning),
         ExitStack() as stack,
     ):
         for network in filter(None, networks):
             stack.enter_context(_replaced(network, forward=record))
         steps = {"num_inference_steps": len(states) + 1, "guidance_scale": 1.0}
-        _denoise(pipe, plain, 0, once, **steps)
+        plain = {**conditioning, "negative_prompt_embeds": None}
+        _denoise(pipe, plain, 0, settings, **steps)
     return calls[1:]
 
 
@@ -463,9 +463,6 @@ class _Replay:
     def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
         return sample
 
-    def add_noise(self, _: torch.Tensor, noise: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
-        return noise
-
     def step(
         self, _: torch.Tensor, __: object, sample: torch.Tensor, return_dict: bool = False
     ) -> tuple[torch.Tensor]:
@@ -490,21 +487,18 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
     if vae.dtype != torch.float32:
         got, remedy = str(vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"
         raise DTypeError("the VAE's dtype", expected="torch.float32", got=got, remedy=remedy)
-    video = family_of(pipe).decode(pipe, latents.to(pipe._execution_device, torch.float32))
+    video = decode(pipe, latents.to(pipe._execution_device, torch.float32))
     pipe.maybe_free_model_hooks()
     frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
     return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
 
 
-def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) -> None:
-    no_video = settings.strength is not None and "strength" not in family.DEFAULTS
+def _check_settings(pipe: Any, settings: Settings) -> None:
     one_expert = getattr(pipe, "transformer_2", None) is None
     for name, wrong, expected, remedy in (
-        ("sampler", settings.few_steps and not family.FEW_STEPS, "'scheduler'",
+        ("sampler", settings.few_steps and not kind_of(pipe).few_steps, "'scheduler'",
          "Few-step samplers are for students that predict a rectified flow's velocity; leave "
          "sampler out"),
-        ("strength", no_video, "none, because it does not begin with a video",
-         "Leave --strength out, or load a video-to-video pipeline"),
         ("guidance_scale_2", settings.guidance_scale_2 is not None and one_expert,
          "none, because it has no second expert", "Leave --guidance-scale-2 out"),
     ):  # fmt: skip
@@ -513,16 +507,16 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
             raise ConfigError(what, expected=expected, got=got, remedy=remedy)
 
 
-def _check_size(pipe: VideoPipeline, family: PipelineFamily, settings: Settings) -> None:
+def _check_size(pipe: VideoPipeline, settings: Settings) -> None:
     """Refuse a size beyond the model's positions, and say what becomes of the number of frames."""
-    network: Any = getattr(pipe, "transformer", None) or getattr(pipe, "transformer_2", None)
-    positions = getattr(network.config, "rope_max_seq_len", None)
+    config = network_of(pipe).config
+    positions = getattr(config, "rope_max_seq_len", None)
     for name, axis in (("height", 1), ("width", 2)) if positions else ():
-        most = positions * network.config.patch_size[axis] * pipe.vae_scale_factor_spatial
+        most = positions * config.patch_size[axis] * pipe.vae_scale_factor_spatial
         if getattr(settings, name) > most:
             got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
             raise ConfigError(f"{name} of this model", expected=expected, got=got)
-    made = family.frames_made(pipe, settings.num_frames)
+    made = frames_made(pipe, settings.num_frames)
     if made != settings.num_frames:
         _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")
 
@@ -554,42 +548,6 @@ def _replaced(owner: object, **attributes: object) -> Iterator[None]:
                 setattr(owner, name, own[name])
             else:
                 delattr(owner, name)
-
-
-@contextmanager
-def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[None]:
-    """Let VAE and image encoder see every image once for all generations of `conditioning`."""
-    if not family_of(pipe).takes:
-        yield
-        return
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-    from diffusers.models.modeling_outputs import AutoencoderKLOutput
-
-    known, encode = conditioning.encoded, pipe.vae.encode
-
-    def by_vae(x: torch.Tensor) -> Any:
-        key = (tuple(x.shape), fingerprint(x))
-        if key not in known:
-            # CogVideoX's pipelines encode in the network's dtype, where this VAE has fp32.
-            known[key] = encode(x.to(pipe.vae.dtype)).latent_dist.parameters.cpu()
-        return AutoencoderKLOutput(DiagonalGaussianDistribution(known[key].to(x.device)))
-
-    def as_is(x: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
-        return (x,)
-
-    with ExitStack() as stack:
-        # Animate's pipeline decodes although it is asked for latents, and drops the result.
-        stack.enter_context(_replaced(pipe.vae, encode=by_vae, decode=as_is))
-        if hasattr(pipe, "encode_image"):
-            see = pipe.encode_image
-
-            def by_encoder(*given: object, **named: object) -> Any:
-                if "image" not in known:  # A pipeline encodes the images of a source in one call.
-                    known["image"] = see(*given, **named)
-                return known["image"]
-
-            stack.enter_context(_replaced(pipe, encode_image=by_encoder))
-        yield
 
 
 @contextmanager

@@ -13,15 +13,15 @@ from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.extra_file import folder_proj_l, mark_of
+from turbo_rcm_patch.checkpoints.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
-from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline
-from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
 from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras, check_loras
+from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, network_of
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
@@ -70,7 +70,7 @@ def load_pipeline(
             "transformer=..." and "transformer_2=..." choose. See `lora.add_loras`.
 
     Returns:
-        One of the pipelines in `families.FAMILIES`, ready to run. If the folder was converted
+        One of the pipelines in `pipelines.PIPELINES`, ready to run. If the folder was converted
         from a checkpoint with int8 weights or SLA, these are attached (`load_extra`).
 
     Raises:
@@ -170,10 +170,12 @@ def check_folder(folder: Path) -> str:
         index = read_json(index_path, ModelFolderError)
         asked = str(index.get("_class_name"))
         asked = _ALIASES.get(asked, asked)
-        if asked not in FAMILIES:
-            what, expected = f"{index_path}: _class_name", f"one of {tuple(FAMILIES)}"
+        if asked not in PIPELINES:
+            what, expected = f"{index_path}: _class_name", f"one of {tuple(PIPELINES)}"
             remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
-            remedy += "but generate and compare run these"
+            remedy += (
+                "but generate and compare run these. From Python compare takes any with make="
+            )
             raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
@@ -205,8 +207,8 @@ def _from_pretrained(
     with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
         index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
         asked = _ALIASES.get(index["_class_name"], index["_class_name"])
-        if asked not in FAMILIES:
-            raise TypeError(f"it is a {asked}, not one of {tuple(FAMILIES)}")
+        if asked not in PIPELINES:
+            raise TypeError(f"it is a {asked}, not one of {tuple(PIPELINES)}")
         alone = _int8_parts(folder, dtype, wanted=int8 == "only") if local else {}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
         dtypes = {"default": dtype} | {
@@ -230,7 +232,7 @@ def _from_pretrained(
         from huggingface_hub.errors import EntryNotFoundError
 
         with suppress(EntryNotFoundError):  # There is none, or no connection.
-            _fetch(pipe.transformer or getattr(pipe, "transformer_2", None), folder, DEFAULTS_FILE)
+            _fetch(network_of(pipe), folder, DEFAULTS_FILE)
     return pipe
 
 

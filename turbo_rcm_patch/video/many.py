@@ -1,4 +1,4 @@
-"""The processes of torchrun: which of them makes which videos, and what they tell each other.
+"""The processes of torchrun: which of them makes which videos, and what they exchange.
 
 torchrun tells each process its rank in environment variables, and ends all processes as soon as
 one has failed. `generate` deals its prompts out by rank; in `compare` the first process alone
@@ -135,7 +135,7 @@ class Processes:
         try:
             if self.first:
                 told[0] = make()
-        except Exception as error:  # The others hear of it, whatever it is.
+        except Exception as error:  # Forward any error to the other ranks.
             told[1] = f"{type(error).__name__}: {error}"
             raise
         finally:

@@ -21,15 +21,9 @@ from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
-from turbo_rcm_patch.video.families import VideoPipeline, family_of
-from turbo_rcm_patch.video.generation import (
-    Conditioning,
-    OnStep,
-    Sample,
-    initial_noise,
-    recorded_calls,
-)
+from turbo_rcm_patch.video.generation import Conditioning, OnStep, Sample, recorded_calls
 from turbo_rcm_patch.video.judged import judged
+from turbo_rcm_patch.video.pipelines import VideoPipeline, noised
 from turbo_rcm_patch.video.settings import Settings
 
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
@@ -296,11 +290,8 @@ def measure_network(
         attention_backend: As for `compare`.
         progress: Called before and after each call of the network with (done, total).
     """
-    family, device = family_of(pipe), pipe.transformer.device
-    states = []
-    for seed in SEEDS:
-        noise = initial_noise(pipe, seed, settings, conditioning).to(device)
-        states += family.noised(pipe, clean.to(device), noise)
+    clean = clean.to(pipe.transformer.device)
+    states = [one for seed in SEEDS for one in noised(pipe, clean, seed, TIMES)]
     calls = recorded_calls(pipe, conditioning, settings, states)
     return network_number(
         pipe.transformer, calls, config, attention_backend=attention_backend, progress=progress

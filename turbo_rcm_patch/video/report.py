@@ -164,7 +164,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "machine": identity["device"],
         "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
         "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
-        "transformer": f"{identity['dtype']}; VAE in float32",
+        "transformer": identity["dtype"] + "; VAE in float32" * (not comparison.made_by_caller),
         "baseline": comparison.baseline,
         "control": f"scaled_dot_product_attention on its {comparison.control_backend} backend",
         "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
@@ -197,8 +197,8 @@ def _chips(comparison: Comparison, facts: dict[str, str]) -> list[str]:
     backend, versions = comparison.attention_backend, comparison.identity["versions"]
     judged = [f"attention backend {backend}"] if backend else []
     packages = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
-    steps = f"{comparison.settings.steps} steps"
-    return [facts["model"], *judged, facts["machine"], facts["video"], steps, *packages]
+    steps = [] if comparison.made_by_caller else [f"{comparison.settings.steps} steps"]
+    return [facts["model"], *judged, facts["machine"], facts["video"], *steps, *packages]
 
 
 def _measures(comparison: Comparison) -> list[dict[str, object]]:
@@ -211,6 +211,8 @@ def _measures(comparison: Comparison) -> list[dict[str, object]]:
             for drifts in _runs(comparison).values()
         )
         known = [[v for v in values if v is not None] for values in (patched, control)]
+        if attribute == "latents" and all(math.isnan(v) for values in known for v in values):
+            continue  # They were not there.
         rows.append(
             {
                 "name": name,
@@ -348,7 +350,8 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     import matplotlib.style
 
     plots = []
-    for name in ("prompts", "frames", "steps"):
+    names = ("prompts", "frames", "steps")
+    for name in names if comparison.results[0].patched.steps else names[:2]:
         plot = {}
         for theme, styles in (("light", ["plot"]), ("dark", ["plot", "dark"])):
             with matplotlib.style.context([_PAGE / f"{style}.mplstyle" for style in styles]):
@@ -383,7 +386,7 @@ def _draw_plot(name: str, comparison: Comparison) -> tuple[bytes, str]:
         )
         places = list(range(1, len(columns) + 1))
         if name == "steps":
-            places = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
+            places = [index + 1 for index in trajectory_steps(comparison.settings.steps)]
             said.append(f"{run} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
         else:
             said.append(f"{run} {_span([verdict.median(column) for column in columns])}")

@@ -22,7 +22,6 @@ Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "t
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 #: The pipeline that FastVideo's distilled models name. It is Wan's with another sampler.
 FASTWAN: Final = "WanDMDPipeline"
-_STRENGTH: Final = "more than 0 and at most 1, and at least one step when times steps"
 #: Settings that belong to a sampler: a folder's go when another sampler is chosen.
 _OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
 
@@ -43,7 +42,6 @@ _RULES: Final[Mapping[str, _Rule]] = {
     ),
     "guidance_scale_2": (lambda x: x is None or _is_finite(x), "a finite number or None"),
     "sigma_max guidance_scale": (_is_finite, "a finite number"),
-    "strength": (lambda x: x is None or (_is_finite(x) and 0 < x <= 1), _STRENGTH),
     "negative_prompt": (lambda x: isinstance(x, str), "a text"),
 }
 
@@ -123,8 +121,6 @@ class Settings:
         form: "sde" adds noise after each step of a few-step sampler, "ode" adds none. By default
             the schedule's own, "sde" for "rcm" and "times".
         sigma_max: First noise level of the rCM sampler.
-        strength: How much of a given video is made anew: the last `strength * steps` steps run.
-            None where no video is given, or for all of them.
         height: Height in pixels.
         width: Width in pixels.
         num_frames: Number of frames; num_frames - 1 must be a multiple of the VAE's temporal
@@ -145,7 +141,6 @@ class Settings:
     shift: float | None = None
     form: Form | None = None
     sigma_max: float = 80.0
-    strength: float | None = None
     height: int = 480
     width: int = 832
     num_frames: int = 81
@@ -165,9 +160,6 @@ class Settings:
             if (value := getattr(self, name)) % 16:
                 near = f"Try {max(16, round(value / 16) * 16)}"
                 raise ConfigError(name, expected="a multiple of 16", got=str(value), remedy=near)
-        if not self.steps_run:
-            got = f"{self.strength!r} with {self.steps} steps"
-            raise ConfigError("strength", expected=_STRENGTH, got=got, remedy="Raise one of them")
         for name in ("times", "lora"):  # JSON has lists.
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -195,11 +187,6 @@ class Settings:
             expected = f"{len(self.few_steps['times'])}, one for each of its times"
             got, remedy = str(self.steps), "Leave steps out, or give other times"
             raise ConfigError(f"steps of {sampler}", expected=expected, got=got, remedy=remedy)
-
-    @property
-    def steps_run(self) -> int:
-        """How many of the steps run."""
-        return self.steps if self.strength is None else int(self.steps * self.strength)
 
     @property
     def few_steps(self) -> dict[str, Any] | None:
@@ -254,6 +241,33 @@ class Settings:
     def as_dict(self) -> dict[str, object]:
         """Fields by name, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFrames:
+    """What is known of videos that a function of the caller makes (`compare(..., make=)`).
+
+    Attributes:
+        fps: Frames per second of the mp4s.
+        height: Height in pixels, 0 before the first video.
+        width: The same for the width.
+        num_frames: The same for the number of frames.
+        steps: A video counts as one step.
+    """
+
+    fps: int = 16
+    height: int = 0
+    width: int = 0
+    num_frames: int = 0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.fps) is not int or self.fps < 1:
+            raise ConfigError("fps", expected="a positive whole number", got=repr(self.fps))
+
+    def as_dict(self) -> dict[str, object]:
+        """What decides the videos, for JSON."""
+        return {"fps": self.fps, "made by": "a function of the caller"}
 
 
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:

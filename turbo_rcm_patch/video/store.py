@@ -190,7 +190,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
 
 @contextmanager
 def in_use(out: str | Path) -> Iterator[None]:
-    """Let no other process write videos into this folder, where its file system has locks.
+    """Lock a folder against other runs, on file systems that support locks.
 
     Raises:
         OutputExistsError: Another process does.

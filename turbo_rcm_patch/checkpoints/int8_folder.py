@@ -8,7 +8,7 @@ does not know, so that stock classes refuse it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from turbo_rcm_patch.checkpoints.extra_file import (
     read_config,
     weight_files,
 )
-from turbo_rcm_patch.checkpoints.folder import check_product
-from turbo_rcm_patch.checkpoints.keys import blocks_of
+from turbo_rcm_patch.checkpoints.folder import check_product, stored_int8
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.int8_weights import (
     INT8_MARK,
     SCALE,
@@ -45,7 +45,9 @@ def holds_int8(folder: Path) -> bool:
     if is_int8_only(folder):
         return True
     extra = folder / EXTRA_FILE
-    return extra.is_file() and any(_beside(StoredTensors(extra)))
+    return extra.is_file() and any(
+        key.endswith(".int8_weight") for key in StoredTensors(extra).listing
+    )
 
 
 def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -67,6 +69,8 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
             not the products of its int8 weights.
         CheckpointKeysError: Tensors are missing or unexpected.
     """
+    require("diffusers", "load_int8_only", "diffusers")
+    require("video", "load_int8_only", "accelerate")
     import diffusers
     from accelerate import init_empty_weights
 
@@ -82,12 +86,17 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
     stored = StoredTensors(*(path for path in weight_files(place) if path.is_file()))
     tensors: dict[str, Tensor] = {}
     modules = dict(network.named_modules())
-    for name, int8, scale in _int8_weights(place, stored):
-        linear = modules.get(name)
-        if type(linear) is not nn.Linear or linear.weight.shape != int8.shape:
-            expected = f"a Linear {list(int8.shape)} in a {cls.__name__}"
-            got = type(linear).__name__
-            raise CheckpointError(f"{place}: {name}", expected=expected, got=got)
+    alone = is_int8_only(place)
+    source = stored if alone else StoredTensors(place / EXTRA_FILE)
+    ends = (f".{WEIGHT}", f".{SCALE}") if alone else (".int8_weight", ".scale")
+    for key in [key for key in source.listing if key.endswith(ends[0])]:
+        name = key.removesuffix(ends[0])
+        linear: Any = modules.get(name)
+        int8, scale = stored_int8(
+            f"{place}: {name}", linear, source, (key, name + ends[1]), by_row=alone
+        )
+        if not alone and f"{name}.weight" in stored:
+            check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
         made = Int8Linear.in_place_of(linear, int8, scale)
         made.dtype = dtype
         network.set_submodule(name, made)
@@ -105,40 +114,6 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
     network.register_to_config(_name_or_path=str(place))
     mark_int8_only(network)
     return network.eval()
-
-
-def _beside(stored: StoredTensors) -> Iterator[str]:
-    """Yield the Linears with an int8 weight in an extra file."""
-    for key in stored.listing:
-        if key.endswith(".int8_weight"):
-            yield key.removesuffix(".int8_weight")
-
-
-def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, int8 and fp32 scales of every Linear that has them."""
-    if is_int8_only(place):
-        sources = [
-            (key.removesuffix(f".{WEIGHT}"), stored, key, f"{key.removesuffix(WEIGHT)}{SCALE}")
-            for key in stored.listing
-            if key.endswith(f".{WEIGHT}")
-        ]
-    else:
-        extra = StoredTensors(place / EXTRA_FILE)
-        sources = [(n, extra, f"{n}.int8_weight", f"{n}.scale") for n in _beside(extra)]
-    for name, source, weight_key, scale_key in sources:
-        if scale_key not in source:
-            raise CheckpointError(f"{place}: {scale_key}", expected="the scales of an int8 weight")
-        int8, scale = source[weight_key], source[scale_key]
-        scale = scale.view(torch.float32) if scale.dtype == torch.int32 else scale.float()
-        rows, blocks = int8.shape[0], blocks_of(tuple(int8.shape))
-        layouts = ((rows,), (rows, blocks[1]), blocks) if source is stored else (blocks,)
-        if int8.dtype != torch.int8 or tuple(scale.shape) not in layouts:
-            expected = f"int8 {list(int8.shape)} with scales of one of the shapes {layouts}"
-            got = f"{int8.dtype} with {list(scale.shape)}"
-            raise CheckpointError(f"{place}: {name}", expected=expected, got=got)
-        if source is not stored and f"{name}.weight" in stored:
-            check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
-        yield name, int8, scale
 
 
 def _check(

@@ -1,0 +1,185 @@
+"""The pipelines of diffusers that `generate` and `compare` call, and the differences between them.
+
+Any other pipeline is called by its user: `compare(pipe, ..., make=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+
+from turbo_rcm_patch.errors import NotAModelError, SamplingError
+from turbo_rcm_patch.video.settings import WAN_OWN
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+#: A pipeline of one of the classes in `PIPELINES`, for annotations.
+VideoPipeline: TypeAlias = "DiffusionPipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The differences between pipelines.
+
+    Attributes:
+        usual: Settings where neither the caller nor the model's folder says.
+        own: Steps and guidance that the pipeline's own scheduler is usually run with.
+        image: True if it makes a video from an image, the first frame.
+        few_steps: True if its networks predict a rectified flow's velocity, as few-step samplers
+            need. CogVideoX's predict v = alpha noise - sigma x0 of a variance-preserving process.
+        cogvideox: True if latents are [B, F, C, H, W], in the network's dtype from step to step,
+            and the VAE takes them in pairs; else they are Wan's, [B, C, F, H, W] in fp32.
+    """
+
+    usual: Mapping[str, object] = field(default_factory=dict)
+    own: Mapping[str, object] = field(default_factory=lambda: WAN_OWN)
+    image: bool = False
+    few_steps: bool = False
+    cogvideox: bool = False
+
+
+_SKYREELS: Final = {"height": 544, "width": 960, "num_frames": 97, "fps": 24}
+#: Those of CogVideoX 1.0, 2B and 5B.
+_COG: Final = {"height": 480, "width": 720, "num_frames": 49, "fps": 8, "max_sequence_length": 226}
+_SIX: Final = {"steps": 50, "guidance_scale": 6.0}
+#: A class of diffusers -> its differences. ChronoEdit runs without temporal reasoning.
+PIPELINES: Final = {
+    "WanPipeline": Kind(few_steps=True),
+    "WanImageToVideoPipeline": Kind(image=True, few_steps=True),
+    "SkyReelsV2Pipeline": Kind(_SKYREELS, _SIX),
+    "ChronoEditPipeline": Kind(image=True),
+    "CogVideoXPipeline": Kind(_COG, _SIX, cogvideox=True),
+    "CogVideoXImageToVideoPipeline": Kind(_COG, _SIX, image=True, cogvideox=True),
+}
+
+
+def kind_of(pipe: object) -> Kind:
+    """Find the kind of a pipeline, whose class may be derived from a known one.
+
+    Raises:
+        NotAModelError: It is of another class.
+    """
+    for cls in type(pipe).__mro__:
+        if cls.__name__ in PIPELINES and cls.__module__.partition(".")[0] == "diffusers":
+            return PIPELINES[cls.__name__]
+    expected, got = f"a diffusers {' or '.join(PIPELINES)}", type(pipe).__name__
+    remedy = "Load one with turbo_rcm_patch.video.load_pipeline. `compare` takes any pipeline "
+    remedy += "with make=, a function that calls it"
+    raise NotAModelError("pipe", expected=expected, got=got, remedy=remedy)
+
+
+def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
+    """Refuse an image where a pipeline takes none, and the other way round.
+
+    Args:
+        kind: The kind of the pipeline.
+        pipeline: Its class, for messages.
+        given: Prompt -> True if there is an image for it.
+
+    Raises:
+        SamplingError: One of them is wrong.
+    """
+    needed = kind.image
+    for prompt in (prompt for prompt, there in given.items() if there != needed):
+        others = " or ".join(name for name, one in PIPELINES.items() if one.image)
+        raise SamplingError(
+            f"image of the prompt {prompt!r}",
+            expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
+            + ("it" if needed else "a prompt alone"),
+            got="none" if needed else "one",
+            remedy="Give --image FILE, from Python image="
+            if needed
+            else f"Leave it out, or load a {others}",
+        )
+
+
+def network_of(pipe: Any) -> Any:
+    """Return the (high-noise) transformer of a pipeline, or its only one."""
+    return pipe.transformer or pipe.transformer_2
+
+
+def check_one_image(pipe: Any) -> None:
+    """Refuse a model of Wan that was trained with a first and a last frame.
+
+    Raises:
+        SamplingError: It is one.
+    """
+    config = network_of(pipe).config
+    if config.get("image_dim") and config.get("pos_embed_seq_len"):
+        raise SamplingError(
+            f"a {type(pipe).__name__} with a first and a last frame",
+            expected="a model that takes the first frame alone",
+            got="pos_embed_seq_len in the transformer's configuration",
+            remedy="Call the pipeline yourself; `compare` judges it with make= "
+            "(docs/comparing.md)",
+        )
+
+
+def frames_made(pipe: Any, asked: int) -> int:
+    """Return how many frames the VAE makes where so many are asked for. CogVideoX's takes latents
+    in pairs, and the first of an odd number alone."""
+    span = int(pipe.vae_scale_factor_temporal)
+    before = (asked - 1) // span
+    if kind_of(pipe).cogvideox and before % 2:
+        return span * (before + 1)
+    return span * before + 1
+
+
+def draw(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Draw standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+
+
+def trimmed(pipe: Any, latents: torch.Tensor, frames: int) -> torch.Tensor:
+    """Cut off the first latents, which only fill one of CogVideoX 1.5's patches in time."""
+    if not kind_of(pipe).cogvideox:
+        return latents
+    kept = (frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
+    return latents[:, latents.shape[1] - kept :]
+
+
+def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
+    if kind_of(pipe).cogvideox:
+        return pipe.decode_latents(latents)  # type: ignore[no-any-return]
+    config = pipe.vae.config
+    mean, std = (
+        latents.new_tensor(x).view(1, -1, 1, 1, 1)
+        for x in (config.latents_mean, config.latents_std)
+    )
+    return pipe.vae.decode(latents * std + mean, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
+def noised(
+    pipe: Any, clean: torch.Tensor, seed: int, times: Sequence[float]
+) -> list[tuple[torch.Tensor, float]]:
+    """Add noise to the latents of a video, at rectified-flow times.
+
+    For CogVideoX those times of the pipeline's schedule are taken whose noise levels these are.
+
+    Returns:
+        Of each time the latents as the pipeline's loop holds them, and the network's time.
+
+    Raises:
+        SamplingError: CogVideoX has a scheduler without such a schedule.
+    """
+    if not kind_of(pipe).cogvideox:
+        noise = draw(clean.shape, seed).to(clean.device)
+        return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in times]
+    kept = getattr(pipe.scheduler, "alphas_cumprod", None)
+    if kept is None:
+        expected = "a scheduler with alphas_cumprod, such as CogVideoXDDIMScheduler"
+        got, remedy = type(pipe.scheduler).__name__, "Leave out --network-number"
+        raise SamplingError("the network number", expected=expected, got=got, remedy=remedy)
+    missing = -clean.shape[1] % (pipe.transformer.config.patch_size_t or 1)  # see `trimmed`
+    clean = torch.cat([clean[:, :1].expand(-1, missing, -1, -1, -1), clean], 1)
+    noise = draw(clean.shape, seed).to(clean.device)
+    alpha, sigma = kept.double().sqrt().cpu(), (1 - kept.double()).sqrt().cpu()
+    steps = [int((sigma / (alpha + sigma) - wanted).abs().argmin()) for wanted in times]
+    dtype = pipe.transformer.dtype
+    return [((float(alpha[i]) * clean + float(sigma[i]) * noise).to(dtype), i) for i in steps]
