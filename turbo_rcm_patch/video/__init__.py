@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.comparison import Comparison, compare
     from turbo_rcm_patch.video.generation import Generation, generate
     from turbo_rcm_patch.video.int8_folder import load_int8_only
+    from turbo_rcm_patch.video.judging import Judged, judge_folders
     from turbo_rcm_patch.video.load import load_pipeline
     from turbo_rcm_patch.video.lora import add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Comparison",
     "Generation",
+    "Judged",
     "NetworkNumber",
     "RCMScheduler",
     "Settings",
@@ -34,6 +36,7 @@ __all__ = [
     "compare",
     "generate",
     "judge",
+    "judge_folders",
     "load_int8_only",
     "load_pipeline",
     "network_number",
@@ -46,6 +49,7 @@ __getattr__ = loading_names(
         "generation": "Generation generate",
         "int8_folder": "load_int8_only",
         "load": "load_pipeline",
+        "judging": "Judged judge_folders",
         "lora": "add_loras",
         "measures": "NetworkNumber network_number",
         "scheduler": "RCMScheduler",
