@@ -14,7 +14,7 @@ import torch
 
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.video import comparison
+from turbo_rcm_patch.video import clips
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings
 
@@ -61,7 +61,7 @@ def _undrawn() -> Iterator[None]:
         file.write(empty)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "contact_sheet", contact_sheet)
+        patch.setattr(clips, "contact_sheet", contact_sheet)
         patch.setattr(Figure, "savefig", savefig)
         yield
 

@@ -20,7 +20,7 @@ from tests.browser import MISSING, Browser, browser, find_chromium
 from tests.video.micro import SMALL
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.video import report, verdict
+from turbo_rcm_patch.video import comparison, report, verdict
 from turbo_rcm_patch.video.comparison import Comparison, compare
 from turbo_rcm_patch.video.report import without_places, write_report
 from turbo_rcm_patch.video.settings import Settings
@@ -200,7 +200,7 @@ def test_speed_stands_above_and_files_beside(found: Comparison) -> None:
 
 
 def test_a_shipped_model_goes_by_its_name() -> None:
-    assert report._model_in_words(str(TINY_WAN)) == "tiny, trained on moving shapes"
+    assert comparison.model_in_words(str(TINY_WAN)) == "tiny, trained on moving shapes"
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -218,7 +218,7 @@ def test_other_verdicts_name_what_is_outside(found: Comparison, tmp_path: Path, 
     text, _ = rewritten(found, tmp_path, judgement=judgement)
     assert f'class="verdict {word}"' in text and f"<b>{word.capitalize()}</b>" in text
     said = text[text.index('class="verdict') : text.index('class="cards"')]
-    assert ("median PSNR over prompts:" in said) == (word != "undecided")
+    assert ("median PSNR:" in said) == (word != "undecided")
     assert ("not measured: the network number" in said) == (word == "undecided")
     assert ("≈ similar" in text) == (word == "similar")
     assert ("✗ outside" in text) == (word == "changed")
@@ -519,7 +519,7 @@ def test_what_is_not_a_number_is_not_called_equal(found: Comparison, tmp_path: P
     for text in texts:
         network = next(x for x in text.split("\n") if "error of the network" in x)
         assert "not a number (inf)" in network and "equal" not in network
-        assert "median PSNR over prompts" in text and "not a number (nan)" in text
+        assert "median PSNR" in text and "not a number (nan)" in text
     page, short = texts
     assert "Patched: not a number in 9 of 9." in page
     assert re.search(r"\| flicker \| not a number \(nan\) \|", short)
@@ -537,7 +537,7 @@ def test_equal_videos_are_called_equal(found: Comparison, tmp_path: Path) -> Non
     assert judged.word == "unchanged"
     page, short = rewritten(found, tmp_path, results=tuple(results), judgement=judged)
     assert "Patched: equal in every frame." in page
-    assert re.search(r"median PSNR over prompts</th><td>equal</td>", page)
+    assert re.search(r"median PSNR</th><td>equal</td>", page)
     assert "| PSNR, dB | equal |" in short and "inf" not in short.partition("<details>")[0]
 
 

@@ -108,7 +108,7 @@ def read_checkpoint(
             networks to choose from or weights of no network, or is of no WanModel.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
     """
-    networks, strays = _networks(_entries(_load(Path(path), progress), path))
+    networks, strays = _networks(_entries(read_archive(Path(path), progress), path))
     chosen = _chosen(sorted(networks), path, network)
     others = tuple(sorted(set(networks) - {chosen}))
     if strays and network is None:
@@ -188,7 +188,13 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
 
 
 @reraise_interrupts()
-def _load(path: Path, progress: Progress | None) -> object:
+def read_archive(path: Path, progress: Progress | None = None) -> object:
+    """Return what `torch.save` wrote, its tensors on disk until they are used. Nothing in the file
+    is executed.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or holds more than tensors and plain data.
+    """
     if any((path / part / ".metadata").is_file() for part in ("", "model")):
         raise CheckpointError(
             f"{path} is a distributed checkpoint",

@@ -17,7 +17,7 @@ from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transf
 from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.cli import options
-from turbo_rcm_patch.cli.exit_codes import OK, of_verdict
+from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
@@ -25,7 +25,7 @@ from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.video import comparison, environment, generation, store
+from turbo_rcm_patch.video import comparison, environment, generation, judging, store
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
@@ -297,6 +297,25 @@ def compare(given: options.Compare) -> int:
     if processes.first:
         print(found)
     return of_verdict(found.verdict)
+
+
+def judge(given: options.Judge) -> int:
+    """Judge videos, then print the verdict; what could not be judged decides the exit code."""
+    assert given.baseline and given.candidate  # `Judge` has checked it
+    with bars() as progress:
+        found = judging.judge_folders(
+            given.baseline,
+            given.candidate,
+            given.control,
+            out=given.out,
+            fps=given.fps,
+            fresh=given.fresh,
+            progress=progress,
+            tell=lambda text: print(text, flush=True),
+            command=given.command_line,
+        )
+    print(found)
+    return USAGE if found.refused else of_verdict(found.verdict)
 
 
 def pairs(given: options.Pairs) -> int:

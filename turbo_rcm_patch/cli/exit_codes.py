@@ -24,11 +24,13 @@ _PIPE: Final = 141
 #: For `--help`.
 TABLE: Final = f"""\
 exit codes:
-  {OK:<4} fine; for compare and demo: the verdict is "unchanged"
-  {CHANGED:<4} for compare and demo: the verdict is another one, or the kernels disagree;
+  {OK:<4} fine; for compare, judge and demo: the verdict is "unchanged"
+  {CHANGED:<4} for compare, judge and demo: the verdict is another one, or the kernels disagree;
        for doctor: something that is needed is missing
-  {USAGE:<4} a mistake in the arguments, the model or the files, or another failure
-  {NOT_JUDGED:<4} for compare and demo: not judged, because too little ran as it was asked for
+  {USAGE:<4} a mistake in the arguments, the model or the files, or another failure; also of
+       some of several prompts or clips
+  {NOT_JUDGED:<4} for compare and demo: not judged, because too little ran as it was asked for;
+       for judge: there is no control
   {INTERRUPTED:<4} interrupted with Ctrl-C
 The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has gone.
 """

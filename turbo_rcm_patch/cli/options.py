@@ -19,6 +19,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 _HIDDEN: Final = {"hidden": True}
 _MODEL: Final = {"metavar": "PATH_OR_ID"}
 _FILE: Final = {"metavar": "FILE"}
+_CLIPS: Final = {"metavar": "DIR"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,53 @@ class Compare(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Judge(Command):
+    """Give the verdict of compare on videos that you have, without a model.
+
+    Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
+    folders of .png, and .pt or .safetensors files of frames or latents. The control holds videos
+    of the baseline's model under another exact attention; without it there are numbers and no
+    verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
+    is a median over clips: give ten. Clips that do not fit together or cannot be read are named,
+    the others are judged, and the exit code is 2. If it was interrupted, the same command
+    continues.
+
+    examples:
+      turbo-rcm-patch judge --baseline before --candidate after \\
+          --control other_attention --out outputs/judge
+      turbo-rcm-patch judge --baseline before.mp4 --candidate after.mp4
+
+    Attributes:
+        baseline: Folder with the clips of the unchanged model; or one clip.
+        candidate: The same of the changed one.
+        control: The same of the unchanged one under another exact attention.
+        out: Folder for the report.
+        fps: Frames a second of clips that do not say.
+        fresh: Start again: remove what an earlier run wrote into the folder. Other files stay.
+    """
+
+    baseline: Path | None = field(default=None, metadata=_CLIPS)
+    candidate: Path | None = field(default=None, metadata=_CLIPS)
+    control: Path | None = field(default=None, metadata=_CLIPS)
+    out: Path = field(default=Path("outputs/judge"), metadata={"metavar": "DIR"})
+    fps: float = 16.0
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("baseline", "candidate"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"--{name}", expected="a folder of clips", got="none")
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        again = "without --fresh " if self.fresh else ""
+        return f"Interrupted. What is finished is kept in {self.out}; the same command {again}" + (
+            "goes on from there."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pairs(Model):
     """List the skip pairs of a model and how each would run.
 
@@ -289,5 +337,5 @@ class Demo(Command):
 #: Name of a command -> its options.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     command.__name__.lower(): command
-    for command in (Generate, Compare, Pairs, Convert, Doctor, Demo)
+    for command in (Generate, Compare, Judge, Pairs, Convert, Doctor, Demo)
 }

@@ -23,6 +23,7 @@ _WORDS: Final = {
     "network": "network against fp32",
     "videos": "decode, measure, write",
     "generate": "generate",
+    "judge": "read, measure, write",
     "convert": "convert (MiB)",
     "transformer": "transformer (MiB)",
     "transformer_2": "second one (MiB)",

@@ -13,6 +13,7 @@ from turbo_rcm_patch.lazy import loading_names
 if TYPE_CHECKING:
     from turbo_rcm_patch.video.comparison import Comparison, compare
     from turbo_rcm_patch.video.generation import Generation, generate
+    from turbo_rcm_patch.video.judging import Judged, judge_folders
     from turbo_rcm_patch.video.load import load_pipeline
     from turbo_rcm_patch.video.lora import add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber, network_number
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Comparison",
     "Generation",
+    "Judged",
     "NetworkNumber",
     "RCMScheduler",
     "Settings",
@@ -31,6 +33,7 @@ __all__ = [
     "compare",
     "generate",
     "judge",
+    "judge_folders",
     "load_pipeline",
     "network_number",
 ]
@@ -41,6 +44,7 @@ __getattr__ = loading_names(
         "comparison": "Comparison compare",
         "generation": "Generation generate",
         "load": "load_pipeline",
+        "judging": "Judged judge_folders",
         "lora": "add_loras",
         "measures": "NetworkNumber network_number",
         "scheduler": "RCMScheduler",

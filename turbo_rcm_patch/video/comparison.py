@@ -18,18 +18,19 @@ from datetime import timedelta
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from turbo_rcm_patch import tiny
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
+from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
-from turbo_rcm_patch.video.filters import filtered
 from turbo_rcm_patch.video.generation import (
     Conditioning,
     Make,
@@ -45,32 +46,21 @@ from turbo_rcm_patch.video.generation import (
     settings_for,
 )
 from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged, judged_vae
+from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
-    Drift,
     NetworkNumber,
     drift,
     fusion_number,
     measure_network,
 )
 from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
-from turbo_rcm_patch.video.report import write_report
+from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, Verdict, Word, judge
-from turbo_rcm_patch.video.video import (
-    SEEK_EVERY,
-    amplified_difference,
-    choose_gain,
-    contact_sheet,
-    enlarge,
-    find_ffmpeg,
-    pane_size,
-    panes,
-    side_by_side,
-    write_mp4,
-)
+from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, judge
+from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -98,52 +88,27 @@ class Observer:
     sees: Callable[[torch.Tensor], str]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult(Clip):
     """Numbers of one prompt.
 
     Attributes:
-        key: Name of its folder in `prompts/`.
-        prompt: The prompt.
         seed: The seed.
-        patched: Distance of the changed model's video from the baseline.
-        control: Distance of the control video from the baseline.
         decode_seconds: Mean time of one decoding.
-        gain: Amplification of the videos of differences.
-        unmeasured: Why a measure of ffmpeg is missing, else empty.
         seen: The observer's words about what was "asked" for, and about the videos "baseline" and
             "patched"; None without an observer.
     """
 
-    key: str
-    prompt: str
     seed: int
-    patched: Drift
-    control: Drift
     decode_seconds: float
-    gain: int
-    unmeasured: str = ""
     seen: dict[str, str] | None = None
 
-    def as_dict(self) -> dict[str, object]:
-        """Return plain data for JSON, worst frames included."""
-        drifts = {"patched": self.patched.as_dict(), "control": self.control.as_dict()}
-        return asdict(self) | drifts
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PromptResult:
-        """Return the result of `as_dict`, from JSON."""
-        drifts = {name: Drift.from_dict(values[name]) for name in ("patched", "control")}
-        return cls(**values | drifts)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Outcome):
     """The result of a comparison.
 
     Attributes:
-        judgement: The verdict and its conditions.
-        results: One entry per prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where our kernels do not run the attention.
         attention_backend: The judged backend of diffusers; None if the patch was judged.
@@ -154,11 +119,10 @@ class Comparison:
         times: Seconds of the first call and of the median one, and peak memory, of each variant.
         settings: How the videos were sampled.
         identity: Everything but prompts and seeds that decides what is generated, for JSON.
-        command: The command line, or nothing.
-        out: The folder with everything.
     """
 
-    judgement: Verdict
+    one: ClassVar[str] = "prompt"
+
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
     fusion: float | None
@@ -170,28 +134,48 @@ class Comparison:
     times: dict[Variant, dict[str, float | None]]
     settings: Settings | GivenFrames
     identity: dict[str, Any]
-    command: str
-    out: Path
 
     @property
-    def verdict(self) -> Word:
-        """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
-        return self.judgement.word
+    def name(self) -> str:
+        """The judged model in a word."""
+        return self.attention_backend or "patched"
 
     @property
-    def report(self) -> Path:
-        """The HTML page."""
-        return self.out / "report.html"
+    def steps_run(self) -> int:
+        """The denoising steps of a video."""
+        return self.settings.steps
 
     @property
-    def short_report(self) -> Path:
-        """The short form of the page in Markdown, to paste."""
-        return self.out / "report.md"
+    def guarded(self) -> bool:
+        """True if a guard compared blocks while the judged videos were made."""
+        return self.attention_backend is None and bool(self.identity["config"]["guard"])
 
     @property
-    def metrics(self) -> Path:
-        """The JSON file."""
-        return self.out / "metrics.json"
+    def judged_model(self) -> str:
+        """The judged model in a few sentences."""
+        patch = self.patch
+        if not patch:
+            return f"The unpatched model on the attention backend {self.attention_backend}."
+        chosen = str(PatchConfig(**self.identity["config"])).removeprefix("PatchConfig")
+        return (
+            f"The model after patch_model with {chosen.strip('()') or 'its defaults'}: "
+            f"{patch['fused']} of its {len(patch['pairs'])} branches run fused with the sum into "
+            "the residual."
+        )
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """How the videos were made, without the folders of this machine."""
+        return facts_of(self)
+
+    @property
+    def chips(self) -> list[str]:
+        """The model, the machine and the settings, in a few words each."""
+        facts, versions = self.facts, self.identity["versions"]
+        judged = [f"attention backend {self.attention_backend}"] if self.attention_backend else []
+        packages = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
+        steps = [] if self.made_by_caller else [f"{self.settings.steps} steps"]
+        return [facts["model"], *judged, facts["machine"], facts["video"], *steps, *packages]
 
     @property
     def made_by_caller(self) -> bool:
@@ -244,10 +228,7 @@ class Comparison:
         return {
             "schema": 1,
             **{name: getattr(self, name) for name in ("verdict", "speed", *kept, "command")},
-            "checks": [
-                asdict(check) | {"passed": check.passed, "similar": check.similar}
-                for check in self.judgement.checks
-            ],
+            "checks": self.judgement.numbers,
             "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
             "prompts": [one.as_dict() for one in self.results],
             "patch_table": self.patch_report,
@@ -276,6 +257,39 @@ class Comparison:
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
         return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
+
+
+def facts_of(comparison: Comparison) -> dict[str, str]:
+    """Return how the videos were made, without the folders of this machine."""
+    settings, identity = comparison.settings, comparison.identity
+    model, backend = identity["model"], comparison.attention_backend
+    patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
+    sampler = {
+        name: value
+        for name, value in identity["settings"].items()
+        if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
+    }
+    facts = {
+        "command": shown_command(comparison.command) or "called from Python",
+        "model": model_in_words(model),
+        "machine": identity["device"],
+        "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
+        "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
+        "transformer": identity["dtype"] + "; VAE in float32" * (not comparison.made_by_caller),
+        "baseline": comparison.baseline,
+        "control": f"scaled_dot_product_attention on its {comparison.control_backend} backend",
+        "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
+        "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
+    }
+    return {name: without_places(text) for name, text in facts.items()}
+
+
+def model_in_words(model: str) -> str:
+    """Return the name of a model, without the folders that it lies in."""
+    for name, attribute in SHIPPED.items():
+        if Path(model) == getattr(tiny, attribute):
+            return f"{name}, trained on moving shapes"
+    return Path(model).name if Path(model).is_absolute() else model
 
 
 def compare(
@@ -616,7 +630,7 @@ class _Run:
         self.progress("videos", len(self.keys), len(self.keys))
         judgement = judge(
             [one.patched for one in results],
-            [one.control for one in results],
+            [one.control for one in results if one.control],
             network_ratio=network.ratio if network else None,
             fusion=fusion,
             missing=[f"the network number ({why})"] if why else [],
@@ -658,7 +672,8 @@ class _Run:
         if record is None:
             return None
         with reading(self.store.out / name):
-            return PromptResult.from_dict(record)
+            result: PromptResult = PromptResult.from_dict(record)
+            return result
 
     def _finish(self, i: int, observer: Observer | None) -> PromptResult:
         """Decode the three variants, measure, and write videos and sheet; the record comes last
@@ -667,42 +682,30 @@ class _Run:
         samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        drifts, missing = {}, set()
+        drifts, missing = {}, set[str]()
         for name in ("patched", "control"):
-            found = filtered(frames[name], frames["baseline"], fps)
             far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
-            drifts[name] = replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr)
+            drifts[name], why = completed(far, frames[name], frames["baseline"], fps)
             if self.make is not None:  # Nobody has seen the latents.
                 drifts[name] = replace(drifts[name], latents=math.nan)
-            missing |= {found.why} - {""}
-        gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in drifts])
-        shown = {name: enlarge(one) for name, one in frames.items()}
-        for name in drifts:
-            amplified = amplified_difference(frames[name], frames["baseline"], gain)
-            shown[f"{name} difference"] = enlarge(amplified, "nearest")
-        rows = {
-            "baseline": shown["baseline"],
-            "patched": shown["patched"],
-            f"patched - baseline, x {gain}": shown["patched difference"],
-            f"control - baseline, x {gain}": shown["control difference"],
-        }
-        pane = pane_size(self.settings.height, self.settings.width)
+            missing |= why
         folder = self.store.folder(key)
+        gain, shown = show(frames, folder, fps)
         write_mp4(shown["baseline"], folder / "baseline.mp4", fps)
         write_mp4(shown["patched"], folder / "patched.mp4", fps)
         write_mp4(shown["patched difference"], folder / "difference.mp4", fps)
-        write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
-        write_mp4(panes(shown, pane), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
-        contact_sheet(rows, folder / "sheet.png")
         seen = None
         if observer is not None:
             seen = {name: observer.sees(frames[name]) for name in ("baseline", "patched")}
             seen["asked"] = observer.asks(prompt)
         result = PromptResult(
-            key,
-            prompt,
-            self.seed + i,
+            key=key,
+            prompt=prompt,
+            seed=self.seed + i,
             **drifts,
+            height=frames["baseline"].shape[1],
+            width=frames["baseline"].shape[2],
+            fps=fps,
             decode_seconds=meter.seconds / len(samples),
             gain=gain,
             unmeasured="; ".join(sorted(missing)),

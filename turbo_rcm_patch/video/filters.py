@@ -1,16 +1,20 @@
-"""VMAF and XPSNR, which come with ffmpeg, so that nothing is downloaded."""
+"""Measures of other programs: VMAF and XPSNR come with ffmpeg, so that nothing is downloaded; FLIP
+is a package."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from statistics import fmean
 from typing import Final
 
 import numpy as np
 import torch
 
 from turbo_rcm_patch.errors import OutputError
+from turbo_rcm_patch.extras import install
 from turbo_rcm_patch.video.video import find_ffmpeg, run_ffmpeg
 
 #: Measure -> the filter that computes it, and the number in its log. XPSNR is that of the worst of
@@ -25,6 +29,11 @@ MIN_SIDE: Final = 64
 #: the middle of a video whose width is no multiple of this many pixels (128 bytes). Seen with
 #: ffmpeg 9.0.2.
 XPSNR_WIDTH: Final = 64
+#: Pixels of the video in one degree of the field of view, on which FLIP depends: its authors'
+#: value, that of a 4K monitor of 0.7 m at a distance of 0.7 m.
+FLIP_PPD: Final = 67
+#: FLIP takes some 0.6 s for a frame of 480 x 832 on a core, so at most so many evenly spread ones.
+FLIP_FRAMES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class Filtered:
     why: str
 
 
-def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
+def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: float) -> Filtered:
     """Measure a video against the one it should equal, with the filters that this ffmpeg has.
 
     Frames are given with 16 bits and compared with 10 bits a channel, colours in full resolution:
@@ -88,6 +97,30 @@ def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
         else:
             found[measure] = float(said[1])
     return Filtered(found["vmaf"], found["xpsnr"], "; ".join(missing))
+
+
+def flip(frames: torch.Tensor, truth: torch.Tensor) -> tuple[float | None, str]:
+    """Measure FLIP (Andersson et al. 2020) of at most `FLIP_FRAMES` frames, where it is installed.
+
+    Args:
+        frames: [F, H, W, 3] in 0..1.
+        truth: The same.
+
+    Returns:
+        The mean, or None, and why there is none, else empty.
+    """
+    if find_spec("flip_evaluator") is None:
+        return None, f"FLIP, whose package is not installed ({install('flip')})"
+    from flip_evaluator import evaluate
+
+    count = len(frames)
+    picks = np.linspace(0, count - 1, min(count, FLIP_FRAMES)).round().astype(int).tolist()
+    seen = [
+        [one[i].clamp(0, 1).nan_to_num().float().contiguous().numpy() for one in (truth, frames)]
+        for i in picks
+    ]
+    how = {"applyMagma": False, "parameters": {"ppd": FLIP_PPD}}
+    return fmean(float(evaluate(*pair, "LDR", **how)[1]) for pair in seen), ""
 
 
 def _bytes(frames: torch.Tensor) -> np.ndarray:

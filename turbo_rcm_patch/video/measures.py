@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final
@@ -53,6 +53,8 @@ class Drift:
         flicker: See `flicker`.
         vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
         xpsnr: XPSNR in dB, None if it was not measured; infinite if the frames are equal.
+        flip: Mean FLIP error, 0..1, None if it was not measured (see `filters`).
+        cosine: Cosine between the latents, None if there are none.
     """
 
     psnr: float
@@ -64,6 +66,8 @@ class Drift:
     flicker: float = math.nan
     vmaf: float | None = None
     xpsnr: float | None = None
+    flip: float | None = None
+    cosine: float | None = None
 
     @property
     def worst_frame(self) -> int:
@@ -158,8 +162,8 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 def drift(
     frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
 ) -> Drift:
-    """Return all distances of a video from the one it should equal, except those of ffmpeg
-    (`filters`).
+    """Return all distances of a generated video from the one it should equal, except those of
+    other programs (`filters`).
 
     Args:
         frames: [F, H, W, 3] in 0..1.
@@ -167,18 +171,41 @@ def drift(
         truth_frames: The frames of the other video.
         truth: Its latents.
     """
-    of_frames, similarity = _mse(frames, truth_frames), ssim(frames, truth_frames)
-    mse = float(of_frames.mean())
+    of_latents = latent_drift(sample.latents, truth.latents)
     steps = zip(sample.trajectory, truth.trajectory, strict=True)
+    return replace(
+        frame_drift(frames, truth_frames),
+        latents=of_latents.latents,
+        cosine=of_latents.cosine,
+        steps=tuple(relative_l2(a, b) for a, b in steps),
+    )
+
+
+def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
+    """Return the part of `drift` that frames [F, H, W, 3] in 0..1 alone decide."""
+    of_frames, similarity = _mse(frames, truth), ssim(frames, truth)
+    mse = float(of_frames.mean())
     return Drift(
         psnr=math.inf if mse == 0.0 else -10.0 * math.log10(mse),
         ssim=float(similarity.mean()),
         frame_psnr=tuple((-10.0 * torch.log10(of_frames)).tolist()),
         frame_ssim=tuple(similarity.tolist()),
-        latents=relative_l2(sample.latents, truth.latents),
-        steps=tuple(relative_l2(a, b) for a, b in steps),
-        flicker=flicker(frames, truth_frames),
+        flicker=flicker(frames, truth),
     )
+
+
+def latent_drift(latents: torch.Tensor, truth: torch.Tensor) -> Drift:
+    """Return the distances of latents. In the place of the PSNR is the SNR in dB, because latents
+    have no largest value; twice the error is 6 dB for both. SSIM says nothing about latents.
+
+    Args:
+        latents: Any shape.
+        truth: The same shape, not all zero.
+    """
+    far = relative_l2(latents, truth)
+    snr = math.inf if far == 0.0 else -20.0 * math.log10(far)
+    cosine = F.cosine_similarity(latents.double().flatten(), truth.double().flatten(), dim=0)
+    return Drift(snr, math.nan, (snr,), (), latents=far, cosine=float(cosine))
 
 
 def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

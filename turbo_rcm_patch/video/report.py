@@ -13,20 +13,19 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turbo_rcm_patch import tiny
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.output import atomic, write_json, write_text
 from turbo_rcm_patch.video import verdict
+from turbo_rcm_patch.video.filters import FLIP_FRAMES, FLIP_PPD
 from turbo_rcm_patch.video.generation import trajectory_steps
-from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.store import to_json
 from turbo_rcm_patch.video.video import PANES, pane_size
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.video.comparison import Comparison, PromptResult
+    from turbo_rcm_patch.video.clips import Clip, Outcome
     from turbo_rcm_patch.video.environment import KernelCheck
     from turbo_rcm_patch.video.measures import Drift
 
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 _PAGE: Final = Path(__file__).parent / "page"
 #: Pane of the player -> its label and its contents. NAME is that of the judged model.
 _LABELS: Final = {
-    "baseline": ("Baseline", "the unpatched model's video"),
-    "patched": ("NAME", "the judged model's video"),
-    "control": ("Control", "the unpatched model's video with another exact attention"),
+    "baseline": ("Baseline", "the baseline's video"),
+    "patched": ("NAME", "the judged video"),
+    "control": ("Control", "the control's video"),
     "patched difference": ("NAME − baseline", "the difference of the judged video, amplified"),
     "control difference": ("Control − baseline", "the difference of the control, amplified"),
 }
@@ -50,24 +49,33 @@ _MEASURES: Final = (
      verdict.lowest),
     ("XPSNR, dB", "PSNR weighted by what the eye sees, worst of three planes", "xpsnr", ".1f",
      verdict.lowest),
+    ("FLIP", f"0 to 1, what an eye sees when both alternate, at {FLIP_PPD} pixels per degree; "
+     f"of at most {FLIP_FRAMES} frames", "flip", ".4f", verdict.highest),
     ("flicker", "how much the difference changes between frames, 8-bit steps; 0 is best",
      "flicker", ".3f", verdict.highest),
     ("latents, relative L2", "before decoding; 0 is equal", "latents", ".4f", verdict.highest),
 )  # fmt: skip
+#: The same for clips that are latents.
+_LATENT_MEASURES: Final = (
+    ("SNR, dB", "mean square of the baseline over that of the difference", "psnr", ".1f",
+     verdict.lowest),
+    ("relative L2", "the same as a share; 0 is equal", "latents", ".5f", verdict.highest),
+    ("cosine", "of both as one vector each; 1 is equal", "cosine", ".7f", verdict.lowest),
+)  # fmt: skip
 #: File in plots/ -> its contents in words, title, labels of both axes, and the condition whose
 #: limit it shows.
 _PLOTS: Final = {
-    "prompts": ("Points: PSNR of each prompt", "Distance from the baseline, per prompt",
-                "prompt", "PSNR, dB", verdict.MEDIAN),
-    "frames": ("Curves: PSNR of each frame, median over prompts",
-               "Per frame: median over prompts, and range", "frame", "PSNR, dB", verdict.WORST),
-    "steps": ("Curves: drift of the latents after each step, median over prompts",
+    "prompts": ("Points: PSNR of each ONE", "Distance from the baseline, per ONE",
+                "ONE", "PSNR, dB", verdict.MEDIAN),
+    "frames": ("Curves: PSNR of each frame, median over ONEs",
+               "Per frame: median over ONEs, and range", "frame", "PSNR, dB", verdict.WORST),
+    "steps": ("Curves: drift of the latents after each step, median over ONEs",
               "Latents per step: median, and range", "denoising step", "relative L2",
               None),
 }  # fmt: skip
 
 
-def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None) -> None:
+def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -> None:
     """Draw the plots and write metrics.json, report.md and the page.
 
     Args:
@@ -89,28 +97,27 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
     )
     jinja.filters |= {
         "db": _db, "number": _number, "value": _value, "scale": _scale, "code": _markdown_code,
+        "bare": without_places,
     }  # fmt: skip
-    results, facts = comparison.results, _facts(comparison)
+    results, facts = comparison.results, comparison.facts
     jinja.globals |= {
         "m": comparison,
-        "name": comparison.attention_backend or "patched",
+        "name": comparison.name,
         "kernel_check": kernel_check,
         "facts": facts,
-        "chips": _chips(comparison, facts),
+        "chips": comparison.chips,
         "ran": comparison.judgement.ran,
         "measures": _measures(comparison),
         "unmeasured": sorted({one.unmeasured for one in results} - {""}),
+        "limits": verdict,
+        "checks": {check.name: check for check in comparison.judgement.checks},
     }
-    videos = [comparison.out / "prompts" / one.key / "panes.mp4" for one in results]
+    videos = [comparison.out / "prompts" / one.key / "panes.mp4" for one in results if one.height]
     page = jinja.get_template("report.html.j2").render(
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
-        players=[json.dumps(_player(comparison, one)) for one in results],
+        players=[json.dumps(_player(comparison, one)) for one in results if one.height],
         plots=_draw_plots(comparison),
-        checks={check.name: check for check in comparison.judgement.checks},
-        guarded=comparison.attention_backend is None and comparison.identity["config"]["guard"],
-        patch_report=without_places(comparison.patch_report),
-        judged=_judged_in_words(comparison),
-        limits=verdict,
+        patch_report=without_places(getattr(comparison, "patch_report", "")),
     )
     write_text(comparison.report, page)
     write_text(comparison.short_report, jinja.get_template("report.md.j2").render())
@@ -139,78 +146,22 @@ def shown_command(command: str) -> str:
     return shlex.join(map(shown, shlex.split(command)))
 
 
-def _runs(comparison: Comparison) -> dict[str, list[Drift]]:
-    """Return the drifts of the control and of the judged model, one a prompt."""
+def _runs(comparison: Outcome) -> dict[str, list[Drift]]:
+    """Return the drifts of the control, if there is one, and of the judged videos."""
     results = comparison.results
-    return {
-        "control": [one.control for one in results],
-        "patched": [one.patched for one in results],
-    }
+    runs = {"control": [one.control for one in results if one.control is not None]}
+    runs["patched"] = [one.patched for one in results]
+    return {name: drifts for name, drifts in runs.items() if drifts}
 
 
-def _facts(comparison: Comparison) -> dict[str, str]:
-    """Return how the videos were made, without the folders of this machine."""
-    settings, identity = comparison.settings, comparison.identity
-    model, backend = identity["model"], comparison.attention_backend
-    patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
-    sampler = {
-        name: value
-        for name, value in identity["settings"].items()
-        if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
-    }
-    facts = {
-        "command": shown_command(comparison.command) or "called from Python",
-        "model": _model_in_words(model),
-        "machine": identity["device"],
-        "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
-        "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
-        "transformer": identity["dtype"] + "; VAE in float32" * (not comparison.made_by_caller),
-        "baseline": comparison.baseline,
-        "control": f"scaled_dot_product_attention on its {comparison.control_backend} backend",
-        "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
-        "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
-    }
-    return {name: without_places(text) for name, text in facts.items()}
-
-
-def _model_in_words(model: str) -> str:
-    """Return the name of a model, without the folders that it lies in."""
-    for name, attribute in SHIPPED.items():
-        if Path(model) == getattr(tiny, attribute):
-            return f"{name}, trained on moving shapes"
-    return Path(model).name if Path(model).is_absolute() else model
-
-
-def _judged_in_words(comparison: Comparison) -> str:
-    """Describe the judged model in a few sentences."""
-    patch, config = comparison.patch, comparison.identity["config"]
-    if not patch:
-        return f"The unpatched model on the attention backend {comparison.attention_backend}."
-    chosen = str(PatchConfig(**config)).removeprefix("PatchConfig").strip("()")
-    text = f"The model after patch_model with {chosen or 'its defaults'}: {patch['fused']} of its "
-    text += f"{len(patch['pairs'])} branches run fused with the sum into the residual."
-    return text
-
-
-def _chips(comparison: Comparison, facts: dict[str, str]) -> list[str]:
-    """Return the model, the machine and the settings, in a few words each."""
-    backend, versions = comparison.attention_backend, comparison.identity["versions"]
-    judged = [f"attention backend {backend}"] if backend else []
-    packages = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
-    steps = [] if comparison.made_by_caller else [f"{comparison.settings.steps} steps"]
-    return [facts["model"], *judged, facts["machine"], facts["video"], *steps, *packages]
-
-
-def _measures(comparison: Comparison) -> list[dict[str, object]]:
-    """Return the rows of the tables: numbers of judged model and control over all prompts and of
-    each prompt, with the function that shows them."""
+def _measures(comparison: Outcome) -> list[dict[str, object]]:
+    """Return the rows of the tables: for judged videos and control the median, its interval and
+    the worst over all clips, and the number of each clip, with the function that shows them."""
     rows: list[dict[str, object]] = []
-    for name, why, attribute, form, worst in _MEASURES:
-        control, patched = (
-            [getattr(drift, attribute) for drift in drifts]
-            for drifts in _runs(comparison).values()
-        )
-        known = [[v for v in values if v is not None] for values in (patched, control)]
+    for name, why, attribute, form, worst in _LATENT_MEASURES if comparison.latents else _MEASURES:
+        runs = reversed(_runs(comparison).values())
+        columns = [[getattr(drift, attribute) for drift in drifts] for drifts in runs]
+        known = [[v for v in values if v is not None] for values in columns]
         if attribute == "latents" and all(math.isnan(v) for values in known for v in values):
             continue  # They were not there.
         rows.append(
@@ -218,7 +169,8 @@ def _measures(comparison: Comparison) -> list[dict[str, object]]:
                 "name": name,
                 "why": why,
                 "cells": [how(v) if v else None for how in (verdict.median, worst) for v in known],
-                "each": list(zip(patched, control, strict=True)),
+                "intervals": [verdict.interval(v) for v in known],
+                "each": list(zip(*columns, strict=True)),
                 "show": partial(_db, form=form, unit="")
                 if name.endswith("dB")
                 else partial(_number, form=form),
@@ -227,19 +179,23 @@ def _measures(comparison: Comparison) -> list[dict[str, object]]:
     return rows
 
 
-def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
+def _player(comparison: Outcome, result: Clip) -> dict[str, object]:
     """Return the data of one video for the script of the page. Of a frame that is equal the PSNR
     is None, and a text where it is no number."""
-    height, width = pane_size(comparison.settings.height, comparison.settings.width)
-    runs = {"control": result.control.frame_psnr, "patched": result.patched.frame_psnr}
+    height, width = pane_size(result.height, result.width)
+    runs = {"control": result.control.frame_psnr} if result.control else {}
+    runs["patched"] = result.patched.frame_psnr
     known = [value for values in runs.values() for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     step = next((s for s in (1, 2, 5, 10, 20) if (high - low) / s <= 3), 50)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
-    judged = comparison.attention_backend or "Patched"
+    backend = getattr(comparison, "attention_backend", None)
+    judged = backend or comparison.name.capitalize()
+    words = [f"{judged}: {_span(runs['patched'])}."]
+    words += [f"Control: {_span(runs['control'])}."] if "control" in runs else []
     return {
         "frames": len(result.patched.frame_psnr),
-        "fps": comparison.settings.fps,
+        "fps": result.fps,
         "height": height,
         "width": width,
         "gain": result.gain,
@@ -253,13 +209,13 @@ def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
                 "difference": name.endswith("difference"),
             }
             for name, (column, row) in PANES.items()
+            if name.partition(" ")[0] in ("baseline", *runs)
         },
         "plot": {
             "bottom": bottom,
             "top": top,
             "ticks": list(range(bottom, top, step)),
-            "alt": f"PSNR of each frame against the baseline. {judged}: {_span(runs['patched'])}. "
-            f"Control: {_span(runs['control'])}.",
+            "alt": f"PSNR of each frame against the baseline. {' '.join(words)}",
         },
         **{
             name: [
@@ -340,7 +296,7 @@ def _markdown_code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
+def _draw_plots(comparison: Outcome) -> list[dict[str, str]]:
     """Draw drift per prompt, per frame and per step.
 
     Returns:
@@ -350,7 +306,7 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     import matplotlib.style
 
     plots = []
-    names = ("prompts", "frames", "steps")
+    names = [name for name in _PLOTS if name == "prompts" or not comparison.latents]
     for name in names if comparison.results[0].patched.steps else names[:2]:
         plot = {}
         for theme, styles in (("light", ["plot"]), ("dark", ["plot", "dark"])):
@@ -364,29 +320,35 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     return plots
 
 
-def _draw_plot(name: str, comparison: Comparison) -> tuple[bytes, str]:
+def _draw_plot(name: str, comparison: Outcome) -> tuple[bytes, str]:
     """Draw one plot in the style that is set; return its PNG, and its contents in words."""
     # Without pyplot there is no global figure list and no window system to choose.
     from matplotlib.figure import Figure
 
-    words, title, xlabel, ylabel, limit = _PLOTS[name]
+    limit = _PLOTS[name][-1]
+    words, title, xlabel, ylabel = (one.replace("ONE", comparison.one) for one in _PLOTS[name][:4])
+    if comparison.latents:
+        words, ylabel, limit = (
+            words.replace("PSNR", "SNR"), ylabel.replace("PSNR", "SNR"), verdict.LATENTS_MEDIAN
+        )  # fmt: skip
     figure = Figure()
     axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
     said = []
-    for colour, (run, drifts) in zip(("C0", "C1"), _runs(comparison).items(), strict=True):
+    for run, drifts in _runs(comparison).items():
+        colour = {"control": "C0", "patched": "C1"}[run]
         curves: dict[str, Sequence[Sequence[float]]] = {
             "prompts": [[one.psnr for one in drifts]],
             "frames": [one.frame_psnr for one in drifts],
             "steps": [one.steps for one in drifts],
         }
-        columns = list(zip(*curves[name], strict=True))
+        columns = [[v for v in one if v is not None] for one in zip_longest(*curves[name])]
         low, middle, high = (
             _finite([how(column) for column in columns])
             for how in (verdict.lowest, verdict.median, verdict.highest)
         )
         places = list(range(1, len(columns) + 1))
         if name == "steps":
-            places = [index + 1 for index in trajectory_steps(comparison.settings.steps)]
+            places = [index + 1 for index in trajectory_steps(comparison.steps_run)]
             said.append(f"{run} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
         else:
             said.append(f"{run} {_span([verdict.median(column) for column in columns])}")
@@ -395,8 +357,9 @@ def _draw_plot(name: str, comparison: Comparison) -> tuple[bytes, str]:
         marker = "o" if name != "frames" or len(places) == 1 else ""
         line = "" if name == "prompts" else "-"
         # matplotlib leaves labels that begin with an underscore out of a legend.
-        judged = (comparison.attention_backend or "patched").lstrip("_")
-        label = judged if run == "patched" else "control: another exact attention"
+        judged = comparison.name.lstrip("_")
+        of_control = "control: another exact attention" if comparison.one == "prompt" else run
+        label = judged if run == "patched" else of_control
         axes.plot(places, middle, color=colour, marker=marker, linestyle=line, label=label)
         if name == "prompts":
             axes.axhline(verdict.median(curves[name][0]), color=colour, linewidth=1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
 from turbo_rcm_patch.errors import SamplingError
@@ -46,9 +47,25 @@ FORMS: Final = {
     "author": "its author's code",
 }
 
+#: Resamples of the videos, from which intervals come, and the share of them that one holds.
+RESAMPLES: Final = 1000
+CONFIDENCE: Final = 0.95
+#: Why there is no verdict, or no certain one.
+NO_CONTROL: Final = (
+    "how far is too far, because no control was given: videos of the same model under another "
+    "exact attention, which differ from the baseline by rounding alone"
+)
+NO_FLOORS: Final = (
+    "the limits that hold whatever the control does, because they are for frames: decode the "
+    "latents, and judge the videos"
+)
+
 #: Names of the conditions.
-MEDIAN: Final = "median PSNR over prompts"
+MEDIAN: Final = "median PSNR"
 WORST: Final = "worst frame"
+#: The same of latents, which have no range and therefore no PSNR.
+LATENTS_MEDIAN: Final = "median SNR of the latents"
+LATENTS_WORST: Final = "worst SNR of the latents"
 NETWORK: Final = "error of the network, patched / unpatched"
 FUSION: Final = "fused against unfused, relative L2"
 
@@ -172,7 +189,8 @@ class Verdict:
             "changed". It is "undecided" in place of the first two if one condition could not be
             measured, and in place of the first if the control itself is below an absolute limit,
             so that a comparison with it says nothing. It is "not judged" whatever was measured if
-            fewer than `ASKED_SHARE` of the blocks' calls ran in the form that was asked for.
+            fewer than `ASKED_SHARE` of the blocks' calls ran in the form that was asked for, or
+            if there was no control.
         checks: The conditions.
         missing: The numbers that could not be measured, and why.
         ran: In which form the blocks ran; None if that was not watched.
@@ -184,18 +202,28 @@ class Verdict:
     ran: Ran | None = None
 
     @property
+    def numbers(self) -> list[dict[str, object]]:
+        """The conditions as plain data for JSON."""
+        return [
+            asdict(one) | {"passed": one.passed, "similar": one.similar} for one in self.checks
+        ]
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why nothing was judged, the failed conditions and the missing numbers, as text; empty if
         unchanged."""
-        failed: tuple[str, ...] = (str(self.ran),) if self.word == "not judged" else ()
+        failed: tuple[str, ...] = ()
+        if self.ran is not None and self.word == "not judged":
+            failed = (str(self.ran),)
         failed += tuple(str(check) for check in self.checks if not check.passed)
         return failed + tuple(f"not measured: {what}" for what in self.missing)
 
 
 def judge(
     patched: Sequence[Drift],
-    control: Sequence[Drift],
+    control: Sequence[Drift] | None,
     *,
+    latents: bool = False,
     network_ratio: float | None = None,
     fusion: float | None = None,
     missing: Sequence[str] = (),
@@ -206,7 +234,9 @@ def judge(
 
     Args:
         patched: Changed model against baseline, one entry per prompt.
-        control: Control against baseline, same prompts.
+        control: Control against baseline, same prompts; None if there is none, which leaves the
+            verdict open.
+        latents: Both are of latents (`latent_drift`).
         network_ratio: e(changed)/e(unpatched) of one network call, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
         missing: The numbers that could not be measured, and why. A number that was left out on
@@ -216,6 +246,8 @@ def judge(
     Raises:
         SamplingError: The runs are not paired, or the control equals the baseline or holds NaN.
     """
+    if control is None:
+        return Verdict("not judged", (), (NO_CONTROL, *missing), ran)
     if not patched or len(patched) != len(control):
         raise SamplingError(
             "judge",
@@ -230,13 +262,17 @@ def judge(
             remedy="Choose another exact attention backend for the control",
         )
     margins, floors, counted = [], [], []
+    of_median, of_worst = (LATENTS_MEDIAN, LATENTS_WORST) if latents else (MEDIAN, WORST)
+    missing = [*missing, NO_FLOORS] if latents else missing
     for name, how, of, margin, wider, floor in (
-        (MEDIAN, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
-        (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
+        (of_median, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        (of_worst, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
          WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
         value, other = (how([getattr(one, of) for one in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
+        if latents:
+            continue
         whatever = f"{name}, whatever the control does"
         floors.append(Check(whatever, value, floor, floor, True, " dB"))
         # Where the control is below a floor too, the change is not to blame for it.
@@ -258,6 +294,36 @@ def judge(
     if ran is not None and ran.share < ASKED_SHARE:
         word = "not judged"
     return Verdict(word, checks, tuple(missing), ran)
+
+
+def resamples(count: int) -> list[list[int]]:
+    """Return places in a list of `count` videos, drawn with replacement; the same ones always."""
+    draw = random.Random(0)
+    return [draw.choices(range(count), k=count) for _ in range(RESAMPLES)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the interval that holds `CONFIDENCE` of the medians of resampled values (percentile
+    bootstrap); None for fewer than two, or where a value is NaN."""
+    if len(values) < 2 or any(map(math.isnan, values)):
+        return None
+    medians = sorted(median([values[i] for i in one]) for one in resamples(len(values)))
+    left = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return medians[left], medians[-1 - left]
+
+
+def agreement(
+    word: Word, patched: Sequence[Drift], control: Sequence[Drift] | None, *, latents: bool
+) -> float | None:
+    """Return the share of resamples of the videos in which `judge` finds the same word; None for
+    fewer than two videos, or without a control."""
+    if control is None or len(patched) < 2:
+        return None
+    found = [
+        judge([patched[i] for i in one], [control[i] for i in one], latents=latents).word
+        for one in resamples(len(patched))
+    ]
+    return found.count(word) / len(found)
 
 
 def median(values: Sequence[float]) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
@@ -129,7 +131,7 @@ def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray
     """Join videos to one, so that a player cannot show different frames of them.
 
     Args:
-        videos: Name in `PANES` -> its video; uint8, [F, H, W, 3], of one size.
+        videos: Names in `PANES` -> its video; uint8, [F, H, W, 3], of one size.
         size: Height and width of a pane.
 
     Returns:
@@ -140,6 +142,8 @@ def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray
     count = min(map(len, videos.values()))
     canvas = np.zeros((count, rows * height, columns * width, 3), np.uint8)
     for name, (column, row) in PANES.items():
+        if name not in videos:
+            continue
         place = canvas[:, row * height :, column * width :][:, :height, :width]
         for i, frame in enumerate(videos[name][:count]):
             picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BOX)
@@ -164,7 +168,9 @@ def find_ffmpeg() -> str:
         raise MissingPackageError(what, got=got, remedy=remedy) from error
 
 
-def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | None = None) -> None:
+def write_mp4(
+    frames: np.ndarray, path: Path, fps: float, *, seek_every: int | None = None
+) -> None:
     """Write h264 that every browser plays; odd sides are padded by repeating the edge.
 
     Args:
@@ -201,25 +207,36 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | Non
             raise OutputError(what, expected=expected, got=str(found), remedy=_REMEDY)
 
 
-def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
+def read_frames(path: Path, name: str = "video", *, most: int | None = None) -> list[Image.Image]:
     """Read the first frames of a video, at most `MOST_FRAMES`, as RGB. Their times are ignored.
 
     Args:
         path: A file of any kind that ffmpeg reads, an animated image included.
         name: What the video is for, for messages.
+        most: The most bytes that its pixels may take. With it a video of more frames is refused.
 
     Raises:
-        SamplingError: The file is missing, or holds no video.
+        SamplingError: The file is missing, or holds no video; or it is too large.
         MissingPackageError: There is no ffmpeg.
     """
     path = path.expanduser()
     if not path.is_file():
         what, remedy = f"{name} {path} cannot be read (there is no such file)", "Check its name"
         raise SamplingError(what, expected="a video file", remedy=remedy)
-    reads = ["-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
-    reads += ["-frames:v", str(MOST_FRAMES), "-f", "image2pipe", "-c:v", "ppm"]
+    whole = most is not None
+    reads = [*["-xerror"] * whole, "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
+    reads += ["-frames:v", str(MOST_FRAMES + whole), "-f", "image2pipe", "-c:v", "ppm"]
     frames: list[Image.Image]
-    code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=_pictures)
+    read = partial(_pictures, most=most)
+    try:
+        code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=read)
+    except OverflowError as error:
+        raise SamplingError(
+            f"{name} {path} is too large",
+            expected=f"at most {MOST_FRAMES} frames, and {most} bytes of pixels",
+            got="more",
+            remedy="Cut it into parts",
+        ) from error
     if code or not frames:
         raise SamplingError(
             f"{name} {path} cannot be read",
@@ -230,16 +247,33 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
     return frames
 
 
-def _pictures(stream: IO[bytes]) -> list[Image.Image]:
-    """Read the pictures of binary PPM files in a row, until they end or are cut off."""
+def frame_rate(path: Path) -> float | None:
+    """Return the frames a second that a video says it has; None if it says nothing, as a GIF of
+    one picture does."""
+    shows = ["-v", "info", "-nostats", "-i", _file(path), "-map", "0:v:0", "-t", "0"]
+    _, _, said = _ffmpeg([*shows, "-f", "null", "-"])
+    found = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
+    return float(found[1]) if found else None
+
+
+def _pictures(stream: IO[bytes], most: int | None = None) -> list[Image.Image]:
+    """Read the pictures of binary PPM files in a row, until they end or are cut off.
+
+    Raises:
+        OverflowError: They have more than `most` bytes of pixels, or there are more than
+            `MOST_FRAMES`, if `most` is given.
+    """
     found: list[Image.Image] = []
     while True:
         _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
         if len(sides) != 2:
             return found
         width, height = map(int, sides)
-        pixels = stream.read(3 * width * height)
-        if len(pixels) < 3 * width * height:
+        size, count = 3 * width * height, len(found) + 1
+        if most is not None and (count * size > most or count > MOST_FRAMES):
+            raise OverflowError
+        pixels = stream.read(size)
+        if len(pixels) < size:
             return found
         found.append(Image.frombytes("RGB", (width, height), pixels))
 

@@ -50,6 +50,8 @@
       this.parts = Object.fromEntries([...figure.querySelectorAll("[data-part]")].map((e) => [e.dataset.part, e]));
       this.video.hidden = true;
       this.video.controls = false;
+      this.runs = ["control", "patched"].filter((run) => run in this.given); // a control may be missing
+      figure.classList.toggle("two", this.runs.length < 2);
       figure.classList.toggle("tall", this.given.width < 1.3 * this.given.height);
       figure.style.setProperty("--stage", `${Math.min(1120, (560 * this.given.width) / this.given.height)}px`);
       this.build();
@@ -110,7 +112,7 @@
         label.textContent = `${tick} dB`;
         this.parts.plot.append(label);
       }
-      for (const run of ["control", "patched"]) {
+      for (const run of this.runs) {
         let pen = "M";
         const d = this.given[run].map((value, i) => {
           const point = typeof value !== "number" ? "" : `${pen}${i} ${this.height(value).toFixed(2)}`;
@@ -267,11 +269,12 @@
       const share = `${(100 * frame) / Math.max(1, given.frames - 1)}%`;
       parts.now.style.left = share;
       const words = [`frame ${frame + 1} of ${given.frames}`];
-      for (const run of ["patched", "control"]) {
+      parts["at-control"].hidden = !this.runs.includes("control");
+      for (const run of [...this.runs].reverse()) {
         const value = given[run][frame], dot = parts[`at-${run}`];
         dot.hidden = typeof value !== "number"; // null where the frames are equal, else a text
         if (!dot.hidden) [dot.style.left, dot.style.top] = [share, `${this.height(value)}%`];
-        words.push(`${run} ${value === null ? "equal" : dot.hidden ? "not a number" : `${value.toFixed(1)} dB`}`);
+        words.push(`${given.panes[run].label.toLowerCase()} ${value === null ? "equal" : dot.hidden ? "not a number" : `${value.toFixed(1)} dB`}`);
       }
       parts.time.value = frame;
       parts.time.setAttribute("aria-valuetext", words.join(", "));
@@ -339,5 +342,6 @@
   }
 
   for (const figure of document.querySelectorAll("figure[data-player]")) new Player(figure);
-  document.getElementById("keys").hidden = false;
+  const keys = document.getElementById("keys"); // Latents have no player.
+  if (keys) keys.hidden = false;
 })();

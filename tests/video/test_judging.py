@@ -1,0 +1,479 @@
+"""`judge`: anybody's videos, paired by name, with the words and limits of `compare`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.browser import MISSING, browser, find_chromium
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
+from turbo_rcm_patch.video import filters, judging, verdict
+from turbo_rcm_patch.video.judging import Judged, judge_folders, read_clip
+from turbo_rcm_patch.video.video import as_bytes, write_mp4
+
+FRAMES = (5, 32, 48, 3)
+NAMES = ("a", "b", "c")
+
+pytestmark = pytest.mark.usefixtures("no_pictures_here")
+
+
+def video(seed: int, noise: float = 0.0, shape: tuple[int, ...] = FRAMES) -> torch.Tensor:
+    """A random video, and the same with its own noise."""
+    truth = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
+    other = torch.Generator().manual_seed(seed + round(noise * 1e4))
+    return truth + noise * (torch.rand(shape, generator=other) - 0.5) if noise else truth
+
+
+def as_pt(frames: torch.Tensor, path: Path) -> None:
+    torch.save(frames, path.with_suffix(".pt"))
+
+
+def as_named_pt(frames: torch.Tensor, path: Path) -> None:
+    torch.save({"seed": 1, "frames": frames.movedim(3, 0)[None]}, path.with_suffix(".pt"))
+
+
+def as_safetensors(frames: torch.Tensor, path: Path) -> None:
+    tensors = {"video": frames.movedim(3, 1).contiguous(), "more": torch.zeros(3)}
+    save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def as_pngs(frames: torch.Tensor, path: Path) -> None:
+    path.mkdir()
+    for i, one in enumerate(as_bytes(frames)):  # 10 comes after 9
+        Image.fromarray(one).save(path / f"frame {i + 8}.png")
+
+
+def as_mp4(frames: torch.Tensor, path: Path) -> None:
+    write_mp4(as_bytes(frames), path.with_suffix(".mp4"), 12)
+
+
+Writer = Callable[[torch.Tensor, Path], None]
+WRITERS: list[Writer] = [as_pt, as_named_pt, as_safetensors, as_pngs, as_mp4]
+#: Noise of the judged videos -> the verdict beside a control with noise of 0.01.
+WORDS = {0.015: "unchanged", 0.03: "similar", 0.1: "changed"}
+
+
+def folders(
+    at: Path, noise: float = 0.015, write: Writer = as_pt, names: tuple[str, ...] = NAMES
+) -> list[Path]:
+    """Baseline, candidate and control."""
+    made = [at / which for which in ("baseline", "candidate", "control")]
+    for folder, its in zip(made, (0.0, noise, 0.01), strict=True):
+        folder.mkdir(parents=True)
+        for seed, name in enumerate(names):
+            write(video(seed, its), folder / name)
+    return made
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_is_read_as_its_frames(write: Writer, tmp_path: Path) -> None:
+    write(video(0), tmp_path / "clip")
+    (path,) = tmp_path.iterdir()
+    found = read_clip(path)
+    assert found.values.shape == FRAMES and not found.latents
+    assert found.fps == (12 if write is as_mp4 else None)
+    if write is as_mp4:  # which halves the resolution of colours
+        luma = torch.tensor([0.299, 0.587, 0.114])
+        both = torch.stack([(x @ luma).flatten() for x in (found.values, video(0))])
+        assert float(both.corrcoef()[0, 1]) > 0.95
+    else:
+        worst = 0.5 / 255 + 1e-6 if write is as_pngs else 0.0
+        assert float((found.values - video(0)).abs().max()) <= worst
+
+
+@pytest.mark.parametrize("noise", WORDS)
+def test_the_words_are_those_of_compare(noise: float, tmp_path: Path) -> None:
+    found = judge_folders(*folders(tmp_path, noise), out=tmp_path / "out")
+    assert found.verdict == WORDS[noise] and found.agreement is not None
+    drifts = [one.patched for one in found.results], [one.control for one in found.results]
+    assert found.judgement == verdict.judge(*drifts)
+    page = found.report.read_text()
+    assert f"<b>{WORDS[noise].capitalize()}</b>" in page and "95 % interval" in page
+    assert str(tmp_path) not in page + found.short_report.read_text()
+    numbers = json.loads(found.metrics.read_text())
+    low, high = numbers["median_interval"]["patched"]
+    assert low <= verdict.median([one.psnr for one in drifts[0]]) <= high
+    assert len(numbers["clips"]) == 3 and numbers["refused"] == {}
+
+
+def test_an_interval_is_the_same_every_time_and_covers_what_it_should() -> None:
+    values = [30.0 + i for i in range(10)]
+    assert verdict.interval(values) == verdict.interval(values)
+    low, high = verdict.interval(values) or (0, 0)
+    assert 30 < low < 34 and 35 < high < 39
+    assert verdict.interval([30.0]) is None and verdict.interval([30.0, math.nan]) is None
+
+
+def test_without_a_control_there_are_numbers_and_no_verdict(tmp_path: Path) -> None:
+    baseline, candidate, _ = folders(tmp_path)
+    found = judge_folders(baseline, candidate, out=tmp_path / "out")
+    assert found.verdict == "not judged" and "no control was given" in str(found)
+    assert found.agreement is None and not found.judgement.checks
+    for text in (found.report.read_text(), found.short_report.read_text()):
+        assert "no control was given" in text
+    assert "PSNR 4" in str(found)
+
+
+def test_latents_have_an_snr_and_cannot_be_unchanged(tmp_path: Path) -> None:
+    """Whether their difference can be seen, only frames tell."""
+
+    def latents(frames: torch.Tensor, path: Path) -> None:
+        torch.save({"latents": (frames - 0.5).movedim(3, 0)[None]}, path.with_suffix(".pt"))
+
+    for noise, word in {0.015: "undecided", 0.1: "changed"}.items():
+        found = judge_folders(*folders(tmp_path / word, noise, latents), out=tmp_path / f"{word}o")
+        assert found.verdict == word and found.latents
+        page = found.report.read_text()
+        for absent in ("<video", "VMAF</th>", "SSIM</th>"):
+            assert absent not in page
+        assert "there is no PSNR, SSIM, VMAF, XPSNR or FLIP" in page and "cosine" in page
+    one = found.results[0].patched
+    truth, other = video(0) - 0.5, video(0, 0.1) - 0.5
+    far = float((other - truth).norm() / truth.norm())
+    assert one.latents == pytest.approx(far, rel=1e-5)
+    assert one.psnr == pytest.approx(-20 * math.log10(far), abs=1e-4)
+    cosine = torch.nn.functional.cosine_similarity(other.flatten(), truth.flatten(), dim=0)
+    assert one.cosine == pytest.approx(float(cosine), abs=1e-6)
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def longer(folder: Path) -> None:
+    as_pt(video(1, shape=(6, 32, 48, 3)), folder / "b")
+
+
+def wider(folder: Path) -> None:
+    as_pt(video(1, shape=(5, 32, 64, 3)), folder / "b")
+
+
+def faster(folder: Path) -> None:
+    as_mp4(video(1), folder / "b")
+    (folder / "b.pt").unlink()
+    write_mp4(as_bytes(video(1)), folder.parent / "baseline" / "b.mp4", 24)
+    (folder.parent / "baseline" / "b.pt").unlink()
+
+
+def missing(folder: Path) -> None:
+    (folder / "b.pt").unlink()
+
+
+def twice(folder: Path) -> None:
+    as_mp4(video(1), folder / "b")
+
+
+def cut_off(folder: Path) -> None:
+    content = (folder / "b.pt").read_bytes()
+    (folder / "b.pt").write_bytes(content[: len(content) // 2])
+
+
+def no_video(folder: Path) -> None:
+    missing(folder)
+    (folder / "b.mp4").write_bytes(b"not a video")
+
+
+def half_a_video(folder: Path) -> None:
+    missing(folder)
+    as_mp4(video(1), folder / "b")
+    content = (folder / "b.mp4").read_bytes()
+    (folder / "b.mp4").write_bytes(content[: len(content) * 2 // 3])
+
+
+def of_several_sizes(folder: Path) -> None:
+    missing(folder)
+    as_pngs(video(1), folder / "b")
+    Image.new("RGB", (32, 32)).save(folder / "b" / "frame 9.png")
+
+
+def broken_png(folder: Path) -> None:
+    missing(folder)
+    as_pngs(video(1), folder / "b")
+    (folder / "b" / "frame 9.png").write_bytes(b"\x89PNG")
+
+
+class Code:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
+def code(folder: Path) -> None:
+    torch.save({"frames": video(1), "more": Code()}, folder / "b.pt")
+
+
+def endless(folder: Path) -> None:
+    torch.save(torch.zeros(1).expand(1 << 20, 1 << 10, 1 << 10, 3), folder / "b.pt")
+
+
+def pipe(folder: Path) -> None:
+    missing(folder)
+    os.mkfifo(folder / "b.mp4")
+
+
+def minus_one_to_one(folder: Path) -> None:
+    as_pt(video(1) * 2 - 1, folder / "b")
+
+
+def two_tensors(folder: Path) -> None:
+    torch.save({"x": video(1), "y": video(1)}, folder / "b.pt")
+
+
+def small(folder: Path) -> None:
+    for one in ("baseline", "candidate", "control"):
+        as_pt(video(1, shape=(5, 8, 48, 3)), folder.parent / one / "b")
+
+
+def complex_numbers(folder: Path) -> None:
+    torch.save(video(1).to(torch.complex64), folder / "b.pt")
+
+
+def latents_beside_frames(folder: Path) -> None:
+    torch.save({"latents": video(1)}, folder / "b.pt")
+
+
+BAD = {
+    longer: r"expected 5 frames of 48 x 32, as .*baseline/b.pt; got 6 frames",
+    wider: "got 5 frames of 64 x 32",
+    faster: r"expected 24 frames a second, as .*baseline/b.mp4; got 12",
+    missing: r"baseline/b.pt; expected one clip 'b' in --candidate; got none",
+    twice: "b.mp4 and .*b.pt",
+    cut_off: "is incomplete",
+    no_video: "cannot be read",
+    half_a_video: "cannot be read",
+    of_several_sizes: "expected frames of one size; got 4 of 48 x 32, 1 of 32 x 32",
+    broken_png: "frame 9.png cannot be read|frame 9.png is no image",
+    code: "nothing in it was executed",
+    endless: "expected 1 to 268435456 numbers",
+    pipe: "expected a regular file",
+    minus_one_to_one: "expected frames in 0..1; got numbers from -0.",
+    two_tensors: "expected one tensor, or one by a name",
+    complex_numbers: "complex64",
+    small: "baseline/b.pt; expected at least 11 pixels a side",
+    latents_beside_frames: "got latents",
+}
+
+
+@pytest.mark.parametrize("spoil", BAD)
+def test_what_does_not_fit_is_named_and_the_others_are_judged(
+    spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    baseline, candidate, control = folders(tmp_path / "in")
+    spoil(candidate)
+    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
+    assert [one.prompt for one in found.results] == ["a", "c"]
+    assert list(found.refused) == ["b"] and found.verdict == "unchanged"
+    assert re.search(BAD[spoil], found.refused["b"]) and "/b" in found.refused["b"]
+    assert not (tmp_path / "ran").exists()
+    page = found.report.read_text()
+    assert "1 of 3 clips could not be judged" in page and str(tmp_path) not in page
+
+
+def test_an_absent_partner_is_named_wherever_it_is_absent(tmp_path: Path) -> None:
+    baseline, candidate, control = folders(tmp_path)
+    (baseline / "a.pt").unlink()
+    (control / "b.pt").unlink()
+    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
+    assert "--baseline" in found.refused["a"] and "--control" in found.refused["b"]
+    assert [one.prompt for one in found.results] == ["c"]
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "is equal"), (math.nan, "holds NaN")])
+def test_a_control_that_measures_nothing_is_named(value: float, said: str, tmp_path: Path) -> None:
+    baseline, candidate, control = folders(tmp_path)
+    as_pt(video(0) + value, control / "a")
+    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
+    assert said in found.refused["a"] and "control/a.pt" in found.refused["a"]
+
+
+def test_a_candidate_with_nan_is_changed(tmp_path: Path) -> None:
+    baseline, candidate, control = folders(tmp_path)
+    broken = video(0)
+    broken[2, 0, 0, 0] = math.nan
+    as_pt(broken, candidate / "a")
+    assert judge_folders(baseline, candidate, control, out=tmp_path / "out").verdict == "changed"
+
+
+def test_a_long_video_is_refused_and_not_cut(tmp_path: Path) -> None:
+    write_mp4(np.zeros((258, 32, 32, 3), np.uint8), tmp_path / "a.mp4", 16)
+    with pytest.raises(SamplingError, match="a.mp4 is too large.*at most 257 frames"):
+        read_clip(tmp_path / "a.mp4")
+
+
+def test_a_video_of_many_pixels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "MOST_VALUES", 4 * 32 * 48 * 3)
+    for write in (as_mp4, as_pngs, as_pt, as_safetensors):
+        (tmp_path / write.__name__).mkdir()
+        write(video(0), tmp_path / write.__name__ / "a")
+        (path,) = (tmp_path / write.__name__).iterdir()
+        with pytest.raises(SamplingError, match="Cut it into parts"):
+            read_clip(path)
+
+
+def test_when_no_clip_can_be_judged_the_reasons_are_told(tmp_path: Path) -> None:
+    made = folders(tmp_path, names=("b",))
+    minus_one_to_one(made[1])
+    with pytest.raises(SamplingError, match=r"no clip could be judged.*expected frames in 0..1"):
+        judge_folders(*made, out=tmp_path / "out")
+    shutil.rmtree(made[1])
+    with pytest.raises(SamplingError, match="--candidate .*No such file"):
+        judge_folders(*made, out=tmp_path / "out")
+    made[1].mkdir()
+    with pytest.raises(SamplingError, match=r"has no clip; expected files \.mp4"):
+        judge_folders(*made, out=tmp_path / "out")
+    with pytest.raises(ConfigError, match="fps"):
+        judge_folders(*made, out=tmp_path / "out", fps=0)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def arguments(made: list[Path], out: Path) -> list[str]:
+    names = ("--baseline", "--candidate", "--control")
+    pairs = [word for pair in zip(names, map(str, made), strict=False) for word in pair]
+    return ["judge", *pairs, "--out", str(out)]
+
+
+def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = folders(tmp_path / "in")
+    assert main(arguments(made, tmp_path / "out")) == 0
+    told = capsys.readouterr().out
+    assert "verdict: unchanged" in told and "One clip took" in told
+    assert main(arguments(made[:2], tmp_path / "two")) == 3
+    assert main(arguments(folders(tmp_path / "far", 0.1), tmp_path / "far" / "out")) == 1
+    minus_one_to_one(made[1])
+    assert main(arguments(made, tmp_path / "out")) == 2
+    assert "could not be judged: " in capsys.readouterr().out
+    assert main(["judge", "--baseline", str(made[0])]) == 2
+    assert "--candidate" in capsys.readouterr().err
+    one = [next(folder.glob("a.pt")) for folder in made]
+    assert main(arguments(one, tmp_path / "one")) == 0
+
+
+def test_the_same_command_measures_only_what_is_new_or_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = folders(tmp_path / "in", write=as_pngs)
+    measured: list[str] = []
+    real = judging._measured
+    stops = ["c"]
+
+    def spied(store: object, name: str, *more: object) -> object:
+        if name in stops:
+            stops.remove(name)
+            raise KeyboardInterrupt
+        measured.append(name)
+        return real(store, name, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(judging, "_measured", spied)
+    assert main(arguments(made, tmp_path / "out")) == 130
+    assert measured == ["a", "b"]
+    assert main(arguments(made, tmp_path / "out")) == 0
+    assert measured == ["a", "b", "c"]
+    shutil.rmtree(made[1] / "a")
+    as_pngs(video(0, 0.02), made[1] / "a")
+    found = judge_folders(*made, out=tmp_path / "out")
+    assert measured == ["a", "b", "c", "a"] and len(found.results) == 3
+    judge_folders(*made, out=tmp_path / "out", fresh=True)
+    assert measured[4:] == ["a", "b", "c"]
+
+
+# --- FLIP ----------------------------------------------------------------------------------------
+
+
+def test_flip_is_skipped_with_a_note_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "find_spec", lambda name: None)
+    found = judge_folders(*folders(tmp_path), out=tmp_path / "out")
+    assert all(one.patched.flip is None for one in found.results)
+    page = found.report.read_text()
+    assert "FLIP, whose package is not installed" in page and "[flip]" in page
+    assert found.verdict == "unchanged"
+
+
+def test_flip_looks_at_few_frames_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        seen: list[float] = []
+
+        @classmethod
+        def evaluate(cls, truth: np.ndarray, one: np.ndarray, kind: str, **how: object) -> object:
+            assert kind == "LDR" and how["parameters"] == {"ppd": filters.FLIP_PPD}
+            cls.seen.append(float(one[0, 0, 0]))
+            return None, float(abs(truth - one).mean()), {}
+
+    monkeypatch.setattr(filters, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "flip_evaluator", Fake)
+    frames = (torch.arange(41.0) / 100)[:, None, None, None].expand(41, 16, 16, 3)
+    found, why = filters.flip(frames, torch.zeros(41, 16, 16, 3))
+    assert Fake.seen == pytest.approx([i / 100 for i in (0, 6, 11, 17, 23, 29, 34, 40)])
+    assert found == pytest.approx(sum(Fake.seen) / 8) and why == ""
+
+
+def test_flip_is_zero_for_equal_videos_and_grows_with_the_error() -> None:
+    pytest.importorskip("flip_evaluator")
+    truth = video(0)
+    errors = [filters.flip(video(0, noise), truth)[0] or 0.0 for noise in (0.0, 0.02, 0.2)]
+    assert errors[0] == 0.0 < errors[1] < errors[2] < 1
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_page_works_with_and_without_control_and_for_latents(tmp_path: Path) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip(MISSING)
+    made = folders(tmp_path / "frames", names=("a",))
+    latents = folders(
+        tmp_path / "latents", names=("a",),
+        write=lambda x, path: torch.save({"latents": x}, path.with_suffix(".pt")),
+    )  # fmt: skip
+    pages: list[Judged] = [
+        judge_folders(*made, out=tmp_path / "all"),
+        judge_folders(*made[:2], out=tmp_path / "two"),
+        judge_folders(*latents, out=tmp_path / "latent"),
+    ]
+    panes = []
+    with browser(program, tmp_path / "profile") as tab:
+        for width in (1200, 400):
+            for found in pages:
+                tab.open(found.report, width=width)
+                assert tab.complaints == []
+                assert tab.js("document.documentElement.scrollWidth") <= width
+                panes.append(tab.js("document.querySelectorAll('.pane').length"))
+        tab.open(pages[1].report, width=1200)
+        tab.press("w", 87)
+        text = "document.querySelector('[data-part=words]').textContent"
+        tab.js("document.querySelector('figure').focus()")
+        tab.wait_for(f"/candidate [0-9.]+ dB/.test({text}) && !{text}.includes('control')")
+    assert panes == [5, 3, 0] * 2
+
+
+def test_errors_of_the_whole_run_are_not_those_of_a_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise judging.OutputError("the disk is full")
+
+    made = folders(tmp_path)
+    monkeypatch.setattr(judging, "show", full)
+    with pytest.raises(TurboRCMError, match="the disk is full"):
+        judge_folders(*made, out=tmp_path / "out")

@@ -1,0 +1,169 @@
+"""The clips of a comparison: the numbers of each, and the videos that show it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from turbo_rcm_patch.video.filters import filtered, flip
+from turbo_rcm_patch.video.measures import Drift
+from turbo_rcm_patch.video.verdict import Verdict, Word
+from turbo_rcm_patch.video.video import (
+    SEEK_EVERY,
+    amplified_difference,
+    choose_gain,
+    contact_sheet,
+    enlarge,
+    pane_size,
+    panes,
+    side_by_side,
+    write_mp4,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Numbers of one video.
+
+    Attributes:
+        key: Name of its folder in `prompts/`.
+        prompt: The prompt, or the name of its files.
+        patched: Distance of the judged video from the baseline.
+        control: Distance of the control from the baseline, None without a control.
+        height: Of the frames, 0 for latents.
+        width: The same.
+        fps: Frames a second.
+        gain: Amplification of the videos of differences.
+        unmeasured: Why a measure is missing, else empty.
+    """
+
+    key: str
+    prompt: str
+    patched: Drift
+    control: Drift | None
+    height: int = 0
+    width: int = 0
+    fps: float = 0
+    gain: int = 1
+    unmeasured: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data for JSON, worst frames included."""
+        runs = {"patched": self.patched, "control": self.control}
+        return asdict(self) | {name: one and one.as_dict() for name, one in runs.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Return the clip of `as_dict`, from JSON."""
+        runs = {name: values[name] for name in ("patched", "control")}
+        return cls(**values | {name: one and Drift.from_dict(one) for name, one in runs.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(ABC):
+    """What a report shows, wherever the videos came from.
+
+    Attributes:
+        judgement: The verdict and its conditions.
+        results: One entry per clip.
+        command: The command line, or nothing.
+        out: The folder with everything.
+        latents: True if the clips are latents, so that no video shows them.
+        one: The word for a clip.
+    """
+
+    judgement: Verdict
+    results: tuple[Clip, ...]
+    command: str
+    out: Path
+    latents: bool = False
+    one: ClassVar[str] = "clip"
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The word for what was judged."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """How the videos were made, without the folders of this machine."""
+
+    @property
+    @abstractmethod
+    def chips(self) -> list[str]:
+        """The most important facts, in a few words each."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, object]:
+        """Return the contents of metrics.json."""
+
+    @property
+    def steps_run(self) -> int:
+        """Denoising steps, 0 if they were not watched."""
+        return 0
+
+    @property
+    def verdict(self) -> Word:
+        """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
+        return self.judgement.word
+
+    @property
+    def report(self) -> Path:
+        """The HTML page."""
+        return self.out / "report.html"
+
+    @property
+    def short_report(self) -> Path:
+        """The short form of the page in Markdown, to paste."""
+        return self.out / "report.md"
+
+    @property
+    def metrics(self) -> Path:
+        """The JSON file."""
+        return self.out / "metrics.json"
+
+
+def completed(
+    far: Drift, frames: torch.Tensor, truth: torch.Tensor, fps: float
+) -> tuple[Drift, set[str]]:
+    """Add the measures of other programs to a drift, and say why some are missing."""
+    found, (error, why) = filtered(frames, truth, fps), flip(frames, truth)
+    return replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr, flip=error), {found.why, why} - {""}
+
+
+def show(
+    frames: Mapping[str, torch.Tensor], folder: Path, fps: float, name: str = "patched"
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Write the video of the report's player, one to look at, and a sheet of pictures.
+
+    Args:
+        frames: "baseline", "patched" and perhaps "control" -> [F, H, W, 3] in 0..1.
+        folder: The place of panes.mp4, side_by_side.mp4 and sheet.png.
+        fps: Frames a second.
+        name: The label of "patched".
+
+    Returns:
+        The amplification of the differences; the enlarged videos and differences.
+    """
+    truth, runs = frames["baseline"], [one for one in frames if one != "baseline"]
+    gain = choose_gain([(frames[run] - truth).abs() for run in runs])
+    shown = {run: enlarge(one) for run, one in frames.items()}
+    for run in runs:
+        amplified = amplified_difference(frames[run], truth, gain)
+        shown[f"{run} difference"] = enlarge(amplified, "nearest")
+    rows = {"baseline": shown["baseline"], name: shown["patched"]}
+    for run in runs:
+        label = name if run == "patched" else run
+        rows[f"{label} - baseline, x {gain}"] = shown[f"{run} difference"]
+    size = pane_size(*truth.shape[1:3])
+    write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
+    write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
+    contact_sheet(rows, folder / "sheet.png")
+    return gain, shown

@@ -1,0 +1,462 @@
+"""The verdict of `compare` on anybody's videos, without a model: files paired by name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from turbo_rcm_patch.checkpoints.pipeline import check_regular
+from turbo_rcm_patch.checkpoints.read import Progress, read_archive
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    MissingPackageError,
+    OutputError,
+    SamplingError,
+    TurboRCMError,
+)
+from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.interrupts import reraise_interrupts
+from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
+from turbo_rcm_patch.video.environment import code_digest, versions
+from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
+from turbo_rcm_patch.video.report import shown_command, without_places, write_report
+from turbo_rcm_patch.video.source import read_image
+from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
+from turbo_rcm_patch.video.verdict import agreement, interval, judge
+from turbo_rcm_patch.video.video import (
+    MOST_FRAMES,
+    VIDEO_ENDINGS,
+    find_ffmpeg,
+    frame_rate,
+    read_frames,
+)
+
+#: Most numbers of a clip: 1 GiB in fp32, or 97 frames of 720 x 1280.
+MOST_VALUES: Final = 1 << 28
+#: Most bytes of a file of tensors: `MOST_VALUES` in fp64, and something beside them.
+_MOST_BYTES: Final = 1 << 32
+_TENSORS: Final = (".pt", ".pth", ".safetensors")
+#: Names under which a file of several tensors holds its clip, and the ones of frames.
+_NAMES: Final = ("frames", "video", "latents")
+#: Frames a second of clips that do not say.
+FPS: Final = 16
+#: Files of a clip that is finished, beside its record.
+_FILES: Final = ("panes.mp4", "side_by_side.mp4", "sheet.png")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A clip that was read.
+
+    Attributes:
+        values: Frames [F, H, W, 3] in 0..1, or latents of any shape; fp32.
+        latents: True for latents.
+        fps: Frames a second, if the file says.
+    """
+
+    values: torch.Tensor
+    latents: bool = False
+    fps: float | None = None
+
+    @property
+    def words(self) -> str:
+        """What it is, for messages."""
+        shape = list(self.values.shape)
+        frames = f"{shape[0]} frames of {shape[2]} x {shape[1]}"
+        return f"latents {shape}" if self.latents else frames
+
+
+def read_clip(path: Path) -> Media:
+    """Read a video, a folder of PNGs, or a file of tensors. Nothing in a file is executed.
+
+    Args:
+        path: An .mp4 or another of `VIDEO_ENDINGS`; a folder of .png, in the order of the numbers
+            in their names; a .pt, .pth or .safetensors with one tensor, or one that is named
+            "frames", "video" or "latents". Frames are uint8, or float in 0..1, in one of the
+            layouts [F, H, W, 3], [F, 3, H, W] and [3, F, H, W], with or without a batch of one.
+
+    Raises:
+        SamplingError: It cannot be read, is none of these, or is too large.
+        CheckpointError: A .pt is damaged, or holds more than tensors.
+    """
+    if path.is_dir():
+        return _folder(path)
+    check_regular(path, SamplingError, _MOST_BYTES)
+    if path.suffix.lower() not in _TENSORS:
+        frames = read_frames(path, most=MOST_VALUES)
+        return Media(_stacked([np.asarray(one) for one in frames], path), fps=frame_rate(path))
+    name, found = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
+    return _media(name, found, path)
+
+
+def _folder(path: Path) -> Media:
+    def number(one: Path) -> list[tuple[int, str]]:
+        parts = re.findall(r"\d+|\D+", one.name)
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    files = sorted((one for one in path.iterdir() if _is_png(one)), key=number)
+    if len(files) > MOST_FRAMES:
+        raise _wrong(path, f"at most {MOST_FRAMES} frames", f"{len(files)}")
+    frames: list[np.ndarray] = []
+    for one in files:
+        frames.append(np.asarray(read_image(one)))
+        _check_size(frames[0].size * len(files), path)
+    return Media(_stacked(frames, path))
+
+
+def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
+    sizes = Counter(f"{one.shape[1]} x {one.shape[0]}" for one in frames)
+    if len(sizes) > 1:
+        got = ", ".join(f"{count} of {size}" for size, count in sizes.items())
+        raise _wrong(path, "frames of one size", got)
+    return torch.from_numpy(np.stack(frames)).float() / 255
+
+
+def _wrong(path: Path, expected: str, got: object, remedy: str = "") -> SamplingError:
+    return SamplingError(str(path), expected=expected, got=str(got), remedy=remedy)
+
+
+def _check_size(count: int, path: Path) -> None:
+    if not 0 < count <= MOST_VALUES:
+        raise _wrong(path, f"1 to {MOST_VALUES} numbers", count, "Cut it into parts")
+
+
+def _safetensor(path: Path) -> tuple[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reraise_interrupts(), safe_open(path, framework="pt") as file:
+            name = _chosen(list(file.keys()), path)
+            _check_size(int(np.prod(file.get_slice(name).get_shape(), dtype=object)), path)
+            return name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise SamplingError(f"{path} is missing, damaged or incomplete ({error})") from error
+
+
+def _archived(path: Path) -> tuple[str, torch.Tensor]:
+    found = read_archive(path)
+    if not isinstance(found, Mapping):
+        found = {"": found}
+    tensors = {str(name): x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    name = _chosen(list(tensors), path)
+    return name, tensors[name]
+
+
+def _chosen(names: list[str], path: Path) -> str:
+    known = [name for name in _NAMES if name in names] or names
+    if len(known) != 1:
+        expected = f"one tensor, or one by a name of {', '.join(_NAMES)}"
+        raise _wrong(path, expected, ", ".join(names[:8]) or "none")
+    return known[0]
+
+
+def _media(name: str, found: torch.Tensor, path: Path) -> Media:
+    plain = found.layout == torch.strided and not (found.is_quantized or found.is_meta)
+    if not plain or not (found.is_floating_point() or found.dtype == torch.uint8):
+        got = f"{found.layout}, {found.dtype}"
+        raise _wrong(path, "a dense tensor of uint8 or floats", got)
+    _check_size(found.numel(), path)  # Of a tensor with strides of 0 the file shows little.
+    clip = found.detach()
+    clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
+    if clip.ndim != 4:
+        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(found.shape))
+    axis = next((i for i in (3, 1, 0) if clip.shape[i] == 3), None)
+    if name == "latents" or axis is None and clip.is_floating_point():
+        return Media(clip.float(), latents=True)
+    if axis is None:
+        raise _wrong(path, "a dimension of 3 colours", list(found.shape))
+    frames = clip.movedim(axis, 3).float() / (255 if clip.dtype == torch.uint8 else 1)
+    low, high = map(float, frames.nan_to_num(0.5).aminmax())
+    if not 0 <= low <= high <= 1:
+        remedy = 'Scale them, or save latents as {"latents": tensor}'
+        raise _wrong(path, "frames in 0..1", f"numbers from {low:.4g} to {high:.4g}", remedy)
+    return Media(frames)
+
+
+def _is_png(path: Path) -> bool:
+    return path.suffix.lower() == ".png" and not path.name.startswith(".")
+
+
+def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
+    """List the clips of a folder by their names without ending; a file is a clip by itself.
+
+    Raises:
+        SamplingError: It is no such place, or has no clip.
+    """
+    folder = folder.expanduser()
+    if folder.is_file():
+        return {"clip": [folder]}
+    found: dict[str, list[Path]] = {}
+    try:
+        for one in sorted(folder.iterdir()):
+            frames = one.is_dir() and any(map(_is_png, one.iterdir()))
+            known = not one.is_dir() and one.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
+            if not one.name.startswith(".") and (frames or known):
+                str(one).encode()  # into the report
+                found.setdefault(one.name if frames else one.stem, []).append(one)
+    except (OSError, UnicodeEncodeError) as error:
+        what, expected = f"{option} {folder}", "a folder of clips with names in UTF-8, or a clip"
+        raise SamplingError(what, expected=expected, got=ascii(str(error))) from error
+    if not found:
+        expected = f"files {', '.join((*VIDEO_ENDINGS, *_TENSORS))}, or folders of .png"
+        raise SamplingError(f"{option} {folder} has no clip", expected=expected)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged(Outcome):
+    """The verdict on videos that others have made.
+
+    Attributes:
+        refused: Name of each clip that could not be judged -> why.
+        agreement: See `verdict.agreement`.
+        places: "baseline", "candidate" and "control" -> the folder, without those it lies in.
+        versions: Of the packages.
+    """
+
+    refused: dict[str, str]
+    agreement: float | None
+    places: dict[str, str]
+    versions: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The word for what was judged."""
+        return "candidate"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Where the videos came from, without the folders of this machine."""
+        facts = {"command": shown_command(self.command) or "called from Python", **self.places}
+        facts["clips"] = self.sizes
+        facts["versions"] = ", ".join(f"{name} {one}" for name, one in self.versions.items())
+        return facts
+
+    @property
+    def sizes(self) -> str:
+        """The lengths and sizes of the clips, in words."""
+        every = {
+            f"{len(one.patched.frame_psnr)} frames of {one.width} × {one.height}, {one.fps:g} fps"
+            for one in self.results
+        }
+        several = f"clips of {len(every)} lengths, sizes or frame rates"
+        return "latents" if self.latents else every.pop() if len(every) == 1 else several
+
+    @property
+    def chips(self) -> list[str]:
+        """The most important facts, in a few words each."""
+        names = [f"{name}: {place}" for name, place in self.places.items()]
+        return [*names, f"{len(self.results)} clip{'s' * (len(self.results) > 1)}", self.sizes]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the contents of metrics.json."""
+        runs = {"patched": [one.patched.psnr for one in self.results]}
+        runs["control"] = [one.control.psnr for one in self.results if one.control]
+        kept = ("verdict", "agreement", "latents", "refused", "places", "versions", "command")
+        return {
+            "schema": 1,
+            **{name: getattr(self, name) for name in kept},
+            "checks": self.judgement.numbers,
+            "missing": self.judgement.missing,
+            "median_interval": {name: interval(v) for name, v in runs.items()},
+            "clips": [one.as_dict() for one in self.results],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"verdict: {self.verdict}"]
+        if self.agreement is not None:
+            lines += [f"  the same word in {self.agreement:.0%} of resamples of the clips"]
+        lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
+        lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
+        unit = "SNR" if self.latents else "PSNR"
+        for one in self.results:
+            control = f", control {one.control.psnr:.1f}" if one.control else ""
+            lines += [f"  {one.prompt}: {unit} {one.patched.psnr:.1f} dB{control}"]
+        lines += [f"could not be judged: {why}" for why in self.refused.values()]
+        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
+
+
+def judge_folders(
+    baseline: str | Path,
+    candidate: str | Path,
+    control: str | Path | None = None,
+    *,
+    out: str | Path,
+    fps: float = FPS,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    tell: Callable[[str], object] | None = None,
+    command: str = "",
+) -> Judged:
+    """Judge videos against those of the same names, as `compare` judges its own.
+
+    Args:
+        baseline: A folder of clips (see `read_clip`), or one clip.
+        candidate: The judged ones.
+        control: Those of the baseline's model under another exact attention. Without them there
+            are numbers and no verdict.
+        out: Folder for the report. Clips that are finished there are not measured again, unless
+            their files have changed.
+        fps: Frames a second of clips that do not say.
+        fresh: Remove what was in `out`, and start again.
+        progress: Called as the work proceeds.
+        tell: Called after the first clip with an estimate of the time, in words.
+        command: The command line, for the report.
+
+    Raises:
+        SamplingError: No clip could be judged.
+        ConfigError: `fps` is not between 1 and 240.
+    """
+    require("report", "judge")
+    if not 1 <= fps <= 240:
+        raise ConfigError("fps", expected="from 1 to 240", got=f"{fps:g}")
+    given = {"baseline": baseline, "candidate": candidate}
+    given |= {"control": control} if control is not None else {}
+    found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
+    check_out(out, fresh=fresh)
+    find_ffmpeg()
+    tell, progress = tell or (lambda _: None), progress or (lambda *_: None)
+    results: list[Clip] = []
+    refused: dict[str, str] = {}
+    with in_use(out):
+        identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
+        store = Store(out, identity, fresh=fresh)
+        names = list(dict.fromkeys(name for clips in found.values() for name in clips))
+        began, measured = time.perf_counter(), 0
+        for done, name in enumerate(names):
+            progress("judge", done, len(names))
+            with _refusing(refused, name):
+                paths = _paired(name, found)
+                inputs = {which: _digest(path) for which, path in paths.items()}
+                inputs["flip"] = str(find_spec("flip_evaluator") is not None)
+                kept = _finished(store, name, inputs)
+                clip = kept or _measured(store, name, paths, inputs, fps)
+                if results and (clip.height == 0) != (results[0].height == 0):
+                    expected = f"frames or latents as in {results[0].prompt!r}"
+                    raise _wrong(paths["candidate"], expected, "the other")
+                results.append(clip)
+                measured += kept is None
+                if kept is None and measured == 1:
+                    seconds = time.perf_counter() - began
+                    left = timedelta(seconds=round(seconds * (len(names) - done - 1)))
+                    tell(f"One clip took {seconds:.2g} s; the others take {left} at this pace.")
+        progress("judge", len(names), len(names))
+        if not results:
+            got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
+            raise SamplingError("no clip could be judged", got=got)
+        latents = results[0].height == 0
+        patched = [one.patched for one in results]
+        controls = [one.control for one in results if one.control] or None
+        judgement = judge(patched, controls, latents=latents)
+        judged = Judged(
+            judgement=judgement,
+            results=tuple(results),
+            command=command,
+            out=store.out,
+            latents=latents,
+            refused=refused,
+            agreement=agreement(judgement.word, patched, controls, latents=latents),
+            places={k: without_places(str(Path(place).absolute())) for k, place in given.items()},
+            versions=versions(),
+        )
+        write_report(judged)
+    return judged
+
+
+@contextmanager
+def _refusing(refused: dict[str, str], name: str) -> Iterator[None]:
+    """Note what is wrong with one clip, so that the others are judged."""
+    try:
+        yield
+    except (OutputError, MissingPackageError):
+        raise  # of all clips
+    except TurboRCMError as error:
+        refused[name] = str(error)
+    except OSError as error:
+        refused[name] = f"{error.filename}: {error.strerror}"
+
+
+def _paired(name: str, found: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
+    paths: dict[str, Path] = {}
+    for which, clips in found.items():
+        files = clips.get(name, [])
+        if len(files) != 1:
+            got = " and ".join(map(str, files)) or "none"
+            there = next(clips[name][0] for clips in found.values() if name in clips)
+            raise _wrong(there, f"one clip {name!r} in --{which}", got)
+        paths[which] = files[0]
+    return paths
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for one in sorted(filter(_is_png, path.iterdir())) if path.is_dir() else [path]:
+        check_regular(one, SamplingError, _MOST_BYTES)
+        with one.open("rb") as file:
+            digest.update(one.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def _finished(store: Store, name: str, inputs: Mapping[str, str]) -> Clip | None:
+    """Return the numbers of a clip that was judged before, if its files are the same."""
+    key = Store.key(name, 0)
+    place = f"prompts/{key}/record.json"
+    record = store.read_json(place)
+    if record is None or record.pop("inputs", None) != inputs:
+        return None
+    with reading(store.out / place):
+        clip: Clip = Clip.from_dict(record)
+    there = all((store.folder(key) / one).is_file() for one in _FILES)
+    return clip if there or clip.height == 0 else None
+
+
+def _measured(
+    store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
+) -> Clip:
+    """Read, measure and show one clip; its record comes last and marks the end."""
+    media = {which: read_clip(path) for which, path in paths.items()}
+    truth, first = media["baseline"], paths["baseline"]
+    if not truth.values.isfinite().all() or truth.latents and not truth.values.any():
+        raise _wrong(first, "finite numbers, not all zero", "others")
+    if not truth.latents and min(truth.values.shape[1:3]) < SSIM_SIDE:
+        raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", truth.words)
+    timed, rate = next(((paths[k], x.fps) for k, x in media.items() if x.fps), (first, fps))
+    for which, one in media.items():
+        if (one.latents, one.values.shape) != (truth.latents, truth.values.shape):
+            raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
+        if one.fps not in (None, rate):
+            raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
+    more: dict[str, Any] = {"control": None}
+    missing: set[str] = set()
+    runs = {which: one.values for which, one in media.items() if which != "baseline"}
+    for which, values in runs.items():
+        far = (latent_drift if truth.latents else frame_drift)(values, truth.values)
+        if which == "control" and not np.isfinite(far.psnr):
+            got = "a control that " + ("is equal to it" if far.psnr > 0 else "holds NaN")
+            remedy = "Make it with another exact attention backend, and save it without loss"
+            raise _wrong(paths[which], "another rounding than the baseline's", got, remedy)
+        if not truth.latents:
+            far, why = completed(far, values, truth.values, rate)
+            missing |= why
+        more["patched" if which == "candidate" else which] = far
+    key = Store.key(name, 0)
+    if not truth.latents:
+        frames = {"baseline": truth.values, "patched": runs["candidate"]}
+        frames |= {"control": runs["control"]} if "control" in runs else {}
+        more["gain"], _ = show(frames, store.folder(key), rate, name="candidate")
+        _, more["height"], more["width"], _ = truth.values.shape
+    clip = Clip(key=key, prompt=name, fps=rate, unmeasured="; ".join(sorted(missing)), **more)
+    store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})
+    return clip
