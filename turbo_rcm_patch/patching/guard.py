@@ -425,7 +425,7 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
         return call
 
     twin = object.__new__(type(block.block))
-    vars(twin).update(vars(block.block))
+    vars(twin).update(vars(block.block) | block.author_members())
     for name in _BY_ROWS:
         if name in block.block._modules:
             vars(twin)[name] = by_rows(getattr(block.block, name))
