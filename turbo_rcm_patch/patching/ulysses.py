@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,13 @@ from turbo_rcm_patch.patching.plain import compiling
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.block import PatchedBlock
+
+
+#: While a network runs on two groups of ranks (`diffusers_parallel`): the two ranks that compute
+#: the forwards of a step, and True if the guard's numbers are those of the first.
+PAIR: ContextVar[tuple[Any, bool] | None] = ContextVar("PAIR", default=None)
+#: The attribute of a network under which `diffusers_parallel` keeps how it runs on several ranks.
+PARALLEL: Final = "_turbo_rcm_parallel"
 
 
 def context_parallel(holder: object) -> Any:
@@ -142,7 +150,8 @@ class Ulysses:
 
     def local(self, x: Tensor) -> Tensor:
         """Return the local tokens [B, n, C] of all [B, N, C]."""
-        return x.split(self._tokens, 1)[self._rank]
+        local: Tensor = torch.split(x, self._tokens, 1)[self._rank]
+        return local
 
     def _exchange(self, parts: Tensor, sent: list[int], counts: list[int]) -> Coming:
         """Begin to send each rank its part of a flat tensor; return what waits for what came."""
@@ -166,8 +175,8 @@ def _dealt(x: Tensor, sizes: list[int], dim: int) -> Tensor:
     if dim == 1 and len(x) == 1:
         return x.reshape(-1)
     if len(set(sizes)) == 1:
-        return x.unflatten(dim, (len(sizes), -1)).movedim(dim, 0).reshape(-1)
-    return torch.cat([part.flatten() for part in x.split(sizes, dim)])
+        return torch.unflatten(x, dim, (len(sizes), -1)).movedim(dim, 0).reshape(-1)
+    return torch.cat([part.flatten() for part in torch.split(x, sizes, dim)])
 
 
 def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) -> Tensor:
@@ -189,7 +198,7 @@ def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) ->
         return flat.view(1, sum(sizes), other[1])
     if len(set(sizes)) == 1:
         return flat.view(len(sizes), *shapes[0]).movedim(0, dim).flatten(dim, dim + 1)
-    parts = flat.split([math.prod(shape) for shape in shapes])
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 
@@ -211,7 +220,7 @@ def _lengths(config: Any, group: Any, index: int, table: Tensor) -> list[int]:
         on_cpu = "cpu" in str(dist.get_backend(group))  # No card has to be waited for.
         own = torch.tensor([len(table)], device="cpu" if on_cpu else table.device)
         every = own.new_empty(config.ulysses_degree)
-        dist.all_gather([*every.split(1)], own, group=group)
+        dist.all_gather([*torch.split(every, 1)], own, group=group)
         lengths = every.tolist()
     _thread.last = config, index, lengths
     return lengths
@@ -238,16 +247,26 @@ def ulysses_of(block: PatchedBlock, processor: object, tables: Rotary) -> Ulysse
     return Ulysses(group, spec, block.head_dim, lengths)
 
 
+def heads_of(network: nn.Module) -> list[int]:
+    """Return the heads of the attentions that diffusers can run on several ranks."""
+    return [
+        int(module.heads)  # type: ignore[arg-type]
+        for module in network.modules()
+        if hasattr(vars(module).get("processor"), "_parallel_config")
+    ]
+
+
+def heads_are_refused(heads: int, ranks: int) -> bool:
+    """Return True if diffusers' exchange refuses the heads also with `ulysses_anything`: it pads
+    those of the last rank, which has to keep one. 12 heads on 8 ranks are refused."""
+    return -heads % ranks >= -(-heads // ranks)
+
+
 def author_attention(block: PatchedBlock, attn: Any) -> Any:
     """Return the author's self-attention for a comparison: the module, or a function that runs its
-    processor over the whole sequence, where diffusers' exchange refuses the number of heads.
-
-    diffusers pads the heads of the last rank, which has to keep one: 12 on 8 ranks are refused.
-    """
+    processor over the whole sequence, where diffusers' exchange refuses the heads."""
     config = context_parallel(attn.processor)
-    if config is None or -attn.heads % config.ulysses_degree < -(
-        -attn.heads // config.ulysses_degree
-    ):
+    if config is None or not heads_are_refused(attn.heads, config.ulysses_degree):
         return attn
 
     def call(h: Tensor, context: None, mask: None, rotary: Rotary) -> Tensor:
@@ -299,15 +318,24 @@ def check_parallel(model: nn.Module) -> None:
             _check_heads(name, heads, split)
 
 
-def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:
-    """Return the largest of each number over the ranks that share a block's sequence.
+def agree(block: PatchedBlock, numbers: list[float], *failed: float) -> list[float]:
+    """Return the same numbers on all ranks that run a block together, so that they decide alike.
 
-    With it all ranks take the same decision.
+    Args:
+        block: The block.
+        numbers: The largest over the ranks that share the block's sequence counts. Of the two
+            forwards of a step the first one's counts, which a single process would compare.
+        *failed: The largest over all ranks counts.
     """
-    group = block.group()
-    if group is None:
-        return numbers
+    group, pair = block.group(), PAIR.get()
+    if group is None and pair is None:
+        return [*numbers, *failed]
     device = next(block.block.parameters()).device
-    table = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    table = torch.tensor([*numbers, *failed], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    if pair is not None:
+        if pair[1] and pair[0].rank():
+            table[: len(numbers)] = 0.0
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=pair[0])
     return table.tolist()
