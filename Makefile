@@ -43,7 +43,7 @@ test-diffusers: $(VENV)/.installed-dev ## diffusers' own tests, unpatched and ov
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
-test-two-gpus: $(VENV)/.installed-dev ## Ulysses and a ring over two cards through NCCL, each against one card
+test-two-gpus: $(VENV)/.installed-dev ## Ulysses, a ring and CFG parallel over two cards through NCCL, each against one card
 	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py $(PYTEST_ARGS)
 
 test-op: $(VENV)/.installed-dev ## The tests of one operator, without Triton's interpreter: make test-op OP=attention

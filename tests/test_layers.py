@@ -23,7 +23,9 @@ WORDS = {
     "output",
     "interrupts",
 }
-BELOW_VIDEO = WORDS | {"ops", "models", "patching", "checkpoints", "diffusers_backend"}
+BELOW_VIDEO = WORDS | {
+    *("ops", "models", "patching", "checkpoints", "diffusers_backend", "diffusers_parallel"),
+}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
@@ -38,6 +40,7 @@ MAY_IMPORT = {
     "models": WORDS | {"ops"},
     "diffusers_backend": {"errors", "ops"},
     "patching": WORDS | {"ops", "models"},
+    "diffusers_parallel": {"errors", "patching"},
     "checkpoints": WORDS | {"ops", "patching"},
     "engines": WORDS | {"ops"},  # no part imports it but `cli`, for the names of its switches
     "tiny": {"errors"},  # where the shipped weights lie, and their world
@@ -48,7 +51,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "triton": {"ops"},
     "diffusers": {
-        *("patching/families", "diffusers_backend.py", "video"),
+        *("patching/families", "diffusers_backend.py", "diffusers_parallel.py", "video"),
         "checkpoints/int8_folder.py",
     },
     "transformers": {"video"},

@@ -172,6 +172,7 @@ GROUPS: Final = {
         "PAB, FasterCache":      "yes no  no   no  no  no  no   yes      -    -   -",
         "offloading, casting":   "yes no  no   no  no  yes yes  yes      no   -   -",
         "context parallel":      "yes no  no   yes no  -   -    no       no   no  -",
+        "CFG parallel":          "yes yes no   no  no  -   -    yes      no   -   -",
     },
     "proof": {
         "the guard":             "yes yes yes  yes yes yes yes  yes      yes  yes yes",

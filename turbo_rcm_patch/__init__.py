@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.diffusers_backend import register_backend, unregister_backend
+    from turbo_rcm_patch.diffusers_parallel import Parallel, parallel
     from turbo_rcm_patch.ops.sageattn import sageattn
     from turbo_rcm_patch.patching.patch import (
         find_pairs,
@@ -36,6 +37,7 @@ __version__: Final = "0.1.0"
 
 __all__ = [
     "PairTable",
+    "Parallel",
     "PatchConfig",
     "PatchReport",
     "RCMScheduler",
@@ -45,6 +47,7 @@ __all__ = [
     "is_patched",
     "keep_int8_only",
     "load_extra",
+    "parallel",
     "patch_model",
     "patched",
     "refresh",
@@ -63,6 +66,7 @@ _find = loading_names(
         "config": "PatchConfig",
         "ops.sageattn": "sageattn",
         "diffusers_backend": "register_backend unregister_backend",
+        "diffusers_parallel": "Parallel parallel",
         "patching.patch": "find_pairs is_patched keep_int8_only patch_model patched refresh "
         "report_of unpatch_model",
         "patching.report": "PairTable PatchReport",

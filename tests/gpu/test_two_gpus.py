@@ -18,14 +18,16 @@ from diffusers.models.attention_dispatch import attention_backend
 from tests.measures import relative_l2
 from tests.patching.models import named, run
 from tests.ranks import on_ranks
-from turbo_rcm_patch import patch_model, register_backend, report_of
+from tests.video.micro import SMALL, micro_pipe
+from turbo_rcm_patch import parallel, patch_model, patched, register_backend, report_of
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.video import generate
 
 NCCL = "cpu:gloo,cuda:nccl"
 #: Case -> options of the patch, degrees, and the relative L2 to one GPU. Sums come in another
 #: order and round to bf16, which decides how some values round to int8.
-CASES: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "exact Ulysses": ({"attention": "exact", "guard": False}, {"ulysses_degree": 2}, 1e-2),
     "int8 Ulysses": ({"attention": "int8", "guard": False}, {"ulysses_degree": 2}, 2e-2),
     "int8 Linears": (
@@ -34,11 +36,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
         2e-2,
     ),
     "guard on": ({"attention": "int8", "guard": True}, {"ulysses_degree": 2}, 2e-2),
+    "uneven heads": (
+        {"attention": "int8", "guard": False},
+        {"ulysses_degree": 2, "ulysses_anything": True},
+        2e-2,
+    ),
+    "uneven heads, guard on": (
+        {"attention": "int8", "guard": True},
+        {"ulysses_degree": 2, "ulysses_anything": True},
+        2e-2,
+    ),
     "int8 ring": ({"attention": "int8", "guard": False}, {"ring_degree": 2}, 2e-2),
 }
 
 
-def _parallel(model: Any, degrees: dict[str, int]) -> None:
+def _parallel(model: Any, degrees: dict[str, Any]) -> None:
     # diffusers counts accelerators, of which a CPU machine has none.
     count = max(2, torch.accelerator.device_count())
     with mock.patch.object(torch.accelerator, "device_count", return_value=count):
@@ -59,7 +71,8 @@ def _model(name: str, rank: int, backend: str) -> tuple[Any, Any, dict[str, Any]
 
 def _shares(rank: int, backend: str, case: str) -> None:
     options, degrees, near = CASES[case]
-    alone, shared, inputs = _model("t2v", rank, backend)
+    name = "three-heads-of-24" if "ulysses_anything" in degrees else "t2v"
+    alone, shared, inputs = _model(name, rank, backend)
     patch_model(alone, **options)
     expected = run(alone, inputs)
     register_backend()
@@ -88,7 +101,7 @@ def _on_two(backend: str, function: Any, *args: object) -> None:
 @pytest.mark.parametrize(
     ("backend", "case"),
     [
-        *(("gloo", case) for case in ("guard on", "int8 ring")),
+        *(("gloo", case) for case in ("guard on", "int8 ring", "uneven heads, guard on")),
         *(pytest.param(NCCL, case, marks=pytest.mark.gpu) for case in CASES),
     ],
 )
@@ -99,3 +112,25 @@ def test_two_ranks_compute_what_one_does(backend: str, case: str) -> None:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
 def test_heads_that_the_ranks_do_not_divide_are_refused(backend: str) -> None:
     _on_two(backend, _refuses)
+
+
+def _halves_a_step(rank: int, backend: str, options: dict[str, Any] | None) -> None:
+    pipe = micro_pipe(experts=True)
+    pipe.to(torch.device("cuda", rank) if "nccl" in backend else torch.device("cpu"))
+
+    def latents() -> torch.Tensor:
+        with patched(pipe, **options) if options else nullcontext():
+            call: dict[str, Any] = {"sampler": "scheduler", "steps": 3, "guidance_scale": 5.0}
+            return generate(pipe, "a red circle moves left", **call, **SMALL).latents
+
+    expected = latents()
+    with parallel(pipe, cfg=2):
+        assert torch.equal(latents(), expected)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("attention", [None, "int8"])
+def test_two_groups_share_a_step_and_give_the_bits_of_one_process(
+    backend: str, attention: str | None
+) -> None:
+    _on_two(backend, _halves_a_step, attention and {"attention": attention})

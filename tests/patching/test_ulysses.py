@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.measures import relative_l2
-from tests.patching.models import named, run
+from tests.patching.models import named, run, wan
 from tests.ranks import on_ranks
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError
@@ -27,9 +27,11 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 NEAR = 2e-5
 
 
-def enable(model: Any, ulysses: int = 2, ring: int = 1) -> None:
+def enable(model: Any, ulysses: int = 2, ring: int = 1, anything: bool = False) -> None:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
+    config = ContextParallelConfig(
+        ring_degree=ring, ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
+    )
     # diffusers counts accelerators, of which a CPU machine has none.
     with mock.patch.object(torch.accelerator, "device_count", return_value=2):
         model.enable_parallelism(config=config)
@@ -121,7 +123,7 @@ def refuses_uneven_heads(rank: int, name: str, options: dict[str, Any]) -> None:
     patch_model(model, **options)
     enable(model)
     for _ in range(2):
-        with pytest.raises(ContextParallelError, match=r"heads; expected a multiple of"):
+        with pytest.raises(ContextParallelError, match=r"ulysses_anything=True"):
             run(model, inputs)
 
 
@@ -131,8 +133,72 @@ def refuses_uneven_heads(rank: int, name: str, options: dict[str, Any]) -> None:
 def test_heads_that_ranks_cannot_share_are_refused_whatever_came_first(
     name: str, attention: str, guard: bool
 ) -> None:
-    """The unpatched model raises too. One head is fewer than the ranks."""
+    """Without `ulysses_anything` the unpatched model raises too."""
     on_ranks(2, refuses_uneven_heads, name, {"attention": attention, "guard": guard})
+
+
+def gather_uneven(outputs: list[Tensor], x: Tensor, group: Any = None) -> None:
+    """`all_gather` as NCCL has it. gloo refuses parts of uneven sizes."""
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(x)
+        dist.broadcast(output, group_src=rank, group=group)
+
+
+@mock.patch.object(dist, "all_gather", gather_uneven)
+def serves_uneven_parts(
+    rank: int, heads: int, ranks: int, options: dict[str, Any], first: bool
+) -> None:
+    """Equals one process, for two lengths one after the other, and one again."""
+    alone, model = (
+        wan(num_attention_heads=heads, attention_head_dim=24).eval().requires_grad_(False)
+        for _ in range(2)
+    )
+    patch_model(alone, **options)
+    if first:
+        patch_model(model, **options)
+        enable(model, ranks, anything=True)
+    else:
+        enable(model, ranks, anything=True)
+        patch_model(model, **options)
+    for width, batch in ((10, 1), (14, 2), (10, 1)):
+        inputs = named("t2v").inputs(batch)
+        noise = torch.Generator().manual_seed(3)
+        inputs["hidden_states"] = torch.randn(batch, 4, 3, 6, width, generator=noise)
+        expected, made = run(alone, inputs), run(model, inputs)
+        assert relative_l2(made, expected) <= (NEAR if options["attention"] == "exact" else 5e-3)
+        assert set(report_of(model).ran()) == {"blocks.0", "blocks.1"}
+        assert all(
+            words == f"fused with {options['attention']} attention"
+            for words in report_of(model).ran().values()
+        )
+        every = [torch.empty_like(made) for _ in range(ranks)]
+        dist.all_gather(every, made)
+        assert all(torch.equal(made, other) for other in every)
+    if options["guard"]:
+        assert not report_of(model).guard.skipped
+        compared = [one.path for one in report_of(model).guard if one.verdict == "kept"]
+        assert {"blocks.0", "blocks.1"} <= set(compared)
+
+
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (1, 2), (2, 3)])
+def test_uneven_heads_and_lengths_are_served(
+    heads: int, ranks: int, attention: str, patch_first: bool
+) -> None:
+    options: dict[str, Any] = {"attention": attention, "guard": False}
+    on_ranks(ranks, serves_uneven_parts, heads, ranks, options, patch_first)
+
+
+@pytest.mark.parametrize("heads", [3, 1])
+def test_the_guard_compares_uneven_heads_also_where_diffusers_refuses_them(heads: int) -> None:
+    options = {"attention": "int8", "guard": True, "fidelity": None}
+    on_ranks(2, serves_uneven_parts, heads, 2, options, True)
+
+
+def test_twelve_heads_on_eight_ranks() -> None:
+    on_ranks(8, serves_uneven_parts, 12, 8, {"attention": "int8", "guard": False}, True)
 
 
 def test_another_parallelism_is_refused() -> None:

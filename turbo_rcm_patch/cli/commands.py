@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +120,8 @@ def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
 
 
 def generate(given: options.Generate) -> int:
-    """Write one mp4 per prompt; under torchrun every process writes its share."""
+    """Write one mp4 per prompt; under torchrun every process writes its share, or all make each
+    together."""
     # What would fail at the end fails before a model is loaded.
     lines, processes = lines_of(given), Processes(ranks_here())
     paths = _paths(given, lines)
@@ -127,7 +129,7 @@ def generate(given: options.Generate) -> int:
     find_ffmpeg()
     check_lines(given, lines)
     remove_leftovers(paths[lines[0]].parent)
-    with processes.joined(given.device):
+    with processes.joined(given.device, together=_together(given)):
         failed = _write_share(given, paths, processes)
     if failed:
         raise SamplingError(
@@ -137,6 +139,11 @@ def generate(given: options.Generate) -> int:
             remedy="The reasons are above. With --resume the command makes only these",
         )
     return OK
+
+
+def _together(given: options.Generate) -> bool:
+    """Return True if all processes make each video together."""
+    return given.cfg_parallel or given.ulysses != 1
 
 
 def _paths(given: options.Generate, lines: list[Line]) -> dict[Line, Path]:
@@ -161,7 +168,8 @@ def _write_share(
     Returns:
         The prompts that failed.
     """
-    ranks, work, failed = processes.ranks, processes.share(list(paths)), []
+    ranks, together, failed = processes.ranks, _together(given), []
+    work = list(paths) if together else processes.share(list(paths))
     if not work:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
         return []
@@ -175,7 +183,9 @@ def _write_share(
         "weights": "int8" if given.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    for line in work if given.resume else []:  # Nothing is replaced if one was made otherwise.
+    # One process writes and knows what is there.
+    checks = given.resume and (processes.first or not together)
+    for line in work if checks else []:  # Nothing is replaced if one was made otherwise.
         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
         store.is_made(paths[line], identity, but_for="inputs")
     if not given.patch:
@@ -183,7 +193,14 @@ def _write_share(
     made: list[tuple[float, float, int]] = []
     folder = given.out.expanduser() not in paths.values()
     lock = store.in_use(given.out) if folder and processes.first else nullcontext()
-    with lock, patched(pipe, given.config) if given.patch else nullcontext() as report:
+    with ExitStack() as held:
+        held.enter_context(lock)
+        report = held.enter_context(patched(pipe, given.config)) if given.patch else None
+        if together:
+            from turbo_rcm_patch.diffusers_parallel import parallel  # needs diffusers
+
+            groups = 2 if given.cfg_parallel else 1
+            held.enter_context(parallel(pipe, cfg=groups, ulysses=given.ulysses))
         with _shown(processes) as progress:
             for done, line in enumerate(work):
 
@@ -196,15 +213,24 @@ def _write_share(
                         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
                         if source.image is not None:
                             identity["inputs"] = source.digest
-                        if given.resume and store.is_made(path, identity):
+                        was_there = partial(store.is_made, path, identity)
+                        if given.resume and (
+                            processes.from_first(was_there) if together else was_there()
+                        ):
                             print(f"{path}  was there")
                             on_step(settings.steps, 0)
+                        elif together and not processes.first:
+                            seed: Any = line.seed
+                            generation.generate(
+                                pipe, source.prompt, image=source.image, seed=seed,
+                                settings=settings,
+                            )  # fmt: skip
                         else:
                             made += [_write_video(pipe, source, settings, on_step, path, identity)]
                 except BrokenPipeError:
                     raise
                 except Exception as error:
-                    if len(paths) == 1:
+                    if len(paths) == 1 or together:  # The others wait for this one.
                         raise
                     failed.append(line.prompt)
                     why = f"failed: {line.prompt!r} (seed {line.seed}): {first_line(error)}"

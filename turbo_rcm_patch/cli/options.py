@@ -115,11 +115,16 @@ class Generate(Run):
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
+        cfg_parallel: Under torchrun: all processes make each video together, and two groups of
+            them share the two forwards of a step with guidance.
+        ulysses: Under torchrun: so many processes share the tokens of each forward.
     """
 
     out: Path = Path("outputs/generate")
     resume: bool = False
     patch: bool = True
+    cfg_parallel: bool = False
+    ulysses: int = 1
 
     @property
     def interrupted(self) -> str:

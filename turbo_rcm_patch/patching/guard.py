@@ -155,7 +155,7 @@ class Guard:
         count: The number of blocks.
         pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
             for a model without one.
-        agree: Returns the largest of each number over the ranks that share a sequence.
+        agree: Returns the same numbers on all ranks that run a block together (`ulysses.agree`).
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Guard:
         log: GuardLog,
         count: int,
         pipe: object | None,
-        agree: Callable[[PatchedBlock, list[float]], list[float]],
+        agree: Callable[..., list[float]],
     ) -> None:
         self._target = config.fidelity
         self.log, self._count, self._agree = log, count, agree
@@ -300,7 +300,7 @@ class Guard:
                 self._refuse_non_finite(block, inputs)
                 found = None
             # All ranks that share a sequence go the same way.
-            off, skip = self._agree(block, [found.error if found else 0.0, float(not found)])
+            off, skip = self._agree(block, [found.error if found else 0.0], float(not found))
             if skip or found is None:
                 here.stopped, self._asked = True, self._asked or here.every
                 if failed:
@@ -425,7 +425,7 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
         return call
 
     twin = object.__new__(type(block.block))
-    vars(twin).update(vars(block.block))
+    vars(twin).update(vars(block.block) | block.author_members())
     for name in _BY_ROWS:
         if name in block.block._modules:
             vars(twin)[name] = by_rows(getattr(block.block, name))

@@ -52,7 +52,7 @@ from turbo_rcm_patch.patching.record import (
 )
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
-from turbo_rcm_patch.patching.ulysses import agree_on_largest, check_parallel
+from turbo_rcm_patch.patching.ulysses import PARALLEL, agree, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     record = PatchRecord(module, target.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
-        record.guard = Guard(config, log, len(blocks), pipe, agree_on_largest)
+        record.guard = Guard(config, log, len(blocks), pipe, agree)
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
@@ -458,6 +458,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             block.path: block.describe_last_run() for block in blocks() if block.last is not None
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
+        modules = [vars(module) for ref, _ in held if (module := ref()) is not None]
+        notes += [line for one in modules if PARALLEL in one for line in one[PARALLEL].words()]
         notes = list(dict.fromkeys(notes))
         if device is None:
             return Live(PairTable(pairs), ran, "gone", "", "", notes)

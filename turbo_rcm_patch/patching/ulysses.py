@@ -3,15 +3,22 @@
 diffusers splits the sequence over the ranks, and records this on the model and on the attention
 processors. Norms, Linears, feed-forward and skips need no data of the other ranks. An attention
 needs two exchanges in the model's dtype, one of q, k and v and one of the output, so that every
-rank computes all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). With rings
-and in other modes the attention is called as a module, and diffusers' processor exchanges.
+rank computes all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). With
+`ulysses_anything` the parts may be uneven: the first ranks have one head or one token more, and
+with more ranks than heads some have none. With rings the attention is called as a module, and
+diffusers' processor exchanges.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,9 +28,17 @@ from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import Norms, Rotary
+from turbo_rcm_patch.patching.plain import compiling
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.block import PatchedBlock
+
+
+#: While a network runs on two groups of ranks (`diffusers_parallel`): the two ranks that compute
+#: the forwards of a step, and True if the guard's numbers are those of the first.
+PAIR: ContextVar[tuple[Any, bool] | None] = ContextVar("PAIR", default=None)
+#: The attribute of a network under which `diffusers_parallel` keeps how it runs on several ranks.
+PARALLEL: Final = "_turbo_rcm_parallel"
 
 
 def context_parallel(holder: object) -> Any:
@@ -33,17 +48,26 @@ def context_parallel(holder: object) -> Any:
 
 
 def exchanges_itself(processor: object) -> bool:
-    """Return True if a processor exchanges by its own code: in a ring, or with uneven parts."""
+    """Return True if a processor exchanges by its own code: in a ring, or, with uneven parts, in a
+    compiled graph, which cannot ask the other ranks for their lengths."""
     config = context_parallel(processor)
     if config is None:
         return False
-    uneven = getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
-    return bool(uneven) or config.ring_degree > 1
+    return config.ring_degree > 1 or (_uneven(config) and compiling())
+
+
+def _uneven(config: Any) -> bool:
+    """Return True if the ranks may have uneven numbers of heads and tokens."""
+    return bool(getattr(config, "ulysses_anything", False))
 
 
 @cache
 def _with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
     return replace(spec, heads=heads)
+
+
+#: What a rank gets once it has arrived.
+Coming = Callable[[], Tensor]
 
 
 class Ulysses:
@@ -52,62 +76,163 @@ class Ulysses:
     Args:
         group: The ranks that share its sequence.
         spec: The options of the attention.
+        head_dim: Channels of a head.
+        tokens: The number of local tokens of each rank.
     """
 
-    def __init__(self, group: Any, spec: AttentionSpec) -> None:
-        self._group, self._spec, self._size = group, spec, group.size()
+    def __init__(self, group: Any, spec: AttentionSpec, head_dim: int, tokens: list[int]) -> None:
+        self._group, self._spec, self._tokens = group, spec, tokens
+        ranks, self._rank = len(tokens), group.rank()
+        self._heads = [(spec.heads + ranks - 1 - rank) // ranks for rank in range(ranks)]
+        self._widths = [heads * head_dim for heads in self._heads]
+
+    def send(self, x: Tensor) -> Coming:
+        """Begin to exchange the local tokens of all heads for all tokens of some heads.
+
+        Args:
+            x: [B, n, H*D].
+
+        Returns:
+            A function that waits for the result [B, N, h*D], with h heads on this rank.
+        """
+        batch, tokens, _ = x.shape
+        width = self._widths[self._rank]
+        sent = [batch * tokens * one for one in self._widths]
+        counts = [batch * one * width for one in self._tokens]
+        came = self._exchange(_dealt(x, self._widths, 2), sent, counts)
+        return lambda: _joined(came(), (batch, width), self._tokens, 1)
 
     def to_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary | None
+        self, q: Tensor, k: Tensor, v: Coming, norms: Norms, tables: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         """Normalise and rotate the local tokens, then exchange them for all tokens of some heads.
 
         Args:
             q: [B, n, H*D].
             k: [B, n, H*D].
-            v: [B, n, H*D].
+            v: What `send` returned for v.
             norms: The norms of q and k.
             tables: The rotary table of the local tokens, or None.
 
         Returns:
-            q, k and v, [B, N, H/P * D] each with P ranks, and the options of their attention.
+            q, k and v, [B, N, h*D] each, and the options of their attention over the h heads of
+            this rank. Without any head the tensors are empty.
         """
         spec = self._spec
         rest: Any = {"rotary": tables, "heads": spec.heads, "eps": norms.eps, "impl": spec.impl}
-        q = attention.norm_rotate(q, weight=norms.q, bias=norms.q_bias, **rest)
-        k = attention.norm_rotate(k, weight=norms.k, bias=norms.k_bias, **rest)
-        batch, tokens, _ = q.shape
-        # [P, 3, B, n, H/P * D]: the heads of each rank.
-        parts = torch.stack([x.reshape(batch, tokens, self._size, -1) for x in (q, k, v)])
-        came = self._exchange(parts.permute(3, 0, 1, 2, 4).contiguous())
-        # [P, 3, B, n, ...]: the tokens of each rank, in their order.
-        whole = came.permute(1, 2, 0, 3, 4).reshape(3, batch, self._size * tokens, -1)
-        q, k, v = whole.unbind()
-        return q, k, v, _with_heads(spec, spec.heads // self._size)
+        came_q = self.send(attention.norm_rotate(q, weight=norms.q, bias=norms.q_bias, **rest))
+        came_k = self.send(attention.norm_rotate(k, weight=norms.k, bias=norms.k_bias, **rest))
+        return came_q(), came_k(), v(), _with_heads(spec, self._heads[self._rank] or 1)
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange the output of all tokens for that of the local tokens.
 
         Args:
-            out: [B, N, H/P * D], all tokens of some heads.
+            out: [B, N, h*D], all tokens of some heads.
 
         Returns:
             [B, n, H*D], the local tokens of all heads.
         """
-        batch, tokens, channels = out.shape
-        parts = out.reshape(batch, self._size, tokens // self._size, channels)
-        parts = parts.transpose(0, 1).contiguous()
-        return self._exchange(parts).permute(1, 2, 0, 3).flatten(2)
+        batch, _, width = out.shape
+        tokens = self._tokens[self._rank]
+        sent = [batch * one * width for one in self._tokens]
+        counts = [batch * tokens * one for one in self._widths]
+        came = self._exchange(_dealt(out, self._tokens, 1), sent, counts)
+        return _joined(came(), (batch, tokens), self._widths, 2)
 
-    def _exchange(self, parts: Tensor) -> Tensor:
-        """Send part n to rank n, and return the parts that came, [P, ...]."""
-        came = torch.empty_like(parts)
-        dist.all_to_all_single(came, parts, group=self._group)
-        return came
+    def whole(self, x: Tensor) -> Tensor:
+        """Return all tokens [B, N, C] of the local ones [B, n, C]."""
+        batch, _, channels = x.shape
+        sent = [x.numel()] * len(self._tokens)
+        counts = [batch * one * channels for one in self._tokens]
+        came = self._exchange(x.flatten().repeat(len(sent)), sent, counts)
+        return _joined(came(), (batch, channels), self._tokens, 1)
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return the local tokens [B, n, C] of all [B, N, C]."""
+        local: Tensor = torch.split(x, self._tokens, 1)[self._rank]
+        return local
+
+    def _exchange(self, parts: Tensor, sent: list[int], counts: list[int]) -> Coming:
+        """Begin to send each rank its part of a flat tensor; return what waits for what came."""
+        came = parts.new_empty(sum(counts))
+        later = not compiling()  # A compiled graph orders its exchanges itself.
+        work = dist.all_to_all_single(came, parts, counts, sent, self._group, async_op=later)
+
+        def wait() -> Tensor:
+            if work is not None and later:
+                work.wait()
+            return came
+
+        return wait
 
 
-def ulysses_of(processor: object, spec: AttentionSpec) -> Ulysses | None:
-    """Return the exchanges of an attention, or None if its sequence is not split.
+def _dealt(x: Tensor, sizes: list[int], dim: int) -> Tensor:
+    """Return the parts of each rank along a dimension of x [B, N, C] one after another, flat.
+
+    It is one copy, none if they lie so already, and two if the parts are uneven.
+    """
+    if dim == 1 and len(x) == 1:
+        return x.reshape(-1)
+    if len(set(sizes)) == 1:
+        return torch.unflatten(x, dim, (len(sizes), -1)).movedim(dim, 0).reshape(-1)
+    return torch.cat([part.flatten() for part in torch.split(x, sizes, dim)])
+
+
+def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) -> Tensor:
+    """Join the parts that came from each rank along a dimension.
+
+    The tokens of one sample lie so already. All else is one copy.
+
+    Args:
+        flat: The parts, one after another.
+        other: The sizes of the other two dimensions.
+        sizes: The size of each rank's part.
+        dim: The dimension along which they are joined.
+
+    Returns:
+        [B, N, C].
+    """
+    shapes = [(*other[:dim], size, *other[dim:]) for size in sizes]
+    if dim == 1 and other[0] == 1:
+        return flat.view(1, sum(sizes), other[1])
+    if len(set(sizes)) == 1:
+        return flat.view(len(sizes), *shapes[0]).movedim(0, dim).flatten(dim, dim + 1)
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+#: The lengths that a thread exchanged last: for which config, the block that uses them, and the
+#: number of tokens of each rank.
+_thread = threading.local()
+
+
+def _lengths(config: Any, group: Any, index: int, table: Tensor) -> list[int]:
+    """Return the number of tokens of each rank that shares a sequence.
+
+    Uneven lengths are exchanged at the first block of each forward, on every rank: blocks run in
+    order. A rank alone cannot tell whether another has one token more than before.
+    """
+    if not _uneven(config):
+        return [len(table)] * config.ulysses_degree
+    owner, before, lengths = getattr(_thread, "last", (None, 0, []))
+    if owner is not config or index <= before:
+        on_cpu = "cpu" in str(dist.get_backend(group))  # No card has to be waited for.
+        own = torch.tensor([len(table)], device="cpu" if on_cpu else table.device)
+        every = own.new_empty(config.ulysses_degree)
+        dist.all_gather([*torch.split(every, 1)], own, group=group)
+        lengths = every.tolist()
+    _thread.last = config, index, lengths
+    return lengths
+
+
+def ulysses_of(block: PatchedBlock, processor: object, tables: Rotary) -> Ulysses | None:
+    """Return the exchanges of a self-attention, or None if its sequence is not split.
+
+    Args:
+        block: The block of the attention.
+        processor: The attention's processor.
+        tables: The rotary table of the local tokens.
 
     Raises:
         ContextParallelError: The heads cannot be divided among the ranks. `enable_parallelism` may
@@ -116,19 +241,57 @@ def ulysses_of(processor: object, spec: AttentionSpec) -> Ulysses | None:
     config = context_parallel(processor)
     if config is None or config.ulysses_degree < 2:
         return None
-    _check_heads("self-attention", spec.heads, config.ulysses_degree)
-    return Ulysses(config._ulysses_mesh.get_group(), spec)
+    spec, group = block.spec, config._ulysses_mesh.get_group()
+    _check_heads("self-attention", spec.heads, config)
+    lengths = _lengths(config, group, block.index, tables[0])
+    return Ulysses(group, spec, block.head_dim, lengths)
 
 
-def _check_heads(name: str, heads: int, ranks: int) -> None:
+def heads_of(network: nn.Module) -> list[int]:
+    """Return the heads of the attentions that diffusers can run on several ranks."""
+    return [
+        int(module.heads)  # type: ignore[arg-type]
+        for module in network.modules()
+        if hasattr(vars(module).get("processor"), "_parallel_config")
+    ]
+
+
+def heads_are_refused(heads: int, ranks: int) -> bool:
+    """Return True if diffusers' exchange refuses the heads also with `ulysses_anything`: it pads
+    those of the last rank, which has to keep one. 12 heads on 8 ranks are refused."""
+    return -heads % ranks >= -(-heads // ranks)
+
+
+def author_attention(block: PatchedBlock, attn: Any) -> Any:
+    """Return the author's self-attention for a comparison: the module, or a function that runs its
+    processor over the whole sequence, where diffusers' exchange refuses the heads."""
+    config = context_parallel(attn.processor)
+    if config is None or not heads_are_refused(attn.heads, config.ulysses_degree):
+        return attn
+
+    def call(h: Tensor, context: None, mask: None, rotary: Rotary) -> Tensor:
+        tables = [x.flatten(2) for x in rotary]
+        ulysses = ulysses_of(block, attn.processor, (tables[0][0], tables[1][0]))
+        assert ulysses is not None
+        alone = copy(attn.processor)
+        alone._parallel_config = None
+        cos, sin = [ulysses.whole(x).unsqueeze(2) for x in tables]
+        out: Tensor = alone(attn, ulysses.whole(h), context, mask, (cos, sin))
+        return ulysses.local(out)
+
+    return call
+
+
+def _check_heads(name: str, heads: int, config: Any) -> None:
     """Raise a ContextParallelError if heads cannot be divided among ranks."""
-    if heads % ranks:
+    ranks = config.ulysses_degree
+    if heads % ranks and not _uneven(config):
         raise ContextParallelError(
             f"{name}: {heads} heads",
             expected=f"a multiple of ulysses_degree={ranks}",
             got=str(heads),
-            remedy="Use another ulysses_degree, or a ring with "
-            "set_attention_backend('turbo_rcm_int8')",
+            remedy=f"Use ContextParallelConfig(ulysses_degree={ranks}, ulysses_anything=True), "
+            f"or turbo_rcm_patch.parallel(pipe, ulysses={ranks}), which does",
         )
 
 
@@ -137,7 +300,7 @@ def check_parallel(model: nn.Module) -> None:
 
     Raises:
         ContextParallelError: The parallelism is not a split sequence, or the heads cannot be
-            divided among the ranks.
+            divided among the ranks evenly without `ulysses_anything`.
     """
     for name, module in model.named_modules():
         processor = module.__dict__.get("processor")
@@ -152,18 +315,27 @@ def check_parallel(model: nn.Module) -> None:
                 )
         split, heads = context_parallel(processor), getattr(module, "heads", 0)
         if split is not None and not exchanges_itself(processor):
-            _check_heads(name, heads, split.ulysses_degree)
+            _check_heads(name, heads, split)
 
 
-def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:
-    """Return the largest of each number over the ranks that share a block's sequence.
+def agree(block: PatchedBlock, numbers: list[float], *failed: float) -> list[float]:
+    """Return the same numbers on all ranks that run a block together, so that they decide alike.
 
-    With it all ranks take the same decision.
+    Args:
+        block: The block.
+        numbers: The largest over the ranks that share the block's sequence counts. Of the two
+            forwards of a step the first one's counts, which a single process would compare.
+        *failed: The largest over all ranks counts.
     """
-    group = block.group()
-    if group is None:
-        return numbers
+    group, pair = block.group(), PAIR.get()
+    if group is None and pair is None:
+        return [*numbers, *failed]
     device = next(block.block.parameters()).device
-    table = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    table = torch.tensor([*numbers, *failed], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    if pair is not None:
+        if pair[1] and pair[0].rank():
+            table[: len(numbers)] = 0.0
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=pair[0])
     return table.tolist()

@@ -101,18 +101,19 @@ class Processes:
         return list(work[self.ranks.rank :: self.ranks.world])
 
     @contextmanager
-    def joined(self, device: str | None = None) -> Iterator[None]:
-        """Let the processes exchange things inside the block. Leaving it without an error waits
-        for all of them."""
+    def joined(self, device: str | None = None, *, together: bool = False) -> Iterator[None]:
+        """Let the processes exchange things inside the block, and with `together` tensors on GPUs.
+        Leaving it without an error waits for all of them."""
         if self.ranks.world == 1:
             yield
             return
-        if (device or "cuda").startswith("cuda") and torch.cuda.is_available():
+        gpu = (device or "cuda").startswith("cuda") and torch.cuda.is_available()
+        if gpu:
             torch.cuda.set_device(self.ranks.device(device))
         began = not dist.is_initialized()  # Ray's trainer has done so.
         if began:
             try:
-                dist.init_process_group("gloo")
+                dist.init_process_group("cpu:gloo,cuda:nccl" if gpu and together else "gloo")
             except ValueError as error:  # MASTER_ADDR is missing, or is none.
                 got = str(error).splitlines()[0]
                 raise _refused("MASTER_ADDR and MASTER_PORT", got) from error

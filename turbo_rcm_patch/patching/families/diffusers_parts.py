@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from turbo_rcm_patch.patching.plain import (
     torchs_own,
     wrote,
 )
+from turbo_rcm_patch.patching.ulysses import Coming
 
 #: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
@@ -47,6 +49,15 @@ def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
     if attn.fused_projections:
         return tuple(attn.to_qkv(h).chunk(3, -1))
     return attn.to_q(h), attn.to_k(h), attn.to_v(h)
+
+
+def qk_sent(attn: Any, h: Any, send: Callable[[Tensor], Coming]) -> tuple[Tensor, Tensor, Coming]:
+    """Do what `qkv` does, with v first, so that it travels while q and k are still computed."""
+    if attn.fused_projections:
+        q, k, v = qkv(attn, h)
+        return q, k, send(v)
+    coming = send(attn.to_v(h))
+    return attn.to_q(h), attn.to_k(h), coming
 
 
 def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:

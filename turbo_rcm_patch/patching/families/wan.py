@@ -49,7 +49,12 @@ from turbo_rcm_patch.patching.pieces import (
 )
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
-from turbo_rcm_patch.patching.ulysses import context_parallel, exchanges_itself, ulysses_of
+from turbo_rcm_patch.patching.ulysses import (
+    author_attention,
+    context_parallel,
+    exchanges_itself,
+    ulysses_of,
+)
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 LAYER_NORMS.add(FP32LayerNorm)
@@ -146,16 +151,21 @@ class WanBlock(PatchedBlock):
         """Run self-attention and its output projection: [B, N, C]."""
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             return self.call_attention(attn, h, None, mask, rotary)
-        spec = self.spec
-        q, k, v = parts.qkv(attn, h)
-        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        tables: Rotary | None = self.tables(rotary)
-        ulysses = ulysses_of(attn.processor, spec)
-        if ulysses is not None:
-            q, k, v, spec = ulysses.to_heads(q, k, v, norms, tables)
+        spec, own = self.spec, self.tables(rotary)
+        tables: Rotary | None = own
+        ulysses = ulysses_of(self, attn.processor, own)
+        if ulysses is None:
+            q, k, v = parts.qkv(attn, h)
+            q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
+        else:
+            q, k, coming = parts.qk_sent(attn, h, ulysses.send)
+            q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
+            q, k, v, spec = ulysses.to_heads(q, k, coming, norms, tables)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
-        if proj_l is not None:
+        if not q.numel():  # There are more ranks than heads, and this one has none.
+            out = q
+        elif proj_l is not None:
             weight, bias = (x.to(q.device) for x in proj_l)
             sparsity = ops.Sparsity.sage(self.config.sla_topk, q.device)
             out = sparse_linear.attend_sparse(
@@ -263,6 +273,9 @@ class WanBlock(PatchedBlock):
     def group(self) -> Any:
         split = context_parallel(getattr(self.block.attn1, "processor", None))
         return None if split is None else split._flattened_mesh.get_group()
+
+    def author_members(self) -> dict[str, Any]:
+        return {"attn1": author_attention(self, self.block.attn1)}
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
         attn = self.block.attn1

@@ -1,0 +1,381 @@
+"""A pipeline on several ranks: CFG parallelism and Ulysses from one call, over real ranks on a
+CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FirstBlockCacheConfig
+from torch import nn
+
+from tests.measures import relative_l2
+from tests.patching.test_ulysses import gather_uneven
+from tests.ranks import on_ranks
+from tests.video.micro import SMALL, micro_pipe, skyreels
+from tests.video.micro_cogvideox import micro_cogvideox
+from tests.video.test_sources import CASES
+from turbo_rcm_patch import is_patched, parallel, patch_model, patched, report_of, unpatch_model
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.diffusers_parallel import ONE_CALL, TWO_CALLS
+from turbo_rcm_patch.errors import ContextParallelError, WrappedError
+from turbo_rcm_patch.patching.find import qualified_name
+from turbo_rcm_patch.video import Source, generate
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+PROMPT = "a red circle moves left"
+STEPS = 3
+PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "wan": (micro_pipe, {}),
+    "wan-experts": (lambda: micro_pipe(experts=True), {}),
+    "cogvideox": (micro_cogvideox, {}),
+    **{name: CASES[name] for name in ("wan-clip", "wan-video", "vace-video")},
+    **{
+        name: CASES[name] for name in ("cogvideox-image", "cogvideox-1.5-image", "cogvideox-video")
+    },
+}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "unpatched": None,
+    "exact": {"attention": "exact", "guard": False},
+    "int8": {"attention": "int8", "linear": "int8", "guard": False},
+    "guard": {"attention": "int8", "linear": "int8", "fidelity": 1.0},
+}
+
+
+def latents(pipe: Any, given: dict[str, Any], guidance: float = 5.0, **more: Any) -> torch.Tensor:
+    call = {"sampler": "scheduler", "steps": STEPS, "negative_prompt": "green", **SMALL, **more}
+    return generate(pipe, Source(PROMPT, **given), guidance_scale=guidance, **call).latents
+
+
+def networks(pipe: Any) -> list[nn.Module]:
+    both = (pipe.transformer, getattr(pipe, "transformer_2", None))
+    return [one for one in both if one is not None]
+
+
+@contextmanager
+def counted(pipe: Any) -> Iterator[dict[str, int]]:
+    """Count samples that the networks of this rank compute, and exchanges."""
+    seen = {"samples": 0, "exchanges": 0}
+
+    def see(_: object, args: Any) -> None:
+        seen["samples"] += len(args[0])
+
+    hooks = [one.proj_out.register_forward_pre_hook(see) for one in networks(pipe)]
+    gather = dist.all_gather
+
+    def gathered(*args: Any, **named: Any) -> Any:
+        seen["exchanges"] += 1
+        return gather(*args, **named)
+
+    with mock.patch.object(dist, "all_gather", gathered):
+        yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def by_halves(pipe: Any) -> Iterator[None]:
+    """One process whose network gets a batch of two one by one. A product of matrices with twice
+    the rows adds up in another order, in torch's own Linears too (2.7e-7 in fp32)."""
+    whole = pipe.transformer.forward
+
+    def forward(**named: Any) -> Any:
+        if len(named["hidden_states"]) == 1:
+            return whole(**named)
+        keys = ("hidden_states", "encoder_hidden_states", "timestep")
+        parts = [
+            whole(**named | {key: named[key].chunk(2)[half] for key in keys})[0]
+            for half in range(2)
+        ]
+        return (torch.cat(parts),)
+
+    pipe.transformer.forward = forward
+    yield
+    del pipe.transformer.forward
+
+
+def halves_a_step(rank: int, name: str, way: str) -> None:
+    make, given = PIPELINES[name]
+    pipe, options = make(), WAYS[way]
+    batched = qualified_name(type(pipe)) in ONE_CALL
+    patch = patched(pipe, **options) if options else nullcontext()
+    with patch as report, by_halves(pipe) if batched else nullcontext():
+        expected = latents(pipe, given)
+        levels = report.forms() if report else {}
+    with patched(pipe, **options) if options else nullcontext() as report:
+        with parallel(pipe, cfg=2), counted(pipe) as seen:
+            made = latents(pipe, given)
+        assert (report.forms() if report else {}) == levels
+    assert torch.equal(made, expected)
+    steps = STEPS - 1 if "video" in given and "mask" not in given else STEPS  # by its strength
+    assert seen == {"samples": steps, "exchanges": steps}
+
+
+@pytest.mark.supports(
+    ("WanTransformer3DModel", "WanVACETransformer3DModel", "CogVideoXTransformer3DModel"),
+    "CFG parallel",
+)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("wan", way) for way in WAYS]
+    + [("cogvideox", way) for way in WAYS]
+    + [("wan-experts", "unpatched"), ("wan-experts", "guard")]
+    + [(name, "guard") for name in list(PIPELINES)[3:]],
+)
+def test_two_groups_share_a_step_and_give_the_bits_of_one_process(name: str, way: str) -> None:
+    on_ranks(2, halves_a_step, name, way)
+
+
+def shares_forwards_and_sequence(rank: int, patch_first: bool) -> None:
+    """Two by two ranks, as torch sees the pipeline afterwards, and with no patch."""
+    pipe = micro_pipe(experts=True)
+    options: dict[str, Any] = {"attention": "int8", "guard": False}
+    alone = latents(pipe, {})
+    with patched(pipe, **options):
+        expected = latents(pipe, {})
+    before = [{name: {*vars(one)} for name, one in net.named_modules()} for net in networks(pipe)]
+    if patch_first:
+        patch_model(pipe, **options)
+    shared = parallel(pipe, cfg=2, ulysses=2)
+    if not patch_first:
+        made = latents(pipe, {})
+        assert relative_l2(made, alone) < 1e-4 and same_everywhere(made)
+        patch_model(pipe, **options)
+    made = latents(pipe, {})
+    assert relative_l2(made, expected) < 5e-3 and same_everywhere(made)
+    report = str(report_of(pipe))
+    assert "transformer on ranks 0, 1, 2, 3: 2 blocks fused with int8 attention" in report
+    assert "transformer_2 on ranks 0, 1, 2, 3: 2 blocks fused with int8 attention" in report
+    assert "parallel over 2 ranks" in report
+    if patch_first:
+        shared.undo()
+        assert torch.equal(latents(pipe, {}), expected)
+        unpatch_model(pipe)
+    else:
+        unpatch_model(pipe)
+        shared.undo()
+    shared.undo()
+    assert torch.equal(latents(pipe, {}), alone)
+    after = [{name: {*vars(one)} for name, one in net.named_modules()} for net in networks(pipe)]
+    for one, other in zip(before, after, strict=True):
+        changed = {name: other[name] ^ one[name] for name in one if other[name] != one[name]}
+        assert not (patch_first and changed), changed
+
+
+def same_everywhere(x: torch.Tensor) -> bool:
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    return all(torch.equal(x, other) for other in every)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_both_are_set_up_and_undone_in_one_call(patch_first: bool) -> None:
+    with_devices(4, shares_forwards_and_sequence, patch_first)
+
+
+def with_devices(ranks: int, function: Callable[..., None], *args: object) -> None:
+    on_ranks(ranks, _counted_devices, function, *args)
+
+
+def _counted_devices(rank: int, function: Callable[..., None], *args: object) -> None:
+    """diffusers counts accelerators, of which a CPU machine has none."""
+    with mock.patch.object(torch.accelerator, "device_count", return_value=4):
+        function(rank, *args)
+
+
+def deals_out_uneven_heads(rank: int) -> None:
+    pipe = micro_pipe()
+    with pytest.raises(ContextParallelError, match="patch_model first"):
+        parallel(pipe, ulysses=3)  # diffusers refuses two heads on three ranks
+    options: dict[str, Any] = {"attention": "int8", "guard": False}
+    with patched(pipe, **options):
+        expected = latents(pipe, {})
+        with mock.patch.object(dist, "all_gather", gather_uneven), parallel(pipe, ulysses=3):
+            made = latents(pipe, {})
+    assert relative_l2(made, expected) < 5e-3
+
+
+def test_heads_that_the_ranks_do_not_divide_are_dealt_out() -> None:
+    with_devices(3, deals_out_uneven_heads)
+
+
+def differs_without_harm(rank: int) -> None:
+    """Guidance off, an interruption, and inputs that differ between ranks."""
+    pipe = micro_pipe()
+    one, many = latents(pipe, {}, 1.0), latents(pipe, {})
+
+    class Stop(Exception):
+        pass
+
+    def stop(step: int, _: int) -> None:
+        if step == 2:
+            raise Stop
+
+    shared = parallel(pipe, cfg=2)
+    with pytest.raises(ContextParallelError, match=r"hidden_states of transformer.*same seed"):
+        latents(pipe, {}, seed=rank)
+    with pytest.raises(Stop):
+        generate(pipe, PROMPT, on_step=stop, sampler="scheduler", steps=STEPS, **SMALL)
+    with counted(pipe) as seen:
+        assert torch.equal(latents(pipe, {}, 1.0), one)
+    assert seen == {"samples": STEPS, "exchanges": 0}
+    assert torch.equal(latents(pipe, {}), many)
+
+    with pytest.raises(ContextParallelError, match="parallel already"):
+        parallel(pipe, cfg=2)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(ContextParallelError, match="FirstBlockCacheConfig"):
+        latents(pipe, {})
+    pipe.transformer.disable_cache()
+    over = pipe.transformer.forward
+    pipe.transformer.forward = lambda **named: over(**named)
+    with pytest.raises(ContextParallelError, match="no other forward than"):
+        latents(pipe, {})
+    with pytest.raises(WrappedError):
+        shared.undo()
+    pipe.transformer.forward = over
+    shared.undo()
+    assert "forward" not in vars(pipe.transformer) and not is_patched(pipe)
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(ContextParallelError, match="no cache; got FirstBlockCacheConfig"):
+        parallel(pipe, cfg=2)
+    pipe.transformer.disable_cache()
+    pipe.transformer.forward = lambda **named: None
+    with pytest.raises(ContextParallelError, match="cache-dit"):
+        parallel(pipe, cfg=2)
+    for given, words in (
+        ({"cfg": 2, "ulysses": 2}, "4 of one group"),
+        ({"cfg": 3}, "cfg 1 or 2"),
+        ({}, "not both 1"),
+    ):
+        with pytest.raises(ContextParallelError, match=words):
+            parallel(micro_pipe(), **given)
+    with pytest.raises(ContextParallelError, match="WanVACEPipeline"):
+        parallel(skyreels(), cfg=2)
+    with pytest.raises(ContextParallelError, match="a parallel plan in diffusers"):
+        parallel(micro_cogvideox(), ulysses=2)
+
+
+def test_what_would_go_wrong_is_refused_in_words() -> None:
+    on_ranks(2, differs_without_harm)
+
+
+def generates_together(rank: int, folder: str, out: str) -> None:
+    given = ["generate", "--model", folder, "--prompt", PROMPT, "--prompt", "a blue square"]
+    small = {"--height": 32, "--width": 32, "--num-frames": 5, "--max-sequence-length": 16}
+    more = {"--sampler": "scheduler", "--steps": 3, "--guidance-scale": 5, "--device": "cpu"}
+    given += [str(x) for pair in (small | more).items() for x in pair]
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    alone = [*given, "--out", f"{out}/alone{rank}"]
+    assert main(alone) == 0
+    together = [*given, "--out", f"{out}/together", "--cfg-parallel", "--resume"]
+    with mock.patch.dict(os.environ, environment):
+        assert main(together) == 0
+        assert main(together) == 0  # what is there stays
+    if rank == 0:
+        videos = sorted(Path(out, "alone0").glob("*.mp4"))
+        assert len(videos) == 2
+        for video in videos:
+            assert (Path(out, "together") / video.name).read_bytes() == video.read_bytes()
+
+
+def test_generate_makes_each_video_on_all_processes(micro_folder: Path, tmp_path: Path) -> None:
+    on_ranks(2, generates_together, os.fspath(micro_folder), os.fspath(tmp_path))
+
+
+def test_generate_alone_is_told_to_use_torchrun(
+    micro_folder: Path, tmp_path: Path, capsys
+) -> None:
+    given = ["generate", "--model", os.fspath(micro_folder), "--prompt", PROMPT, "--ulysses", "2"]
+    assert main([*given, "--out", os.fspath(tmp_path / "out"), "--device", "cpu"]) == 2
+    assert "torchrun --nproc-per-node 2" in " ".join(capsys.readouterr().err.split())
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(ContextParallelError, match=r"no process group.*torchrun"):
+        parallel(micro_pipe(), cfg=2)
+
+
+def compiles(rank: int) -> None:
+    pipe = micro_pipe()
+    expected = latents(pipe, {})
+    pipe.transformer.compile(backend="eager")
+    with parallel(pipe, cfg=2):
+        assert torch.equal(latents(pipe, {}), expected)
+
+
+def test_a_compiled_network_is_shared_too() -> None:
+    on_ranks(2, compiles)
+
+
+#: What a rank runs under torchrun. Rank 1 fails, or both wait for the test to end them.
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from tests.video.micro import SMALL, micro_pipe
+from turbo_rcm_patch import parallel
+from turbo_rcm_patch.video import generate
+
+dist.init_process_group("gloo")
+
+def on_step(step, _):
+    print("step", os.environ["RANK"], os.getpid(), flush=True)
+    if sys.argv[1] == "fails" and step == 2 and os.environ["RANK"] == "1":
+        raise ValueError("rank one met its end")
+
+pipe = micro_pipe()
+with parallel(pipe, cfg=2):
+    more = {"sampler": "scheduler", "steps": 900, "guidance_scale": 5.0}
+    generate(pipe, "a red circle", on_step=on_step, **more, **SMALL)
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
+def test_a_rank_that_ends_and_ctrl_c_end_all_within_30_seconds(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    root = os.fspath(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [*torchrun, "2", os.fspath(script), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=os.environ | {"PYTHONPATH": root}, start_new_session=True,
+    ) as run:  # fmt: skip
+        pids: set[int] = set()
+        assert run.stdout is not None
+        while len(pids) < 2:
+            line = run.stdout.readline()
+            assert line, run.communicate()[1]
+            if line.startswith("step"):
+                pids.add(int(line.split()[2]))
+        began = time.monotonic()
+        if how == "interrupted":
+            os.killpg(run.pid, signal.SIGINT)
+        told = run.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 30 and run.returncode != 0
+    assert not any(map(alive, pids))
+    assert how == "interrupted" or "ValueError: rank one met its end" in told
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_every_pipeline_of_the_list_is_tried() -> None:
+    tried = {qualified_name(type(make())) for make, _ in PIPELINES.values()}
+    assert tried == TWO_CALLS | ONE_CALL

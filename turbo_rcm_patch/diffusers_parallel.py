@@ -1,0 +1,391 @@
+"""One video on several GPUs: the two forwards of a step with classifier-free guidance on two
+groups of ranks (CFG parallel), and within a group the sequence split by Ulysses.
+
+    with parallel(pipe, cfg=2, ulysses=2):
+        video = pipe(prompt, generator=torch.Generator(device).manual_seed(0))
+
+Every rank runs the whole pipeline with the same inputs. Predictions are exchanged once a step, so
+every rank takes the same step, and no code of the pipeline is replaced:
+
+- Wan's pipelines call the network twice a step. Group 0 computes the first call, and group 1
+  returns an empty tensor from it. In the second call group 1 computes, both exchange, and the
+  empty tensor is filled. A pipeline that read it in between would fail, because its shape does not
+  fit; those listed here do not.
+- CogVideoX's call it once with a batch of two. Each group computes a half.
+
+diffusers has context parallelism and no CFG parallelism. Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.hooks.context_parallel import remove_context_parallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.find import COMPONENTS, execution_device, qualified_name
+from turbo_rcm_patch.patching.patch import is_patched, report_of
+from turbo_rcm_patch.patching.plain import hook_names, is_own
+from turbo_rcm_patch.patching.record import Entry, innermost
+from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
+
+__all__ = ["Parallel", "parallel"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_WAN: Final = "diffusers.pipelines.wan.pipeline_wan"
+_COGVIDEOX: Final = "diffusers.pipelines.cogvideo.pipeline_cogvideox"
+#: Pipelines that call the network twice a step, first with the prompt.
+TWO_CALLS: Final = {
+    f"{_WAN}.WanPipeline",
+    f"{_WAN}_i2v.WanImageToVideoPipeline",
+    f"{_WAN}_vace.WanVACEPipeline",
+    f"{_WAN}_video2video.WanVideoToVideoPipeline",
+}
+#: Pipelines that call it once with the whole batch.
+ONE_CALL: Final = {
+    f"{_COGVIDEOX}.CogVideoXPipeline",
+    f"{_COGVIDEOX}_image2video.CogVideoXImageToVideoPipeline",
+    f"{_COGVIDEOX}_video2video.CogVideoXVideoToVideoPipeline",
+}
+#: Arguments of CogVideoX's network that have a batch.
+_BATCHED: Final = ("hidden_states", "encoder_hidden_states", "timestep")
+#: Bytes of a number -> an integer type of that size.
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def parallel(
+    pipe: object, *, cfg: int = 1, ulysses: int = 1, ulysses_anything: bool | None = None
+) -> Parallel:
+    """Run the networks of a pipeline on several ranks.
+
+    Call it on every rank, before or after `patch_model` or without it. Everything is checked
+    before the first change. Then call the pipeline on every rank with the same inputs and seeds.
+    The first forward of a video compares them.
+
+    Args:
+        pipe: A pipeline of diffusers. CFG parallelism knows Wan's (one or two experts) from a
+            text, an image, a video and VACE, and CogVideoX's. Ulysses takes those whose network
+            has a parallel plan in diffusers: Wan's and ChronoEdit's.
+        cfg: Groups of ranks that share the two forwards of a step with guidance: 1 or 2.
+        ulysses: Ranks that share a sequence. `cfg * ulysses` is the number of processes.
+        ulysses_anything: As in diffusers' `ContextParallelConfig`: uneven heads and tokens. By
+            default it is chosen if the heads cannot be divided among the ranks.
+
+    Returns:
+        A context manager that undoes it, with a method `undo`.
+
+    Raises:
+        ContextParallelError: The processes, the pipeline or its networks do not fit. Nothing was
+            changed.
+    """
+    networks = {
+        name: network
+        for name in COMPONENTS
+        if isinstance(network := getattr(pipe, name, None), nn.Module)
+    }
+    _check_world(cfg, ulysses)
+    if not networks or (cfg > 1 and qualified_name(type(pipe)) not in TWO_CALLS | ONE_CALL):
+        known = sorted(name.rpartition(".")[2] for name in TWO_CALLS | ONE_CALL)
+        raise ContextParallelError(
+            "pipe",
+            expected=f"with cfg=2 one of {', '.join(known)}, else a pipeline with a transformer",
+            got=qualified_name(type(pipe)),
+            remedy="Use ulysses alone for another pipeline",
+        )
+    for name, network in networks.items():
+        _check_network(name, network, ulysses)
+    every = {heads for network in networks.values() for heads in heads_of(network)}
+    uneven = any(heads % ulysses for heads in every)
+    anything = ulysses > 1 and (uneven if ulysses_anything is None else ulysses_anything)
+    kind = execution_device(next(iter(networks.values()))).type
+    mesh = init_device_mesh(kind, (cfg, 1, ulysses), mesh_dim_names=("cfg", "ring", "ulysses"))
+    made = Parallel(cfg, ulysses)
+    try:
+        for name, network in networks.items():
+            shared = _Shared(pipe, name, network, mesh if cfg > 1 else None)
+            made._shared.append(shared)
+            if ulysses > 1:
+                config = ContextParallelConfig(
+                    ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
+                )
+                network.enable_parallelism(config=config)  # type: ignore[operator]
+            shared.install()  # Outside of diffusers' hooks, which split a timestep per token.
+    except BaseException:
+        made.undo()
+        raise
+    return made
+
+
+def _check_world(cfg: int, ulysses: int) -> None:
+    """Raise a ContextParallelError if there are not cfg * ulysses processes."""
+    if cfg not in (1, 2) or ulysses < 1 or cfg * ulysses < 2:
+        raise ContextParallelError(
+            "cfg and ulysses",
+            expected="cfg 1 or 2, ulysses 1 or more, and not both 1",
+            got=f"cfg={cfg}, ulysses={ulysses}",
+        )
+    begun = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if begun else 0
+    if world != cfg * ulysses:
+        raise ContextParallelError(
+            "the processes",
+            expected=f"{cfg * ulysses} of one group for cfg={cfg} and ulysses={ulysses}",
+            got=str(world) if begun else "no process group",
+            remedy=f"Start with `torchrun --nproc-per-node {cfg * ulysses}`, and call "
+            "torch.distributed.init_process_group first",
+        )
+
+
+def _check_network(name: str, network: Any, ulysses: int) -> None:
+    """Raise a ContextParallelError if a network cannot run on several ranks."""
+    expected, got, remedy = "", "", ""
+    if PARALLEL in vars(network) or getattr(network, "_parallel_config", None) is not None:
+        expected, got = "no parallelism yet", "a network that is parallel already"
+        remedy = "Undo that first, or load the pipeline anew"
+    elif innermost(network, "forward") is None:
+        expected, got = "its own forward", f"one that other code replaced: {hook_names(network)}"
+        remedy = "Take that off (cache-dit, for instance), because it counts the calls of a step"
+    elif cache := _cache_of(network):
+        expected, got, remedy = "no cache", cache, "Call disable_cache() first"
+    elif ulysses > 1 and getattr(network, "_cp_plan", None) is None:
+        expected = "a network with a parallel plan in diffusers"
+        got, remedy = f"a {type(network).__name__}", "Use cfg=2 alone"
+    elif not is_patched(network) and any(
+        heads_are_refused(heads, ulysses) for heads in heads_of(network)
+    ):
+        expected = f"heads that diffusers deals out to ulysses={ulysses} ranks"
+        got, remedy = (
+            f"{heads_of(network)[0]} heads",
+            "Call patch_model first, which deals out any",
+        )
+    if expected:
+        raise ContextParallelError(name, expected=expected, got=got, remedy=remedy)
+
+
+def _cache_of(network: Any) -> str:
+    """Return the name of a network's cache, or "".
+
+    A cache skips blocks by what a rank sees, and the others would wait for it.
+    """
+    enabled = getattr(network, "is_cache_enabled", False)
+    return type(network._cache_config).__name__ if enabled else ""
+
+
+class Parallel:
+    """A pipeline that runs on several ranks, from `parallel`.
+
+    Attributes:
+        cfg: Groups that share the forwards of a step.
+        ulysses: Ranks that share a sequence.
+    """
+
+    def __init__(self, cfg: int, ulysses: int) -> None:
+        self.cfg, self.ulysses = cfg, ulysses
+        self._shared: list[_Shared] = []
+
+    def __repr__(self) -> str:
+        return f"Parallel(cfg={self.cfg}, ulysses={self.ulysses})"
+
+    def __enter__(self) -> Parallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Run every rank alone again. A second call does nothing.
+
+        Raises:
+            WrappedError: Other code replaced the forward of a network. Nothing was changed.
+        """
+        for one in self._shared:
+            if one.installed:
+                one.entry.check(one.name)
+        while self._shared:
+            self._shared.pop().undo()
+
+
+class _Shared:
+    """Runs a network's forward on this rank, and exchanges predictions.
+
+    Attributes:
+        name: The network's name in the pipeline.
+        entry: What replaces its forward.
+        installed: True if it does.
+        ran: How its blocks ran on each rank, on the first forward of a video.
+    """
+
+    def __init__(self, pipe: Any, name: str, network: Any, mesh: Any) -> None:
+        self._pipe, self.name, self._network = pipe, name, network
+        self._twice = qualified_name(type(pipe)) in TWO_CALLS
+        self._group = None if mesh is None else mesh["cfg"].get_group()
+        self._half = 0 if self._group is None else self._group.rank()
+        #: The timesteps of the video whose inputs were compared, and of that whose `ran` is known.
+        self._compared: object = None
+        self._gathered: object = None
+        #: The timestep of a step, and what its first call returned.
+        self._first: tuple[object, Tensor] | None = None
+        self._warned = False
+        self.ran: list[dict[str, int]] = []
+        self._before = {
+            id(one): vars(one).keys() & {"_diffusers_hook", "_parallel_config", "forward"}
+            for one in self._holders()
+        }
+        # Collectives do not belong into a graph. The network's own forward is compiled.
+        run = torch.compiler.disable(self.run, recursive=False)  # type: ignore[no-untyped-call]
+        self.entry = Entry(network, "forward", run, (network, "forward"), absent=True)
+        self._inner, self.installed = network.forward, False
+        vars(network)[PARALLEL] = self
+
+    def install(self) -> None:
+        """Replace the network's forward, which is called instead."""
+        self._inner, self.installed = self._network.forward, True
+        self.entry.install()
+
+    def _holders(self) -> list[Any]:
+        """Return the modules and processors on which diffusers notes parallelism."""
+        modules = list(self._network.modules())
+        processors = [one for module in modules if (one := vars(module).get("processor"))]
+        return modules + processors
+
+    def undo(self) -> None:
+        """Restore the network's forward, and take its parallelism off."""
+        network = self._network
+        for slot in self.entry.located():
+            setattr(*slot, self._inner)
+        del vars(network)[PARALLEL]
+        if getattr(network, "_parallel_config", None) is not None:
+            remove_context_parallel(network, network._cp_plan)
+        for one in self._holders():  # Nothing stays that was not there.
+            had = self._before.get(id(one), set())
+            if "_parallel_config" in vars(one):
+                one._parallel_config = None
+                if "_parallel_config" not in had:
+                    del one._parallel_config
+            registry = vars(one).get("_diffusers_hook")
+            if registry is not None:
+                registry.invalidate_child_registries_cache()
+                if "_diffusers_hook" not in had and not registry.hooks:
+                    del one._diffusers_hook
+            if "forward" not in had and is_own(one, "forward", vars(one).get("forward")):
+                del one.forward
+
+    # --- a forward -------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **named: Any) -> Any:
+        """Run what the pipeline calls as the network's forward."""
+        if not self.entry.located() or (cache := _cache_of(self._network)):
+            raise ContextParallelError(
+                self.name,
+                expected="no cache and no other forward than when parallel() was called",
+                got=cache if self.entry.located() else hook_names(self._network),
+                remedy="Undo parallel(), or that",
+            )
+        timesteps = getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
+        if timesteps is not self._compared:  # A new video began.
+            self._compare(named)
+            self._compared = timesteps
+        step, x = getattr(self._pipe, "_current_timestep", None), named.get("hidden_states")
+        if self._group is None or x is None or step is None:
+            out = self._forward(*args, **named)
+        elif not self._twice:
+            out = self._by_halves(x, args, named)
+        elif self._pipe.do_classifier_free_guidance:
+            out = self._by_calls(step, x, args, named)
+        else:
+            if not self._warned:
+                _log.warning("Without guidance both groups of cfg=2 compute the same forward")
+                self._warned = True
+            out = self._forward(*args, **named)
+        if self._first is None and self._gathered is not timesteps:
+            own = report_of(self._network).last_forward if is_patched(self._network) else {}
+            self.ran, self._gathered = self._gather(own), timesteps
+        return out
+
+    def _by_calls(self, step: object, x: Tensor, args: Any, named: Any) -> tuple[Tensor]:
+        """Compute one of the two calls of a step."""
+        first, self._first = self._first, None
+        if first is None or first[0] is not step:  # after an interrupted step too
+            out: Tensor = x.new_empty(0) if self._half else self._forward(*args, **named)[0]
+            self._first = step, out
+            return (out,)
+        own = self._forward(*args, **named)[0] if self._half else first[1]
+        cond, uncond = self._exchange(own)
+        if self._half:
+            first[1].data = cond  # The pipeline holds this tensor.
+        return (uncond,)
+
+    def _by_halves(self, x: Tensor, args: Any, named: Any) -> Any:
+        """Compute a half of the batch: one of the two predictions."""
+        if len(x) % 2:
+            return self._forward(*args, **named)
+        half = {name: named[name].chunk(2)[self._half] for name in _BATCHED}
+        return (torch.cat(self._exchange(self._forward(*args, **named | half)[0])),)
+
+    def _forward(self, *args: Any, **named: Any) -> Any:
+        """Run the network's own forward. Its guard decides as in one process."""
+        # Of two calls the guard compares the first; a batch it sees as a whole.
+        before = PAIR.set(None if self._group is None else (self._group, self._twice))
+        try:
+            return self._inner(*args, **named)
+        finally:
+            PAIR.reset(before)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _exchange(self, own: Tensor) -> list[Tensor]:
+        """Return the predictions of both groups."""
+        both = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(2)]
+        dist.all_gather(both, own.contiguous(), group=self._group)
+        return both
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compare(self, named: dict[str, Any]) -> None:
+        """Raise a ContextParallelError if the ranks were given different inputs.
+
+        Each would denoise another video, and the predictions would be mixed.
+        """
+        marks = {name: _mark(value) for name, value in named.items()}
+        for rank, other in enumerate(self._gather(marks)):
+            for name in [name for name in marks if other.get(name) != marks[name]]:
+                raise ContextParallelError(
+                    f"{name} of {self.name}",
+                    expected="the same values on every rank",
+                    got=f"other values on rank {rank} than on rank {dist.get_rank()}",
+                    remedy="Give every rank the same prompt, and a generator with the same seed",
+                )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _gather(self, value: _T) -> list[_T]:
+        """Return the values of all ranks."""
+        every: list[Any] = [None] * dist.get_world_size()
+        device = execution_device(self._network)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            dist.all_gather_object(every, value)
+        return every
+
+    def words(self) -> list[str]:
+        """Describe how the other ranks ran, for the report."""
+        ranks: dict[str, list[str]] = {}
+        for rank, ran in enumerate(self.ran):
+            how = ", ".join(f"{count} blocks {words}" for words, count in ran.items())
+            ranks.setdefault(how or "unpatched", []).append(str(rank))
+        return [f"{self.name} on ranks {', '.join(r)}: {how}" for how, r in ranks.items()]
+
+
+def _mark(value: Any) -> Any:
+    """Return a number that differs for tensors with other bits: the sum of their integers."""
+    if isinstance(value, (tuple, list)):
+        return [_mark(one) for one in value]
+    if not isinstance(value, Tensor):
+        return None
+    integers = value.contiguous().view(_INTEGERS[value.element_size()])
+    return [*value.shape, int(integers.sum(dtype=torch.int64))]
