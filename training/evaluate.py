@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from training.data import Scenes, render, sample_scenes
 from training.families import SETTINGS_FILE, Family, family_of_folder, tokenize
 from training.flow import few_step, guided, ode
-from training.stage import batches
+from training.stage import batches, sheet
 from training.train import statistics
-from turbo_rcm_patch.output import atomic, check_writable, write_json
+from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
 _TEACHER_STEPS: Final = 24
@@ -44,15 +43,6 @@ def zeroed(blocks: Any, attention: str) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> None:
-    """Write the first videos [B, F, H, W, 3] in 0..1 as a picture, a row of frames for each."""
-    pick = torch.linspace(0, frames.shape[1] - 1, columns).round().long().to(frames.device)
-    tiles = (frames[:rows, pick].clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    picture = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    with atomic(path) as partial:
-        Image.fromarray(picture.numpy()).save(partial, format="PNG", optimize=True)
 
 
 @dataclass(slots=True)

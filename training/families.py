@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,11 +27,14 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from training.data import Shapes, Source
+from training.data import World as WorldSource
 from training.flow import Velocity
+from training.world import Bucket
+from turbo_rcm_patch import keep_int8_only
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import merged
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
-from turbo_rcm_patch.tiny.prompts import words
 from turbo_rcm_patch.video.rcm_times import rcm_times
 
 SETTINGS_FILE: Final = "turbo_rcm.json"
@@ -47,29 +52,29 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Sizes and budgets of a tiny model.
+    """Sizes and budgets of a model.
 
-    The autoencoder shrinks by 4 in space and in time, so 17 frames of 128 x 128 are 5 x 32 x 32
-    latents and, with patches of (1, 2, 2), 1,280 tokens.
+    With an autoencoder of three levels, which shrinks by 4 in space and in time, 17 frames of
+    128 x 128 are 5 x 32 x 32 latents and, with patches of (1, 2, 2), 1,280 tokens.
 
     Attributes:
         stages: Budgets in the order of training: "vae", "teacher", "student", and "decoder" where
-            the autoencoder's decoder is trained once more.
+            the autoencoder's decoder is trained once more. Batches are of the first bucket;
+            others have as many tokens.
+        buckets: Shapes of the clips. The model is made for the first one.
         settings: How the model wants to be sampled, for `turbo_rcm.json`.
-        clips: Encoded clips for teacher and student.
         guidance: Classifier-free guidance of the teacher.
         fill: Batches of the teacher before the student's first step.
         refresh: Steps of the student for each new batch of the teacher.
+        vae_channels: Of the autoencoder's levels; each but the last halves the picture.
     """
 
     stages: Mapping[str, Budget]
+    buckets: tuple[Bucket, ...]
     settings: Mapping[str, float | str]
-    clips: int
     fill: int
     refresh: int = 6
     guidance: float = 1.5
-    size: int = 128
-    frames: int = 17
     latent_channels: int = 8
     vae_channels: tuple[int, ...] = (16, 32, 64)
     heads: int = 4
@@ -81,10 +86,19 @@ class Recipe:
     text_layers: int = 2
     text_tokens: int = 24
 
-    @property
-    def latent_shape(self) -> tuple[int, int, int, int]:
-        """(C, F, H, W) of one video's latents."""
-        return self.latent_channels, (self.frames - 1) // 4 + 1, self.size // 4, self.size // 4
+    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of one clip."""
+        shrink = 2 ** (len(self.vae_channels) - 1)
+        frames, size = (
+            (bucket.frames - 1) // 4 + 1,
+            (bucket.height // shrink, bucket.width // shrink),
+        )
+        return self.latent_channels, frames, *size
+
+    def batch(self, stage: str, bucket: Bucket) -> int:
+        """Clips of a bucket with as many tokens as the stage's batch of the first one."""
+        own, first = (math.prod(self.latent_shape(one)) for one in (bucket, self.buckets[0]))
+        return max(1, self.stages[stage].batch * first // own)
 
 
 class Family:
@@ -99,6 +113,9 @@ class Family:
         jitter: Spread of the student's network times in training, in rectified-flow time.
         kept: Modules of the transformer that diffusers keeps in fp32.
         attentions: Name of a zeroed attention in an evaluation -> the blocks' attribute.
+        source: Where its clips come from.
+        most_bytes: Size of what ships.
+        int8: Whether its Linears ship in int8 alone, which this package loads.
     """
 
     name: str
@@ -109,6 +126,9 @@ class Family:
     jitter = 0.0
     kept: tuple[str, ...] = ()
     attentions: Mapping[str, str]
+    source: type[Source] = Shapes
+    most_bytes = 16 * 2**20
+    int8 = False
 
     def __init__(self) -> None:
         pipeline, transformer, encoder, vae = self.classes
@@ -118,7 +138,7 @@ class Family:
         self.vae: Any = getattr(diffusers, vae)
 
     def build_vae(self, recipe: Recipe) -> Any:
-        """Return an autoencoder with random weights, 4x in space and in time."""
+        """Return an autoencoder with random weights, 4x in time."""
         raise NotImplementedError
 
     def build_transformer(self, recipe: Recipe) -> Any:
@@ -156,7 +176,7 @@ class Family:
         raise NotImplementedError
 
     def export(self, folder: Path, recipe: Recipe, vae: Any, encoder: Any, network: Any) -> None:
-        """Write a pipeline folder of less than 16 MiB, and the settings it was trained for.
+        """Write a pipeline folder, the settings it was trained for, and licences of artwork.
 
         The transformer is stored in bf16 but for the parts that diffusers keeps in fp32, so that
         loading in bf16 changes nothing; the autoencoder in fp16, whose finer mantissa suits fp32
@@ -176,20 +196,20 @@ class Family:
         encoder = copy.deepcopy(encoder).cpu()
         pipe = self.pipeline(
             **parts,
-            tokenizer=build_tokenizer(recipe),
+            tokenizer=build_tokenizer(recipe, self.source.words),
             text_encoder=encoder,
             scheduler=self.scheduler(),
         )
-        settings = {
-            "height": recipe.size,
-            "width": recipe.size,
-            "num_frames": recipe.frames,
-            **recipe.settings,
-            "max_sequence_length": recipe.text_tokens,
-        }
+        if self.int8:
+            keep_int8_only(pipe.transformer)
+        first = recipe.buckets[0]
+        shape = {"height": first.height, "width": first.width, "num_frames": first.frames}
+        settings = {**shape, **recipe.settings, "max_sequence_length": recipe.text_tokens}
         with merged(folder) as made:
             pipe.save_pretrained(made, safe_serialization=True)
             (made / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            if self.source is WorldSource:
+                shutil.copy(Path(__file__).parent / "ARTWORK.md", made)
 
 
 class Wan(Family):
@@ -205,8 +225,8 @@ class Wan(Family):
             "student": Budget(2380, 128, 5e-4),
             "decoder": Budget(1600, 16, 6e-4),
         },
+        buckets=(Bucket("square", 17, 128, 128, clips=64, shards=768),),
         settings={"fps": 8, "steps": 4, "sigma_max": 80, "guidance_scale": 1.0},
-        clips=49152,
         fill=48,
     )
     renoises = True
@@ -216,36 +236,25 @@ class Wan(Family):
     kept = tuple(diffusers.WanTransformer3DModel._keep_in_fp32_modules)
 
     def build_vae(self, recipe: Recipe) -> Any:
-        first, channels = recipe.vae_channels[0], recipe.latent_channels
+        levels, channels = recipe.vae_channels, recipe.latent_channels
         vae = self.vae(
-            base_dim=first,
-            z_dim=channels,
-            dim_mult=[one // first for one in recipe.vae_channels],
-            num_res_blocks=1,
-            temperal_downsample=[True, True],
-            latents_mean=[0.0] * channels,
-            latents_std=[1.0] * channels,
-            scale_factor_temporal=4,
-            scale_factor_spatial=4,
-        )
+            base_dim=levels[0], z_dim=channels, dim_mult=[one // levels[0] for one in levels],
+            num_res_blocks=1, temperal_downsample=[False] * (len(levels) - 3) + [True, True],
+            latents_mean=[0.0] * channels, latents_std=[1.0] * channels, scale_factor_temporal=4,
+            scale_factor_spatial=2 ** (len(levels) - 1),
+        )  # fmt: skip
         # A posterior of unit variance would drown the young encoder.
         nn.init.constant_(vae.quant_conv.bias[channels:], -6.0)
         return vae
 
     def _random_transformer(self, recipe: Recipe) -> Any:
         return self.transformer(
-            patch_size=(1, 2, 2),
-            num_attention_heads=recipe.heads,
-            attention_head_dim=recipe.head_dim,
-            in_channels=recipe.latent_channels,
-            out_channels=recipe.latent_channels,
-            text_dim=recipe.text_dim,
-            freq_dim=256,
-            ffn_dim=recipe.ffn_dim,
-            num_layers=recipe.layers,
-            cross_attn_norm=True,
+            patch_size=(1, 2, 2), num_attention_heads=recipe.heads,
+            attention_head_dim=recipe.head_dim, in_channels=recipe.latent_channels,
+            out_channels=recipe.latent_channels, text_dim=recipe.text_dim, freq_dim=256,
+            ffn_dim=recipe.ffn_dim, num_layers=recipe.layers, cross_attn_norm=True,
             rope_max_seq_len=64,
-        )
+        )  # fmt: skip
 
     def build_text_encoder(self, recipe: Recipe) -> Any:
         return self.text_encoder(transformers.UMT5Config(**_text_sizes(recipe)))
@@ -272,17 +281,40 @@ class Wan(Family):
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True)
 
 
+class World(Wan):
+    """A Wan of a recorded world: heads of 128 channels, a VAE of 8 x 8 x 4, Linears in int8."""
+
+    name = "world"
+    shipped = TINY_WAN.with_name("world")
+    recipe = Recipe(
+        stages={
+            "vae": Budget(3000, 16, 1e-3),
+            "teacher": Budget(8000, 128, 1e-3),
+            "student": Budget(3000, 128, 4e-4),
+            "decoder": Budget(1500, 16, 6e-4),
+        },
+        buckets=(
+            Bucket("short", 17, 192, 320, clips=32, shards=320, share=0.7),
+            Bucket("long", 81, 240, 416, clips=8, shards=32, share=0.2),
+            Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
+        ),
+        settings={"fps": 16, "steps": 4, "sigma_max": 80, "guidance_scale": 1.0}, fill=48,
+        latent_channels=16, vae_channels=(16, 32, 64, 64), heads=3, head_dim=128, ffn_dim=768,
+    )  # fmt: skip
+    source = WorldSource
+    most_bytes = 20 * 2**20
+    int8 = True
+
+
 class CogVideoX(Family):
     """The tiny CogVideoX: 1,280 video tokens and 24 of text through every attention."""
 
     name = "cogvideox"
     shipped = TINY_COGVIDEOX
     classes = (
-        "CogVideoXPipeline",
-        "CogVideoXTransformer3DModel",
-        "T5EncoderModel",
+        "CogVideoXPipeline", "CogVideoXTransformer3DModel", "T5EncoderModel",
         "AutoencoderKLCogVideoX",
-    )
+    )  # fmt: skip
     recipe = Recipe(
         stages={
             "vae": Budget(2000, 8, 1e-3),
@@ -290,10 +322,8 @@ class CogVideoX(Family):
             "student": Budget(1520, 128, 5e-4),
         },
         settings={"sampler": "scheduler", "fps": 8, "steps": 4, "guidance_scale": 1.0},
-        clips=24576,
-        fill=32,
-        layers=5,
-    )
+        buckets=(Bucket("square", 17, 128, 128, clips=64, shards=384),), fill=32, layers=5,
+    )  # fmt: skip
     renoises = False  # DDIM follows the flow
     attentions: Mapping[str, str] = {"joint": "attn1"}
 
@@ -302,31 +332,22 @@ class CogVideoX(Family):
         return self.vae(
             down_block_types=("CogVideoXDownBlock3D",) * levels,
             up_block_types=("CogVideoXUpBlock3D",) * levels,
-            block_out_channels=recipe.vae_channels,
-            latent_channels=recipe.latent_channels,
-            layers_per_block=1,
-            norm_num_groups=8,
-            sample_height=recipe.size,
-            sample_width=recipe.size,
+            block_out_channels=recipe.vae_channels, latent_channels=recipe.latent_channels,
+            layers_per_block=1, norm_num_groups=8, sample_height=recipe.buckets[0].height,
+            sample_width=recipe.buckets[0].width,
             scaling_factor=1.0,  # the space it is taught is normalised already
-        )
+        )  # fmt: skip
 
     def _random_transformer(self, recipe: Recipe) -> Any:
-        _, frames, rows, columns = recipe.latent_shape
+        _, frames, rows, columns = recipe.latent_shape(recipe.buckets[0])
         return self.transformer(
-            num_attention_heads=recipe.heads,
-            attention_head_dim=recipe.head_dim,
-            in_channels=recipe.latent_channels,
-            out_channels=recipe.latent_channels,
-            time_embed_dim=recipe.time_dim,
-            text_embed_dim=recipe.text_dim,
-            num_layers=recipe.layers,
-            sample_height=rows,
-            sample_width=columns,
-            sample_frames=4 * (frames - 1) + 1,
-            max_text_seq_length=recipe.text_tokens,
+            num_attention_heads=recipe.heads, attention_head_dim=recipe.head_dim,
+            in_channels=recipe.latent_channels, out_channels=recipe.latent_channels,
+            time_embed_dim=recipe.time_dim, text_embed_dim=recipe.text_dim,
+            num_layers=recipe.layers, sample_height=rows, sample_width=columns,
+            sample_frames=4 * (frames - 1) + 1, max_text_seq_length=recipe.text_tokens,
             use_rotary_positional_embeddings=True,
-        )
+        )  # fmt: skip
 
     def build_text_encoder(self, recipe: Recipe) -> Any:
         # T5 has the relative positions of umT5's first layer in all of its layers.
@@ -375,19 +396,13 @@ class CogVideoX(Family):
 
     def scheduler(self) -> Any:
         return diffusers.CogVideoXDDIMScheduler(
-            beta_start=0.00085,
-            beta_end=0.012,
-            beta_schedule="scaled_linear",
-            clip_sample=False,
-            set_alpha_to_one=True,
-            prediction_type="v_prediction",
-            rescale_betas_zero_snr=True,
-            snr_shift_scale=3.0,
-            timestep_spacing="trailing",
-        )
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
+            set_alpha_to_one=True, prediction_type="v_prediction", rescale_betas_zero_snr=True,
+            snr_shift_scale=3.0, timestep_spacing="trailing",
+        )  # fmt: skip
 
 
-FAMILIES: Final = {"wan": Wan, "cogvideox": CogVideoX}
+FAMILIES: Final = {"wan": Wan, "cogvideox": CogVideoX, "world": World}
 
 
 def small(recipe: Recipe, steps: int = 4) -> Recipe:
@@ -399,18 +414,15 @@ def small(recipe: Recipe, steps: int = 4) -> Recipe:
             name: Budget(steps, 4 if name in ("teacher", "student") else 2, one.lr)
             for name, one in recipe.stages.items()
         },
-        clips=8,
-        fill=3,
-        size=32,
-        frames=9,
-        vae_channels=(8, 8, 8) if joint else (8, 8, 16),
-        heads=1,
-        layers=1,
-        ffn_dim=64,
-        time_dim=16,
+        buckets=tuple(
+            replace(one, frames=9, height=32, width=32 * (1 + i), clips=2, shards=4)
+            for i, one in enumerate(recipe.buckets)
+        ),
+        fill=3, vae_channels=(8, 8, 8 if joint else 16, 16)[: len(recipe.vae_channels)], heads=1,
+        layers=1, ffn_dim=64, time_dim=16,
         # That of CogVideoX starts from the tiny Wan's.
         text_dim=recipe.text_dim if joint else 64,
-    )
+    )  # fmt: skip
 
 
 def family_of_folder(folder: Path) -> Family:
@@ -422,17 +434,17 @@ def family_of_folder(folder: Path) -> Family:
     index = folder / "model_index.json"
     if not (folder / SETTINGS_FILE).is_file() or not index.is_file():
         raise ModelFolderError(
-            "model",
-            expected=f"a folder with {SETTINGS_FILE} and {index.name}",
-            got=str(folder),
+            "model", expected=f"a folder with {SETTINGS_FILE} and {index.name}", got=str(folder),
             remedy="Train it first",
-        )
-    return FAMILIES["cogvideox" if '"CogVideoXPipeline"' in index.read_text() else "wan"]()
+        )  # fmt: skip
+    if '"CogVideoXPipeline"' in index.read_text():
+        return CogVideoX()
+    return World() if (folder / "ARTWORK.md").is_file() else Wan()
 
 
-def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the caption grammar, in lower case, punctuation dropped."""
-    vocabulary = {word: i for i, word in enumerate((*_SPECIAL, *words()))}
+def build_tokenizer(recipe: Recipe, words: list[str]) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over the words of a grammar, in lower case, without punctuation."""
+    vocabulary = {word: i for i, word in enumerate((*_SPECIAL, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(Regex(r"[^a-z ]+"), " ")]
@@ -442,12 +454,9 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
         model_max_length=recipe.text_tokens,
-    )
+    )  # fmt: skip
 
 
 def tokenize(
@@ -462,16 +471,10 @@ def tokenize(
 
 def _text_sizes(recipe: Recipe) -> dict[str, Any]:
     return {
-        "vocab_size": 64,
-        "d_model": recipe.text_dim,
-        "d_kv": 32,
-        "num_heads": 4,
-        "d_ff": recipe.text_dim * 5 // 2,
-        "num_layers": recipe.text_layers,
-        "dropout_rate": 0.0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
+        "vocab_size": 64, "d_model": recipe.text_dim, "d_kv": 32, "num_heads": 4,
+        "d_ff": recipe.text_dim * 5 // 2, "num_layers": recipe.text_layers, "dropout_rate": 0.0,
+        "pad_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
 
 
 @cache

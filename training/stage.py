@@ -1,4 +1,4 @@
-"""The loop of every stage: optimiser, averaged weights, log, and a checkpoint to resume from."""
+"""The loop of every stage: optimiser, averaged weights, log, several GPUs, pieces that resume."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 
 from training.families import Budget
@@ -27,17 +30,40 @@ class TrainingError(TurboRCMError, RuntimeError):
     """A training cannot go on."""
 
 
+class OutOfTimeError(TurboRCMError, RuntimeError):
+    """The minutes of this piece are over. The same command goes on."""
+
+
 @dataclass(slots=True)
 class Run:
-    """A training run: its folder, its device, and the seed of everything."""
+    """A training run: its folder, its device, and the seed of everything.
+
+    Attributes:
+        minutes: Length of this piece; 0 is no limit.
+        compiles: Compile the transformers' blocks on a GPU.
+    """
 
     out: Path
     device: torch.device
     seed: int = 0
+    minutes: float = 0.0
+    compiles: bool = True
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def rank(self) -> int:
+        """Number of this process among those that train together."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together, each with its own batches."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def log(self, **record: object) -> None:
-        """Append one JSON line to log.jsonl and print it."""
+        """Append one JSON line to log.jsonl and print it, on rank 0."""
+        if self.rank:
+            return
         line = json.dumps({"wall": round(time.monotonic() - self.began, 1), **record})
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / "log.jsonl").open("a") as file:
@@ -49,34 +75,35 @@ class Run:
         gpu = self.device.type == "cuda"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=gpu)
 
-    def generators(self, salt: int) -> tuple[torch.Generator, torch.Generator]:
-        """Return a CPU generator for scenes and one on the device for noise."""
-        seed = self.seed * 1000 + salt
-        noise = torch.Generator(self.device).manual_seed(seed + 500)
-        return torch.Generator().manual_seed(seed), noise
+    def is_over(self) -> bool:
+        """Whether the minutes of this piece are over, by the clock of rank 0."""
+        over = float(time.monotonic() - self.began > 60 * (self.minutes or math.inf))
+        flag = torch.tensor(over, device=self.device)
+        if self.ranks > 1:
+            dist.broadcast(flag, 0)
+        return bool(flag)
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.ranks > 1:
+            dist.barrier()
 
 
 class Stage:
     """A resumable optimisation of some networks over a number of steps.
 
-    The learning rate warms up over 100 steps and falls along a cosine.
+    The learning rate warms up over 100 steps and falls along a cosine. Every step draws from
+    generators seeded by run, stage, rank and step, so that a resumed stage ends as a whole one.
 
     Attributes:
         average: Averaged copies of the networks, in evaluation mode.
-        scenes, noise: Generators; the checkpoint has their states.
+        scenes, noise: Generators on the CPU and on the device.
     """
 
     def __init__(
-        self,
-        run: Run,
-        name: str,
-        networks: dict[str, nn.Module],
-        budget: Budget,
-        *,
-        salt: int,
-        decay: float = 0.999,
-        weight_decay: float = 0.0,
-    ) -> None:
+        self, run: Run, name: str, networks: dict[str, nn.Module], budget: Budget, *, salt: int,
+        decay: float = 0.999, weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
         self.run, self.name, self.networks, self.budget = run, name, networks, budget
         self.average = {
             key: copy.deepcopy(net).eval().requires_grad_(False) for key, net in networks.items()
@@ -85,19 +112,16 @@ class Stage:
         self._averaged: list[Tensor] = [
             p for net in self.average.values() for p in net.parameters()
         ]
-        self._decay = decay
+        self._salt, self._decay, fused = salt, decay, run.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=budget.lr,
-            betas=(0.9, 0.99),
-            weight_decay=weight_decay,
-            fused=run.device.type == "cuda",
+            self.parameters, budget.lr, (0.9, 0.99), weight_decay=weight_decay, fused=fused
         )
-        self.scenes, self.noise = run.generators(salt)
+        self.scenes, self.noise = torch.Generator(), torch.Generator(run.device)
         self.step = 0
         self._path = run.out / "state" / f"{name}.pt"
-        if self._path.exists():
-            self._resume()
+        self._light = self._path.with_suffix(".light.pt")
+        self._resume()
+        self.reseed()
 
     @property
     def done(self) -> bool:
@@ -109,42 +133,63 @@ class Stage:
         """Share of the steps that are made."""
         return min(1.0, self.step / self.budget.steps)
 
-    def save(self) -> None:
-        """Replace the checkpoint; if the process is killed meanwhile, the old one stays."""
-        state = {
-            "networks": {key: net.state_dict() for key, net in self.networks.items()},
-            "average": {key: net.state_dict() for key, net in self.average.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "generators": (self.scenes.get_state(), self.noise.get_state()),
-        }
+    def reseed(self) -> None:
+        """Seed the generators for this step of this rank."""
+        seed = (self.run.seed * 1000 + self._salt) * 10**8 + self.step * 64 + self.run.rank
+        self.scenes.manual_seed(seed)
+        self.noise.manual_seed(seed)
+
+    def save(self, *, light: bool = False) -> None:
+        """Replace the checkpoint; if the process is killed meanwhile, the old one stays.
+
+        The light one, of averaged weights in fp16, is for a machine that the large one does not
+        reach: a stage goes on from there with a new optimiser.
+        """
+        if self.run.rank:
+            return
+        state: dict[str, Any] = {"step": self.step, "optimizer": self.optimizer.state_dict()}
+        state["networks"] = {key: net.state_dict() for key, net in self.networks.items()}
+        state["average"] = {key: net.state_dict() for key, net in self.average.items()}
         with atomic(self._path) as partial:
             torch.save(state, partial)
+        if light:
+            half = {
+                key: {name: one.half() for name, one in net.items()}
+                for key, net in state["average"].items()
+            }
+            with atomic(self._light) as partial:
+                torch.save({"step": self.step, "average": half}, partial)
 
     def _resume(self) -> None:
-        state = torch.load(self._path, map_location=self.run.device, weights_only=True)
-        for kind, nets in (("networks", self.networks), ("average", self.average)):
+        path = self._path if self._path.exists() else self._light
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.run.device, weights_only=True)
+        for nets, kind in ((self.networks, "networks"), (self.average, "average")):
             for key, net in nets.items():
-                net.load_state_dict(state[kind][key])
-        self.optimizer.load_state_dict(state["optimizer"])
+                net.load_state_dict(state.get(kind, state["average"])[key])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        for generator, saved in zip((self.scenes, self.noise), state["generators"], strict=True):
-            generator.set_state(saved.cpu())
-        self.run.log(stage=self.name, event="resumed", step=self.step)
+        self.run.log(stage=self.name, event="resumed", step=self.step, of_file=path.name)
 
-    def train(self, loss_of: Callable[[], Tensor]) -> None:
-        """Minimise the loss of a batch until the steps are made.
+    def train(self, loss_of: Callable[[], Tensor], show: Callable[[], object] = int) -> None:
+        """Minimise the loss of a batch until the steps are made; `show` the result of a piece.
 
         Raises:
             TrainingError: The loss or a weight is not finite. The checkpoint before it stays.
+            OutOfTimeError: The piece is over. The checkpoint has its last step.
         """
         saved, steps = time.monotonic(), self.budget.steps
+        start, first = saved, self.step
         while not self.done:
+            self.reseed()
             for group in self.optimizer.param_groups:
                 group["lr"] = self._learning_rate()
             loss = loss_of()
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
+            self._average_gradients()
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
             self.optimizer.step()
             self.step += 1
@@ -155,10 +200,31 @@ class Stage:
                 continue
             self._check_finite(float(loss.detach()))
             numbers = {"loss": round(float(loss.detach()), 5), "norm": round(float(norm), 4)}
-            self.run.log(stage=self.name, step=self.step, of=steps, **numbers)
-            if self.done or time.monotonic() - saved > SAVE_EVERY:
-                self.save()
+            pace = (time.monotonic() - start) / (self.step - first)
+            left = round((steps - self.step) * pace / 60, 1)
+            self.run.log(stage=self.name, step=self.step, of=steps, **numbers, minutes_left=left)
+            over = self.run.is_over() and not self.done
+            if over or self.done or time.monotonic() - saved > SAVE_EVERY:
+                self.save(light=over or self.done)
                 saved = time.monotonic()
+            if (over or self.done) and not self.run.rank:
+                show()
+                draw_curves(self.run.out)
+            if over:
+                raise OutOfTimeError(
+                    f"{self.run.minutes:g} minutes are over",
+                    got=f"{self.name}: step {self.step} of {steps}, some {left} minutes left",
+                    remedy="The same command goes on from here",
+                )
+
+    def _average_gradients(self) -> None:
+        if self.run.ranks > 1:
+            gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
+            flat = torch.cat([one.flatten() for one in gradients])
+            dist.all_reduce(flat)
+            parts = torch.split(flat / self.run.ranks, [one.numel() for one in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     @torch.no_grad()
     def _check_finite(self, loss: float) -> None:
@@ -179,6 +245,35 @@ class Stage:
         warm = min(1.0, (self.step + 1) / 100)
         cosine = 0.5 * (1 + math.cos(math.pi * self.progress))
         return self.budget.lr * warm * (0.02 + 0.98 * cosine)
+
+
+def draw_curves(out: Path) -> None:
+    """Draw the losses of log.jsonl into curves.png, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    curves: dict[str, dict[int, float]] = {}
+    for line in (out / "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss" in record:
+            # a student begins as its teacher, with a loss of 0
+            curves.setdefault(record["stage"], {})[record["step"]] = max(record["loss"], 1e-6)
+    figure = Figure((5 * len(curves), 4))
+    for i, (name, losses) in enumerate(curves.items(), 1):
+        axes = figure.add_subplot(1, len(curves), i, title=name, yscale="log")
+        axes.plot(list(losses), list(losses.values()))
+    with atomic(out / "curves.png") as partial:
+        figure.savefig(partial, format="png")
+
+
+def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> None:
+    """Write the first videos [B, F, H, W, 3] in 0..1 as a picture, a row of frames for each."""
+    pick = torch.linspace(0, frames.shape[1] - 1, columns).round().long().to(frames.device)
+    tiles = (frames[:rows, pick].clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    picture = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    with atomic(path) as partial:
+        Image.fromarray(picture.numpy()).save(partial, format="PNG", optimize=True)
 
 
 def batches(count: int, size: int) -> Iterator[slice]:

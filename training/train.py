@@ -1,12 +1,13 @@
 """The recipe that all shipped models share: an autoencoder, a teacher, a few-step student.
 
-The Wan's autoencoder is trained on crops first and on whole pictures last, and its decoder once
+An autoencoder is trained on crops first and on whole pictures last, and its decoder once
 more at the end, while latents stay what the transformers have learnt: it sees latents of the
 encoder and of a transformer, which are off by a little, so both are trained for. The CogVideoX's
 is another network for the latents of the tiny Wan: its encoder repeats what Wan's says, and its
 decoder draws the video that those latents came from.
 
-The teacher is a flow-matching transformer, trained together with its text encoder.
+The teacher is a flow-matching transformer, trained together with its text encoder. A step takes
+clips of one bucket, as many as make the same number of tokens.
 
 Distillation. The student predicts the same velocity v as the teacher and is read in rCM's
 parameterisation, x0 = x_t - t * v (c_skip = 1, c_out = -t in rectified-flow time). It is used only
@@ -26,6 +27,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,15 +40,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
+from training.data import Source
 from training.families import Family, Recipe, Wan, build_tokenizer, family_of_folder, tokenize
 from training.flow import Velocity, few_step, guided, ode, sample_times
-from training.stage import Run, Stage, TrainingError, batches
+from training.stage import OutOfTimeError, Run, Stage, TrainingError, batches, sheet
+from training.world import Bucket
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import merged, write_json
+from turbo_rcm_patch.output import atomic, merged, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
 
-_MOST_BYTES: Final = 16 * 2**20
 _CROP_PHASE: Final = 0.65  # share of the steps on crops of half the side
 _KL: Final = 3e-4
 _EDGE: Final = 0.5
@@ -57,40 +60,51 @@ _DROPOUT: Final = 0.1  # of captions, for classifier-free guidance
 _HUBER: Final = 0.1
 # Network calls of the teacher from each of the four times; from pure noise it starts at t = 1.
 _SUBSTEPS: Final = (14, 10, 8, 5)
+#: Network calls of the teacher for a sheet, and videos on one.
+_SHEET_STEPS, _SHEET_VIDEOS = 24, 6
+#: Elements of a student's largest ring buffer.
+_MOST_STATES: Final = 2**30
 #: Seeds of the stages' generators.
-_SALTS: Final = {"vae": 1, "teacher": 2, "student": 3, "corpus": 4, "decoder": 5, "twin": 6}
+_SALTS: Final = {"vae": 1, "teacher": 2, "student": 3, "decoder": 5, "twin": 6}
 
 
 def train(run: Run, family: Family, recipe: Recipe | None = None) -> None:
     """Train a model in all stages, or go on where an earlier call with the same folder stopped.
 
-    The folder receives `log.jsonl`, `state/` and the pipelines `<family>_teacher` and
-    `<family>_student`.
+    The folder receives `log.jsonl`, `curves.png`, a sheet of each stage, `state/`, `latents/` and
+    the pipelines `<family>_teacher` and `<family>_student`.
 
     Raises:
         TrainingError: The folder is that of another run, or a stage diverged.
+        OutOfTimeError: The minutes of this piece are over.
     """
     recipe = recipe or family.recipe
     _check_folder(run, family, recipe)
     torch.set_float32_matmul_precision("high")
-    if family.name == "wan":
-        encoding = vae = _train_vae(run, family, recipe)
-    else:
+    source = family.source(run.out / "frames", run.device, run.seed)
+    if not run.rank:
+        source.prepare(recipe.buckets)
+    run.wait()
+    if family.name == "cogvideox":
         encoding = load_vae(Wan(), TINY_WAN, run.device)
-        vae = _train_twin(run, family, recipe, encoding)
-    clips = cache(lambda: _encode_clips(run, recipe, encoding))
-    teacher, encoder = _train_teacher(run, family, recipe, clips)
-    student = _train_student(run, family, recipe, clips, teacher, encoder)
+        vae = _train_twin(run, family, recipe, source, encoding)
+    else:
+        encoding = vae = _train_vae(run, family, recipe, source)
+    clips = cache(lambda: _encode_clips(run, recipe, source, encoding))
+    teacher, encoder = _train_teacher(run, family, recipe, clips, vae)
+    student = _train_student(run, family, recipe, clips, teacher, encoder, vae)
     if "decoder" in recipe.stages:
-        vae = _train_decoder(run, recipe, vae)
-    for name, network in (("teacher", teacher), ("student", student)):
-        family.export(run.out / f"{family.name}_{name}", recipe, vae, encoder, network)
+        vae = _train_decoder(run, recipe, source, vae)
+    if not run.rank:
+        for name, network in (("teacher", teacher), ("student", student)):
+            family.export(run.out / f"{family.name}_{name}", recipe, vae, encoder, network)
     run.log(event="finished")
 
 
 def _check_folder(run: Run, family: Family, recipe: Recipe) -> None:
     path = run.out / "config.json"
-    own = {"family": family.name, "seed": run.seed, "sizes": list(recipe.latent_shape)}
+    sizes = [list(recipe.latent_shape(bucket)) for bucket in recipe.buckets]
+    own = {"family": family.name, "seed": run.seed, "sizes": sizes}
     if path.exists():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -101,26 +115,33 @@ def _check_folder(run: Run, family: Family, recipe: Recipe) -> None:
                 f"{path} is that of another run",
                 expected=str(own), got=str(found)[:200], remedy="Choose another --out",
             )  # fmt: skip
-    write_json(path, own)
+    if not run.rank:
+        write_json(path, own)
 
 
 def install(family: Family, student: Path, target: Path | None = None) -> Path:
     """Put a trained pipeline folder where the package looks for it; the model card stays.
 
     Raises:
-        ModelFolderError: There is no such folder, or with the card it exceeds 16 MiB.
+        ModelFolderError: There is no such folder, or with the card it is too large to ship.
     """
     target = target or family.shipped
     family_of_folder(student)
     files = [path for path in student.rglob("*") if path.is_file()]
     kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
     size = sum(path.stat().st_size for path in files + kept)
-    if size > _MOST_BYTES:
-        expected = f"at most {_MOST_BYTES} bytes"
+    if size > family.most_bytes:
+        expected = f"at most {family.most_bytes} bytes"
         raise ModelFolderError("size of the model", expected=expected, got=str(size))
     with merged(target) as made:
         shutil.copytree(student, made, dirs_exist_ok=True)
     return target
+
+
+def bucket_of(recipe: Recipe, step: int) -> Bucket:
+    """The bucket of a step, which is the same on all ranks."""
+    shares = [bucket.share for bucket in recipe.buckets]
+    return random.Random(step).choices(recipe.buckets, shares)[0]
 
 
 # --- the autoencoders ----------------------------------------------------------------------------
@@ -162,7 +183,7 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
                 feat_cache=vae._feat_map,
                 feat_idx=vae._conv_idx,
                 first_chunk=i == 0,
-            )
+            )  # fmt: skip
         )
     vae.clear_cache()
     return torch.cat(chunks, 2)
@@ -188,22 +209,25 @@ def encode(vae: Any, videos: Tensor) -> Tensor:
     return (latents.float() - mean) / std
 
 
-def _videos(run: Run, recipe: Recipe, count: int, generator: torch.Generator) -> Tensor:
-    scenes = sample_scenes(count, generator).to(run.device)
-    return render(scenes, frames=recipe.frames, size=recipe.size)
+def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
+    """Parts of clips of any bucket: half the sides of the first one, and as many frames.
 
-
-def _crops(run: Run, recipe: Recipe, count: int, generator: torch.Generator) -> Tensor:
-    """Squares of half the side, each likely to contain the object."""
-    scenes, size, side = sample_scenes(count, generator), recipe.size, recipe.size // 2
-    corners = []
-    for middle in (scenes.y, scenes.x):
-        shift = (2 * torch.rand(count, generator=generator) - 1) * size / 4
-        corner = (middle * size / REFERENCE_SIZE - side / 2 + shift).clamp(0, size - side)
-        corner = (corner / 4).floor() * 4  # on the latent grid, as in whole pictures
-        corners.append(corner.to(run.device))
-    window = corners[0], corners[1], side
-    return render(scenes.to(run.device), frames=recipe.frames, size=size, window=window)
+    A clip of a large bucket gives several.
+    """
+    first, grid = recipe.buckets[0], 2 ** (len(recipe.vae_channels) - 1)
+    bucket = bucket_of(recipe, stage.step)
+    sizes = [one.frames * one.height * one.width for one in (first, bucket)]
+    videos = source.videos(bucket, max(1, count * sizes[0] // sizes[1]), stage.scenes)
+    sides = first.frames, first.height // 2 // grid * grid, first.width // 2 // grid * grid
+    parts = []
+    for i in range(count):
+        part = videos[i % len(videos)]
+        for axis, (side, unit) in enumerate(zip(sides, (1, grid, grid), strict=True), 1):
+            room = (part.shape[axis] - side) // unit + 1
+            start = int(torch.randint(room, (), generator=stage.scenes)) * unit
+            part = part.narrow(axis, start, side)
+        parts.append(part)
+    return torch.stack(parts)
 
 
 def _picture_loss(found: Tensor, target: Tensor, edge: float) -> Tensor:
@@ -214,8 +238,8 @@ def _picture_loss(found: Tensor, target: Tensor, edge: float) -> Tensor:
     return pixel + edge * edges
 
 
-def _train_vae(run: Run, family: Family, recipe: Recipe) -> Any:
-    """Train the tiny Wan's autoencoder, and set the statistics of its latents.
+def _train_vae(run: Run, family: Family, recipe: Recipe, source: Source) -> Any:
+    """Train an autoencoder, and set the statistics of its latents.
 
     A small KL keeps latents bounded. Sampling the posterior makes the decoder tolerant of a
     transformer's small errors. A step of crops has four times as many, of a quarter of the pixels.
@@ -224,13 +248,15 @@ def _train_vae(run: Run, family: Family, recipe: Recipe) -> Any:
     vae = family.build_vae(recipe).to(run.device)
     if run.device.type == "cuda":
         channels_last(vae)
-    budget = recipe.stages["vae"]
+    budget, first = recipe.stages["vae"], recipe.buckets[0]
     stage = Stage(run, "vae", {"vae": vae}, budget, salt=_SALTS["vae"])
+    average: Any = stage.average["vae"]
 
     def loss() -> Tensor:
-        crops = stage.progress < _CROP_PHASE
-        count, draw = (4 * budget.batch, _crops) if crops else (budget.batch, _videos)
-        target = draw(run, recipe, count, stage.scenes) * 2 - 1
+        if stage.progress < _CROP_PHASE:
+            target = _crops(recipe, source, stage, 4 * budget.batch) * 2 - 1
+        else:
+            target = source.videos(first, budget.batch, stage.scenes) * 2 - 1
         with run.precision():
             posterior = vae.encode(target).latent_dist
             mean, logvar = posterior.mean.float(), posterior.logvar.float()
@@ -239,18 +265,29 @@ def _train_vae(run: Run, family: Family, recipe: Recipe) -> Any:
         kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         return _picture_loss(found, target, _EDGE) + _KL * kl
 
-    stage.train(loss)
-    average: Any = stage.average["vae"]
-    _set_statistics(run, recipe, average)
+    @torch.no_grad()
+    def show() -> None:
+        """Say what is lost of clips that were held out, and show them beside the original."""
+        videos, _ = next(source.shards(first, [0], held_out=True))
+        videos = videos[:_SHEET_VIDEOS]
+        with run.precision():
+            found = average.decode(average.encode(videos * 2 - 1).latent_dist.mode()).sample
+        found = found.float() / 2 + 0.5
+        psnr = -10 * math.log10(F.mse_loss(found, videos))
+        run.log(stage="vae", event="held out", psnr=round(psnr, 2))
+        both = torch.stack((videos, found), 1).flatten(0, 1).permute(0, 2, 3, 4, 1)
+        sheet(both, run.out / "vae.png")
+
+    stage.train(loss, show)
+    _set_statistics(run, recipe, source, average)
     return average
 
 
 @torch.no_grad()
-def _set_statistics(run: Run, recipe: Recipe, vae: Any) -> None:
-    scenes, _ = run.generators(97)
-    parts = []
+def _set_statistics(run: Run, recipe: Recipe, source: Source, vae: Any) -> None:
+    generator, parts = torch.Generator().manual_seed(run.seed * 1000 + 97), []
     for _ in range(8):
-        videos = _videos(run, recipe, recipe.stages["vae"].batch, scenes)
+        videos = source.videos(recipe.buckets[0], recipe.stages["vae"].batch, generator)
         with run.precision():
             parts.append(encode(vae, videos))
     latents = torch.cat(parts)
@@ -260,7 +297,7 @@ def _set_statistics(run: Run, recipe: Recipe, vae: Any) -> None:
     )
 
 
-def _train_decoder(run: Run, recipe: Recipe, vae: Any) -> Any:
+def _train_decoder(run: Run, recipe: Recipe, source: Source, vae: Any) -> Any:
     """Train the decoder once more; encoder and latents stay."""
     trained, budget = copy.deepcopy(vae), recipe.stages["decoder"]
     parts = {name: getattr(trained, name) for name in ("decoder", "post_quant_conv")}
@@ -270,7 +307,7 @@ def _train_decoder(run: Run, recipe: Recipe, vae: Any) -> Any:
     _, std = statistics(vae, run.device)
 
     def loss() -> Tensor:
-        target = _videos(run, recipe, budget.batch, stage.scenes) * 2 - 1
+        target = source.videos(recipe.buckets[0], budget.batch, stage.scenes) * 2 - 1
         with run.precision():
             with torch.no_grad():
                 posterior = vae.encode(target).latent_dist
@@ -286,7 +323,7 @@ def _train_decoder(run: Run, recipe: Recipe, vae: Any) -> Any:
     return trained.eval().requires_grad_(False)
 
 
-def _train_twin(run: Run, family: Family, recipe: Recipe, original: Any) -> Any:
+def _train_twin(run: Run, family: Family, recipe: Recipe, source: Source, original: Any) -> Any:
     """Train CogVideoX's autoencoder on the latents of the tiny Wan's, which stays as it is.
 
     Its group norms see whole pictures in use, so they do in training.
@@ -296,7 +333,7 @@ def _train_twin(run: Run, family: Family, recipe: Recipe, original: Any) -> Any:
     stage = Stage(run, "vae", {"vae": vae}, budget, salt=_SALTS["twin"])
 
     def loss() -> Tensor:
-        videos = _videos(run, recipe, budget.batch, stage.scenes)
+        videos = source.videos(recipe.buckets[0], budget.batch, stage.scenes)
         target = videos * 2 - 1
         with run.precision():
             latents = encode(original, videos)
@@ -316,38 +353,63 @@ def _train_twin(run: Run, family: Family, recipe: Recipe, original: Any) -> Any:
 
 @dataclass(slots=True)
 class Corpus:
-    """Encoded clips.
+    """Encoded clips of one bucket.
 
-    Latents [N, C, F, H, W] bf16; ids and mask [N, L] int64; empty: those of the empty caption.
+    Latents [N, C, F, H, W] bf16; ids and mask [N, L] int64; empty: those of the empty caption;
+    texts: embedded captions [N, L, text_dim], once there is a text encoder.
     """
 
     latents: Tensor
     ids: Tensor
     mask: Tensor
     empty: tuple[Tensor, Tensor]
+    texts: Tensor | None = None
 
 
-def _encode_clips(run: Run, recipe: Recipe, vae: Any, *, batch: int = 64) -> Corpus:
-    """Render and encode the clips of teacher and student."""
-    tokenizer, length = build_tokenizer(recipe), recipe.text_tokens
-    generator, _ = run.generators(_SALTS["corpus"])
-    latents: list[Tensor] = []
-    texts: list[str] = []
-    for part in batches(recipe.clips, batch):
-        scenes: Scenes = sample_scenes(part.stop - part.start, generator)
-        videos = render(scenes.to(run.device), frames=recipe.frames, size=recipe.size)
-        with run.precision():
-            latents.append(encode(vae, videos).bfloat16())
-        texts += scenes.captions()
-    ids, mask = (each.to(run.device) for each in tokenize(tokenizer, texts, length))
-    none, no_mask = (each.to(run.device) for each in tokenize(tokenizer, [""], length))
-    run.log(event="corpus", clips=len(texts))
-    return Corpus(torch.cat(latents), ids, mask, (none, no_mask))
+Corpora = dict[str, Corpus]
+
+
+def _encode_clips(
+    run: Run, recipe: Recipe, source: Source, vae: Any, *, batch: int = 16
+) -> Corpora:
+    """Encode the clips of teacher and student, a file a shard, and read all of them.
+
+    Ranks share the shards. Held-out clips of the first bucket are the corpus "held out".
+    """
+    folder, first = run.out / "latents", recipe.buckets[0]
+    wanted = [(bucket.name, bucket, range(bucket.shards), False) for bucket in recipe.buckets]
+    wanted.append(("held out", first, range(1), True))
+    tokenizer = build_tokenizer(recipe, source.words)
+    none, no_mask = (each.to(run.device) for each in tokenize(tokenizer, [""], recipe.text_tokens))
+    paths = {
+        name: [folder / f"{name}-{i:05}.pt" for i in indices] for name, _, indices, _ in wanted
+    }
+    for name, bucket, indices, held_out in wanted:
+        todo = [i for i in indices[run.rank :: run.ranks] if not paths[name][i].exists()]
+        for i, (videos, prompts) in zip(
+            todo, source.shards(bucket, todo, held_out=held_out), strict=True
+        ):
+            with run.precision():
+                parts = [encode(vae, videos[one]) for one in batches(len(videos), batch)]
+            with atomic(paths[name][i]) as partial:
+                torch.save((torch.cat(parts).bfloat16().cpu(), prompts), partial)
+            if run.ranks == 1 and run.is_over():  # `is_over` is for all ranks at once
+                raise OutOfTimeError(f"{run.minutes:g} minutes are over", got=f"{name}: shard {i}")
+    run.wait()
+    corpora = {}
+    for name, files in paths.items():
+        loaded = [torch.load(path, mmap=True) for path in files]
+        prompts = [prompt for _, some in loaded for prompt in some]
+        ids, mask = (t.to(run.device) for t in tokenize(tokenizer, prompts, recipe.text_tokens))
+        latents = torch.cat([one for one, _ in loaded]).to(run.device)
+        corpora[name] = Corpus(latents, ids, mask, (none, no_mask))
+        run.log(event="corpus", bucket=name, clips=len(latents))
+    return corpora
 
 
 def _compile_blocks(run: Run, family: Family, *models: Any) -> None:
     """Compile the blocks in place on a GPU; what cannot be compiled runs eagerly."""
-    if run.device.type != "cuda":
+    if run.device.type != "cuda" or not run.compiles:
         return
     import torch._dynamo
 
@@ -370,7 +432,7 @@ def _velocity(run: Run, family: Family, network: Any, text: Tensor) -> Velocity:
 
 
 def _train_teacher(
-    run: Run, family: Family, recipe: Recipe, clips: Callable[[], Corpus]
+    run: Run, family: Family, recipe: Recipe, clips: Callable[[], Corpora], vae: Any
 ) -> tuple[nn.Module, nn.Module]:
     """Flow matching; return the averaged transformer and text encoder, which learn together."""
     budget, device = recipe.stages["teacher"], run.device
@@ -384,10 +446,10 @@ def _train_teacher(
     average = stage.average["transformer"], stage.average["text_encoder"]
     if stage.done:
         return average
-    corpus, batch = clips(), budget.batch
+    corpora = clips()
     _compile_blocks(run, family, transformer)
 
-    def loss() -> Tensor:
+    def loss_of(corpus: Corpus, batch: int, network: Any, text_encoder: Any) -> Tensor:
         pick = torch.randint(len(corpus.ids), (batch,), generator=stage.noise, device=device)
         x0 = corpus.latents[pick].float()
         drop = torch.rand(batch, 1, generator=stage.noise, device=device) < _DROPOUT
@@ -397,12 +459,56 @@ def _train_teacher(
         t = sample_times(batch, stage.noise, device)
         mix = t[:, None, None, None, None]
         with run.precision():
-            text = family.encode_text(encoder, ids, mask)
-            v = family.velocity(transformer, text)((1 - mix) * x0 + mix * noise, t)
+            text = family.encode_text(text_encoder, ids, mask)
+            v = family.velocity(network, text)((1 - mix) * x0 + mix * noise, t)
         return F.mse_loss(v.float(), noise - x0)
 
-    stage.train(loss)
+    def loss() -> Tensor:
+        bucket = bucket_of(recipe, stage.step)
+        batch = recipe.batch("teacher", bucket)
+        return loss_of(corpora[bucket.name], batch, transformer, encoder)
+
+    @torch.no_grad()
+    def show() -> None:
+        held = corpora["held out"]
+        losses = [float(loss_of(held, min(64, budget.batch), *average)) for _ in range(8)]
+        run.log(stage="teacher", event="held out", flow=round(sum(losses) / 8, 5))
+        _embed(family, average[1], {"held out": held})
+        _show(run, family, recipe, held, average[0], vae, "teacher")
+
+    stage.train(loss, show)
     return average
+
+
+@torch.no_grad()
+def _embed(family: Family, encoder: Any, corpora: Corpora) -> None:
+    for corpus in corpora.values():
+        parts = [
+            family.encode_text(encoder, corpus.ids[part], corpus.mask[part])
+            for part in batches(len(corpus.ids), 512)
+        ]
+        corpus.texts = torch.cat(parts)
+
+
+@torch.no_grad()
+def _show(
+    run: Run, family: Family, recipe: Recipe, held: Corpus, network: Any, vae: Any, name: str
+) -> None:
+    """Write a sheet of videos of held-out prompts."""
+    assert held.texts is not None
+    texts = held.texts[:_SHEET_VIDEOS]
+    generator = torch.Generator(run.device).manual_seed(run.seed)
+    shape = len(texts), *recipe.latent_shape(recipe.buckets[0])
+    noise = torch.randn(shape, generator=generator, device=run.device)
+    field = _velocity(run, family, network, texts)
+    if name == "teacher":
+        latents = ode(field, noise, 1.0, _SHEET_STEPS)
+    else:
+        latents = few_step(field, noise, family.times(4), generator, renoise=family.renoises)
+    mean, std = statistics(vae, run.device)
+    with run.precision():
+        video = vae.decode(latents * std + mean).sample
+    sheet(video.permute(0, 2, 3, 4, 1).float() / 2 + 0.5, run.out / f"{name}.png")
 
 
 class _Endpoints:
@@ -425,13 +531,9 @@ class _Endpoints:
 
 
 def _train_student(
-    run: Run,
-    family: Family,
-    recipe: Recipe,
-    clips: Callable[[], Corpus],
-    teacher: nn.Module,
-    encoder: nn.Module,
-) -> nn.Module:
+    run: Run, family: Family, recipe: Recipe, clips: Callable[[], Corpora], teacher: nn.Module,
+    encoder: nn.Module, vae: Any,
+) -> nn.Module:  # fmt: skip
     """Distil the averaged teacher, where the student starts; it learns to do without guidance."""
     budget, device = recipe.stages["student"], run.device
     student = family.build_transformer(recipe).to(device)
@@ -441,35 +543,38 @@ def _train_student(
     average = stage.average["transformer"]
     if stage.done:
         return average
-    corpus, batch, shape = clips(), budget.batch, recipe.latent_shape
+    corpora = clips()
     _compile_blocks(run, family, student, teacher)
     times = family.times(4)
+    _embed(family, encoder, corpora)
     with torch.no_grad():
-        texts = torch.cat(
-            [
-                family.encode_text(encoder, corpus.ids[part], corpus.mask[part])
-                for part in batches(len(corpus.ids), 512)
-            ]
-        )
-        empty = family.encode_text(encoder, *corpus.empty).expand(batch, -1, -1)
-    buffer = _Endpoints(min(len(texts), 32768) + batch, shape, device)
+        empty = family.encode_text(encoder, *corpora["held out"].empty)
+    buffers = {}
+    for bucket in recipe.buckets:
+        shape = recipe.latent_shape(bucket)
+        count = min(len(corpora[bucket.name].ids), 32768, _MOST_STATES // math.prod(shape))
+        buffers[bucket.name] = _Endpoints(count + recipe.batch("student", bucket), shape, device)
     turn = 0
 
     @torch.no_grad()
-    def extend() -> None:
+    def extend(bucket: Bucket) -> None:
         nonlocal turn
         index = (0, 1, 2, 3, 0, 1, 2)[turn % 7]  # the last jump is the easiest one
         from_data = turn % 2 == 0
         turn += 1
+        corpus, batch = corpora[bucket.name], recipe.batch("student", bucket)
+        add, texts = buffers[bucket.name].add, corpus.texts
+        assert texts is not None
         pick = torch.randint(len(texts), (batch,), generator=stage.noise, device=device)
-        noise = torch.randn((batch, *shape), generator=stage.noise, device=device)
+        shape = batch, *recipe.latent_shape(bucket)
+        noise = torch.randn(shape, generator=stage.noise, device=device)
         field = guided(
             _velocity(run, family, teacher, texts[pick]),
-            _velocity(run, family, teacher, empty),
+            _velocity(run, family, teacher, empty.expand(batch, -1, -1)),
             recipe.guidance,
         )
         if index == 0:
-            buffer.add(times[0] * noise, times[0], pick, ode(field, noise, 1.0, _SUBSTEPS[0]))
+            add(times[0] * noise, times[0], pick, ode(field, noise, 1.0, _SUBSTEPS[0]))
             return
         t = times[index]
         if from_data:
@@ -477,14 +582,18 @@ def _train_student(
         else:
             own = _velocity(run, family, average, texts[pick])
             state = few_step(own, noise, times[: index + 1], stage.noise, renoise=family.renoises)
-        buffer.add(state, t, pick, ode(field, state, t, _SUBSTEPS[index]))
+        add(state, t, pick, ode(field, state, t, _SUBSTEPS[index]))
 
-    for _ in range(recipe.fill):
-        extend()
+    for i in range(recipe.fill):
+        extend(recipe.buckets[i % len(recipe.buckets)])
 
     def loss() -> Tensor:
+        bucket = bucket_of(recipe, stage.step)
+        batch, buffer = recipe.batch("student", bucket), buffers[bucket.name]
+        texts = corpora[bucket.name].texts
+        assert texts is not None
         if stage.step % recipe.refresh == 0:
-            extend()
+            extend(bucket)
         rows = torch.randint(buffer.count, (batch,), generator=stage.noise, device=device)
         x, t, end = buffer.state[rows], buffer.time[rows], buffer.end[rows]
         around = torch.rand(batch, generator=stage.noise, device=device) * 2 - 1
@@ -493,5 +602,7 @@ def _train_student(
         error = x - t[:, None, None, None, None] * v.float() - end
         return ((error.square() + _HUBER**2).sqrt() - _HUBER).mean()
 
-    stage.train(loss)
+    stage.train(
+        loss, lambda: _show(run, family, recipe, corpora["held out"], average, vae, "student")
+    )
     return average

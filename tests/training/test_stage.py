@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from training import stage as module
 from training.families import Budget
-from training.stage import Run, Stage, TrainingError
+from training.stage import OutOfTimeError, Run, Stage, TrainingError
 
 
 def _stage(out: Path, steps: int = 10) -> Stage:
@@ -44,6 +45,34 @@ def test_a_stage_that_is_resumed_ends_as_if_it_had_not_been(tmp_path: Path) -> N
     for kind in ("networks", "average"):
         ours, theirs = (getattr(one, kind)["net"].state_dict() for one in (rest, whole))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_pieces_that_are_over_end_as_the_whole(tmp_path: Path) -> None:
+    whole = _stage(tmp_path / "whole", 45)
+    whole.train(lambda: _loss(whole))
+    for step in (1, 10, 20):  # where a stage looks at the clock
+        part = _stage(tmp_path / "parts", 45)
+        part.run.minutes = 1e-9
+        with pytest.raises(OutOfTimeError, match="of 45"):
+            part.train(partial(_loss, part))
+        assert part.step == step
+    part = _stage(tmp_path / "parts", 45)
+    part.train(lambda: _loss(part))
+    ours, theirs = (one.average["net"].state_dict() for one in (part, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_averaged_weights_alone_are_enough_to_go_on(tmp_path: Path) -> None:
+    stage = _stage(tmp_path)
+    stage.step = 5
+    stage.save(light=True)
+    (tmp_path / "state" / "teacher.pt").unlink()
+    resumed = _stage(tmp_path)
+    assert resumed.step == 5
+    for nets in (resumed.networks, resumed.average):
+        torch.testing.assert_close(
+            nets["net"].weight, stage.average["net"].weight, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_a_kill_while_saving_loses_no_checkpoint(

@@ -35,7 +35,7 @@ def pipe() -> CogVideoXPipeline:
     transformer = FAMILY.build_transformer(MICRO).eval()
     nn.init.normal_(transformer.proj_out.weight, std=0.05)
     made = CogVideoXPipeline(
-        build_tokenizer(MICRO),
+        build_tokenizer(MICRO, FAMILY.source.words),
         FAMILY.build_text_encoder(MICRO).eval(),
         FAMILY.build_vae(MICRO).eval(),
         transformer,

@@ -71,16 +71,6 @@ def test_same_seed_same_videos() -> None:
     assert not torch.equal(first, render(_scenes(3, 6), frames=5, size=32))
 
 
-def test_window_is_a_crop_of_the_whole() -> None:
-    scenes = _scenes(2)
-    corner = torch.tensor([16.0, 32.0])
-    whole = render(scenes, frames=5)
-    part = render(scenes, frames=5, window=(corner, corner, 64))
-    for i, start in enumerate((16, 32)):
-        cut = whole[i, :, :, start : start + 64, start : start + 64]
-        torch.testing.assert_close(part[i], cut, rtol=0, atol=2e-5)
-
-
 def test_detector_reads_rendered_videos() -> None:
     scenes = _scenes(64, 1, held_out=True)
     found = detect(render(scenes).permute(0, 2, 3, 4, 1))

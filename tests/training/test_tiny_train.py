@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
 from turbo_rcm_patch.video import generate, load_pipeline
 
+ROOT = Path(__file__).parents[2]
 FAMILY = Wan()
 MICRO = small(FAMILY.recipe)
 times = FAMILY.times
@@ -38,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokenizer_round_trip() -> None:
-    tokenizer = build_tokenizer(FAMILY.recipe)
+    tokenizer = build_tokenizer(FAMILY.recipe, FAMILY.source.words)
     for clip in clips(held_out=True):
         text = caption(clip)
         ids = tokenizer(text).input_ids
@@ -73,7 +76,7 @@ def test_ode_is_second_order() -> None:
 def test_training_decoder_is_the_vae_without_its_clamp() -> None:
     torch.manual_seed(0)
     vae = FAMILY.build_vae(MICRO)
-    latents = torch.randn(1, *MICRO.latent_shape)
+    latents = torch.randn(1, *MICRO.latent_shape(MICRO.buckets[0]))
     with torch.no_grad():
         assert torch.equal(decode(vae, latents).clamp(-1, 1), vae.decode(latents).sample)
 
@@ -106,8 +109,17 @@ def test_interrupted_run_ends_as_if_it_had_not_been(
     assert (tmp_path / "run" / name).read_bytes() == (trained / name).read_bytes()
 
 
+def test_two_processes_train_together(tmp_path: Path) -> None:
+    """Their shards and batches differ, and both finish."""
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m training train --micro"
+    command += f" --family wan --device cpu --out {tmp_path}"
+    subprocess.run([sys.executable, *command.split()], check=True, timeout=240, cwd=ROOT)
+    assert '"finished"' in (tmp_path / "log.jsonl").read_text()
+    assert (tmp_path / "wan_student" / "model_index.json").is_file()
+
+
 def test_a_finished_run_trains_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trains(stage: Stage, _: object) -> None:
+    def trains(stage: Stage, *_: object) -> None:
         assert stage.done, stage.name
 
     monkeypatch.setattr(Stage, "train", trains)
@@ -170,7 +182,7 @@ def test_install_leaves_the_card_and_refuses_what_is_too_large(
     WanPipeline.from_pretrained(tmp_path)
     with pytest.raises(ModelFolderError, match="turbo_rcm.json"):
         install(FAMILY, tmp_path / "vae", tmp_path)
-    monkeypatch.setattr("training.train._MOST_BYTES", 1000)
+    monkeypatch.setattr(FAMILY, "most_bytes", 1000)
     with pytest.raises(ModelFolderError, match="1000 bytes"):
         install(FAMILY, trained / "wan_student", tmp_path)
 
