@@ -315,7 +315,6 @@ def compare(given: options.Compare) -> int:
                 network_number=given.network_number,
                 fresh=given.fresh,
                 progress=progress,
-                tell=lambda text: print(text, flush=True),
                 command=given.command_line,
                 processes=processes,
                 **more,
@@ -337,7 +336,6 @@ def judge(given: options.Judge) -> int:
             fps=given.fps,
             fresh=given.fresh,
             progress=progress,
-            tell=lambda text: print(text, flush=True),
             command=given.command_line,
         )
     print(found)

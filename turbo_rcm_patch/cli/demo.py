@@ -65,7 +65,6 @@ def demo(given: Demo) -> int:
             fresh=fresh,
             observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
-            tell=lambda text: print(text, flush=True),
             command=given.command_line,
         )
     print(comparison)

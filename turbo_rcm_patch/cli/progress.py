@@ -57,6 +57,9 @@ def bars() -> Iterator[Progress]:
     ) as display:
 
         def update(stage: str, done: int, total: int) -> None:
+            if not total:  # words, as an estimate
+                print(stage, flush=True)
+                return
             words = _WORDS.get(stage, stage)
             if stage not in tasks:
                 tasks[stage] = display.add_task(words, total=total)

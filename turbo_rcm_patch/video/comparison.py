@@ -307,7 +307,6 @@ def compare(
     fresh: bool = False,
     observer: Observer | None = None,
     progress: Progress | None = None,
-    tell: Callable[[str], object] | None = None,
     command: str = "",
     processes: Processes | None = None,
     **overrides: object,
@@ -340,8 +339,8 @@ def compare(
         fresh: Start again: use nothing that comparisons wrote into `out`. Each file stays until it
             is replaced, the others until this comparison is done.
         observer: Describes the videos. The report shows it; the verdict ignores it.
-        progress: Called as the work proceeds.
-        tell: Called after the first step with an estimate of time and memory, in words.
+        progress: Called with a stage, what is done and the total, as the work proceeds; after the
+            first step with an estimate of time and memory in words, and 0 of 0.
         command: The command line, for the report.
         processes: Those that share the work, each of which calls this with the same arguments and
             its own pipeline; by default this one alone.
@@ -380,7 +379,7 @@ def compare(
         run = _Run(
             pipe, make, sources, inputs, seed, chosen, config, attention_backend,
             store=store, identity=identity, progress=progress or (lambda *_: None),
-            tell=tell or (lambda _: None), processes=processes,
+            processes=processes,
         )  # fmt: skip
         run.sample("baseline", run.unpatched())
         run.sample("patched", judged(pipe, config, attention_backend))
@@ -405,7 +404,6 @@ class _Run:
     store: Store
     identity: dict[str, Any]
     progress: Progress
-    tell: Callable[[str], object]
     processes: Processes
 
     def __post_init__(self) -> None:
@@ -474,7 +472,7 @@ class _Run:
 
             def estimate(step: int, _: int) -> None:
                 if step == 1 and not told:
-                    self.tell(self.estimated(time.perf_counter() - began))
+                    self.progress(self.estimated(time.perf_counter() - began), 0, 0)
 
             first = self._generate(mine[0], estimate).seconds if mine and warm else None
             for start in range(0, len(missing), shared.ranks.world):

@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -297,7 +297,6 @@ def judge_folders(
     fps: float = FPS,
     fresh: bool = False,
     progress: Progress | None = None,
-    tell: Callable[[str], object] | None = None,
     command: str = "",
 ) -> Judged:
     """Judge videos against those of the same names, as `compare` judges its own.
@@ -311,8 +310,8 @@ def judge_folders(
             their files have changed.
         fps: Frames a second of clips that do not say.
         fresh: Remove what was in `out`, and start again.
-        progress: Called as the work proceeds.
-        tell: Called after the first clip with an estimate of the time, in words.
+        progress: Called with a stage, what is done and the total, as the work proceeds; after the
+            first clip with an estimate of the time in words, and 0 of 0.
         command: The command line, for the report.
 
     Raises:
@@ -327,7 +326,7 @@ def judge_folders(
     found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
     check_out(out, fresh=fresh)
     find_ffmpeg()
-    tell, progress = tell or (lambda _: None), progress or (lambda *_: None)
+    progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
     with in_use(out):
@@ -351,7 +350,8 @@ def judge_folders(
                 if kept is None and measured == 1:
                     seconds = time.perf_counter() - began
                     left = timedelta(seconds=round(seconds * (len(names) - done - 1)))
-                    tell(f"One clip took {seconds:.2g} s; the others take {left} at this pace.")
+                    words = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
+                    progress(words, 0, 0)
         progress("judge", len(names), len(names))
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
