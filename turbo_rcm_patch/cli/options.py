@@ -22,6 +22,11 @@ _FILE: Final = {"metavar": "FILE"}
 _CLIPS: Final = {"metavar": "DIR"}
 
 
+def _continued(out: Path, fresh: bool) -> str:
+    command = "the same command without --fresh" if fresh else "the same command"
+    return f"Interrupted. What is finished is kept in {out}; {command} goes on from there."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command.
@@ -171,10 +176,7 @@ class Compare(Run):
     @property
     def interrupted(self) -> str:
         """The text to print on Ctrl-C."""
-        again = "without --fresh " if self.fresh else ""
-        return f"Interrupted. What is finished is kept in {self.out}; the same command {again}" + (
-            "goes on from there."
-        )
+        return _continued(self.out, self.fresh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,10 +220,7 @@ class Judge(Command):
     @property
     def interrupted(self) -> str:
         """The text to print on Ctrl-C."""
-        again = "without --fresh " if self.fresh else ""
-        return f"Interrupted. What is finished is kept in {self.out}; the same command {again}" + (
-            "goes on from there."
-        )
+        return _continued(self.out, self.fresh)
 
 
 @dataclass(frozen=True, kw_only=True)
