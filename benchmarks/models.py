@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from benchmarks.runner import Call, Plan, generator
+from turbo_rcm_patch.patching.sla import attach_proj_l
 
 if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
@@ -30,12 +31,15 @@ _WAN: Final[dict[str, Any]] = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
 }
-#: Wan 2.1, text to video.
+#: The network whose self-attention is sparse-linear: each one holds a `proj_l`.
+SLA: Final = "1.3b-sla"
+#: Wan, text to video.
 WANS: Final[dict[str, dict[str, Any]]] = {
     "1.3b": _WAN,
     "14b": _WAN | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
     "wan2.2-5b": _WAN
     | {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+    SLA: _WAN,
 }
 _MICRO_WAN: Final[dict[str, Any]] = {
     "num_attention_heads": 2,
@@ -121,6 +125,11 @@ def build_wan(name: str, plan: Plan, device: torch.device) -> WanTransformer3DMo
     for path, parameter in network.named_parameters():
         wide = not kept.isdisjoint(path.split("."))
         parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
+    if name == SLA:
+        random, dim = generator(device, plan.seed), network.config.attention_head_dim
+        for block in network.blocks:
+            drawn = torch.randn(dim + 1, dim, generator=random, device=device)
+            attach_proj_l(block.attn1, drawn[:-1] * dim**-0.5, drawn[-1])
     return network.eval().requires_grad_(False)
 
 

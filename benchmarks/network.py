@@ -15,6 +15,7 @@ import torch
 from benchmarks.models import (
     COGVIDEOXS,
     LENGTHS,
+    SLA,
     WANS,
     build_wan,
     network_of,
@@ -31,14 +32,12 @@ from benchmarks.runner import (
     Plan,
     Record,
     error_to,
-    generator,
     peak_gib,
     seconds_of,
     time_forwards,
 )
 from benchmarks.ways import EAGER, WAYS, record_report
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: Relative L2 to the truth from which a forward is broken and is not timed.
 BROKEN: Final = 0.2
@@ -57,7 +56,6 @@ _ABOUT: Final = {
     "error": "relative L2 to the unpatched eager output; with SLA to SLA by its definition",
     "compile": "every block with fullgraph=True, as compile_repeated_blocks does",
 }
-_SLA: Final = "1.3b-sla"
 #: Over more tokens the GPU never waits, so CUDA graphs change nothing and take minutes to begin.
 _MOST_FOR_GRAPHS: Final = 10_000
 #: With SLA the author's forward is dense attention, another function.
@@ -66,11 +64,10 @@ _SLA_METHODS: Final = ("patched", "patched int8 Linears", "patched compile")
 
 @torch.no_grad()
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
-    network, make = network_of(case.removesuffix("-sla"), journal.plan, journal.device)
+    network, make = network_of(case, journal.plan, journal.device)
     call = make(journal.plan.seed)
-    if case == _SLA:
+    if case == SLA:
         methods = [name for name in methods if name in _SLA_METHODS]
-        _attach_sla(network, journal)
         with sla_as_defined(network, 0.1):
             truth = call()
     else:
@@ -101,14 +98,6 @@ def _measure_forwards(
     for method in methods:
         function = partial(measure_forward, method, network, call, truth, journal, case)
         journal.measure(case, method, function)
-
-
-def _attach_sla(network: Any, journal: Journal) -> None:
-    random = generator(journal.device, journal.plan.seed)
-    dim = network.config.attention_head_dim
-    for block in network.blocks:
-        drawn = torch.randn(dim + 1, dim, generator=random, device=journal.device)
-        attach_proj_l(block.attn1, drawn[:-1] * dim**-0.5, drawn[-1])
 
 
 def measure_forward(
@@ -142,7 +131,7 @@ def measure_forward(
 
 
 network: Final = Benchmark(
-    name="network", about=_ABOUT, columns=_COLUMNS, cases=[*WANS, _SLA, *COGVIDEOXS],
+    name="network", about=_ABOUT, columns=_COLUMNS, cases=[*WANS, *COGVIDEOXS],
     methods=WAYS, measure=_measure, default=["1.3b"],
 )  # fmt: skip
 length: Final = Benchmark(

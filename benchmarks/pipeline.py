@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.models import build_cogvideox, build_vae, build_wan
+from benchmarks.models import SLA, build_cogvideox, build_vae, build_wan
 from benchmarks.runner import (
     Benchmark,
     Column,
@@ -24,10 +24,11 @@ from benchmarks.runner import (
     Record,
     Wrong,
     generator,
+    is_patched,
     peak_gib,
     seconds_of,
 )
-from benchmarks.ways import record_report
+from benchmarks.ways import WAYS, Way, as_written, record_report
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions
 
@@ -43,15 +44,18 @@ class _Case(NamedTuple):
 
 
 class _Method(NamedTuple):
-    """The dtype of the VAE, and the options of the patch, or None without one."""
+    """The dtype of the VAE, the options of the patch, or None without one, and what else is done
+    to the network."""
 
     vae: torch.dtype
     options: PatchOptions | None = None
+    way: Way = as_written
 
 
 _480P: Final = (480, 832, 81)
 _CASES: Final = {
     "1.3b-4-steps": _Case("1.3b", 4, 1.0, _480P),
+    "1.3b-sla-4-steps": _Case(SLA, 4, 1.0, _480P),
     "1.3b-30-steps": _Case("1.3b", 30, 5.0, _480P),
     "14b-4-steps": _Case("14b", 4, 1.0, _480P),
     "wan2.2-5b-3-steps": _Case("wan2.2-5b", 3, 1.0, (704, 1280, 121)),
@@ -61,6 +65,7 @@ _DEFAULT: Final = ["1.3b-4-steps", "wan2.2-5b-3-steps"]
 _METHODS: Final = {
     "unpatched": _Method(torch.float32),
     "unpatched bf16 VAE": _Method(torch.bfloat16),
+    "compile sage bf16 VAE": _Method(torch.bfloat16, way=WAYS["compile sage"]),
     "patched": _Method(torch.bfloat16, {}),
     "patched fp32 VAE": _Method(torch.float32, {}),
     "patched guard off": _Method(torch.bfloat16, {"guard": False}),
@@ -83,10 +88,15 @@ _ABOUT: Final = {
     "peak_gib": "allocated memory at the peak of the second video, weights included",
     "unpatched": "network in bf16; VAE in fp32 with TF32, as diffusers' pages load Wan, and in "
     "bf16 for CogVideoX",
+    "compile sage bf16 VAE": "blocks compiled as compile_repeated_blocks does, attention by "
+    "diffusers' backend sage",
+    SLA: "sparse-linear attention with the share of key blocks that sla_topk says by default",
 }
 
 
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    if _CASES[case].network == SLA:  # Unpatched it is dense attention, another function.
+        methods = [method for method in methods if is_patched(method)]
     for method in methods:
         journal.measure(case, method, partial(_fresh, journal.plan, case, method))
 
@@ -133,15 +143,16 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
     def kept() -> None:
         frames.append(video())
 
-    record["first_seconds"] = seconds_of(kept, device)
-    if measured:
-        record["second_seconds"] = seconds_of(kept, device)
-        record["peak_gib"] = peak_gib(lambda: video(), device)
-        latents: list[torch.Tensor] = []
-        record["denoise_seconds"] = seconds_of(lambda: latents.append(video("latent")), device)
-        z = latents[0].to(vae_dtype)
-        z = z.transpose(1, 2) if case.startswith("cog") else z
-        record["decode_seconds"] = seconds_of(lambda: pipe.vae.decode(z), device)
+    with how.way(pipe.transformer, plan.compiler):
+        record["first_seconds"] = seconds_of(kept, device)
+        if measured:
+            record["second_seconds"] = seconds_of(kept, device)
+            record["peak_gib"] = peak_gib(lambda: video(), device)
+            latents: list[torch.Tensor] = []
+            record["denoise_seconds"] = seconds_of(lambda: latents.append(video("latent")), device)
+            z = latents[0].to(vae_dtype)
+            z = z.transpose(1, 2) if case.startswith("cog") else z
+            record["decode_seconds"] = seconds_of(lambda: pipe.vae.decode(z), device)
     record["same_bits"] = all(torch.equal(frames[0], other) for other in frames)
     record["finite"] = bool(frames[0].isfinite().all())
     if report is not None:
@@ -195,7 +206,7 @@ def _pipeline(
         tokens, channels = network.config.max_text_seq_length, network.config.text_embed_dim
     else:
         network = build_wan(one.network, plan, device)
-        vae = build_vae("wan2.1" if one.network in ("1.3b", "14b") else one.network, plan, device)
+        vae = build_vae("wan2.1" if one.network != "wan2.2-5b" else one.network, plan, device)
         parts["scheduler"] = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         )

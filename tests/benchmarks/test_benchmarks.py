@@ -32,9 +32,10 @@ RUNS = [
     ("attention", "fused auto,fused int8,torch,FlashAttention-3", CASE, {"FlashAttention-3"}),
     ("sparse", "fused dense int8,fused sparse", "H12-N32760-D128-k0.1", set()),
     ("network", "cogvideox-5b,eager,sage,patched compile", "cogvideox-5b", {"sage"}),
-    ("network", "1.3b-sla,patched", "1.3b-sla", set()),
+    ("network", "1.3b-sla,eager,patched", "1.3b-sla", set()),
     ("length", "780,eager,sage,patched,patched int8 Linears", "780", {"sage"}),
-    ("pipeline", "patched", "1.3b-4-steps", set()),
+    ("pipeline", "compile sage bf16 VAE,patched", "1.3b-4-steps", {"compile sage bf16 VAE"}),
+    ("pipeline", "1.3b-sla-4-steps,unpatched,patched", "1.3b-sla-4-steps", set()),
     ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
     ("parallel", "1.3b,Ulysses patched,ring patched", "1.3b", set()),
 ]
@@ -53,6 +54,7 @@ def test_every_method_is_checked_and_timed(
     assert document["runs"][0]["command"].startswith(f"python -m benchmarks {name}")
     assert list(document["cases"]) == [case]
     for method, record in document["cases"][case]["methods"].items():
+        assert "-sla" not in case or runner.is_patched(method), "the author's is dense attention"
         assert f"| {case} | {method} |" in said
         if method in missing:
             assert record["status"] == "missing" and record["reason"] in said
