@@ -288,10 +288,10 @@ class World(Wan):
     shipped = TINY_WAN.with_name("world")
     recipe = Recipe(
         stages={
-            "vae": Budget(3000, 4, 1e-3),
+            "vae": Budget(4000, 2, 1e-3),
             "teacher": Budget(8000, 128, 1e-3),
             "student": Budget(3000, 128, 4e-4),
-            "decoder": Budget(1500, 4, 6e-4),
+            "decoder": Budget(1500, 2, 6e-4),
         },
         buckets=(
             Bucket("short", 17, 192, 320, clips=32, shards=320, share=0.7),

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -245,6 +245,67 @@ class Stage:
         warm = min(1.0, (self.step + 1) / 100)
         cosine = 0.5 * (1 + math.cos(math.pi * self.progress))
         return self.budget.lr * warm * (0.02 + 0.98 * cosine)
+
+
+class Recorded:
+    """A loss whose forward and backward are one CUDA graph for each shape of its inputs.
+
+    Eagerly a small convolutional network waits for its launches: 0.6 s a step of the world's
+    autoencoder on an H200, whose kernels take 0.15. On a CPU the loss is called as it is.
+
+    Args:
+        loss: Scalar loss of tensors. Its weights are updated in place and never replaced.
+        parameters: What it is differentiated by.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], parameters: Sequence[Tensor]) -> None:
+        self._loss, self._parameters = loss, list(parameters)
+        self._graphs: dict[tuple[torch.Size, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return the loss; its `backward` hands out gradients that are computed already."""
+        if not inputs[0].is_cuda:
+            return self._loss(*inputs)
+        key = tuple(x.shape for x in inputs)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(*(x.clone() for x in inputs))
+        graph, held, loss, gradients = self._graphs[key]
+        for kept, given in zip(held, inputs, strict=True):
+            kept.copy_(given)
+        graph.replay()
+        out: Tensor = _Computed.apply(  # type: ignore[no-untyped-call]
+            loss, gradients, *self._parameters
+        )
+        return out
+
+    def _record(self, *held: Tensor) -> tuple[Any, ...]:
+        def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+            loss = self._loss(*held)
+            return loss.detach(), torch.autograd.grad(loss, self._parameters, allow_unused=True)
+
+        ahead = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(ahead):
+            for _ in range(2):
+                both()
+        torch.cuda.current_stream().wait_stream(ahead)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss, gradients = both()
+        return graph, held, loss, gradients
+
+
+class _Computed(torch.autograd.Function):
+    """A loss [] with gradients that are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.gradients
 
 
 def draw_curves(out: Path) -> None:

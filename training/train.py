@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from training.data import Source
 from training.families import Family, Recipe, Wan, build_tokenizer, family_of_folder, tokenize
 from training.flow import Velocity, few_step, guided, ode, sample_times
-from training.stage import OutOfTimeError, Run, Stage, TrainingError, batches, sheet
+from training.stage import OutOfTimeError, Recorded, Run, Stage, TrainingError, batches, sheet
 from training.world import Bucket
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged, write_json
@@ -230,6 +230,11 @@ def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
     return torch.stack(parts)
 
 
+def _noise_for(recipe: Recipe, stage: Stage, videos: Tensor) -> Tensor:
+    shape = len(videos), *recipe.latent_shape(Bucket("", *videos.shape[2:]))
+    return torch.randn(shape, generator=stage.noise, device=videos.device)
+
+
 def _picture_loss(found: Tensor, target: Tensor, edge: float) -> Tensor:
     """L1 keeps edges sharp, its square finds the objects first, differences sharpen edges."""
     error = found.float() - target
@@ -252,18 +257,22 @@ def _train_vae(run: Run, family: Family, recipe: Recipe, source: Source) -> Any:
     stage = Stage(run, "vae", {"vae": vae}, budget, salt=_SALTS["vae"])
     average: Any = stage.average["vae"]
 
+    def distance(target: Tensor, noise: Tensor) -> Tensor:
+        with run.precision():
+            posterior = vae.encode(target).latent_dist
+            mean, logvar = posterior.mean.float(), posterior.logvar.float()
+            found = decode(vae, mean + (0.5 * logvar).exp() * noise)
+        kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        return _picture_loss(found, target, _EDGE) + _KL * kl
+
+    recorded = Recorded(distance, stage.parameters)
+
     def loss() -> Tensor:
         if stage.progress < _CROP_PHASE:
             target = _crops(recipe, source, stage, 4 * budget.batch) * 2 - 1
         else:
             target = source.videos(first, budget.batch, stage.scenes) * 2 - 1
-        with run.precision():
-            posterior = vae.encode(target).latent_dist
-            mean, logvar = posterior.mean.float(), posterior.logvar.float()
-            noise = torch.randn(mean.shape, generator=stage.noise, device=mean.device)
-            found = decode(vae, mean + (0.5 * logvar).exp() * noise)
-        kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        return _picture_loss(found, target, _EDGE) + _KL * kl
+        return recorded(target, _noise_for(recipe, stage, target))
 
     @torch.no_grad()
     def show() -> None:
@@ -306,16 +315,19 @@ def _train_decoder(run: Run, recipe: Recipe, source: Source, vae: Any) -> Any:
     stage = Stage(run, "decoder", parts, budget, salt=_SALTS["decoder"])
     _, std = statistics(vae, run.device)
 
-    def loss() -> Tensor:
-        target = source.videos(recipe.buckets[0], budget.batch, stage.scenes) * 2 - 1
+    def distance(target: Tensor, noise: Tensor) -> Tensor:
         with run.precision():
             with torch.no_grad():
                 posterior = vae.encode(target).latent_dist
                 spread = (0.5 * posterior.logvar.float()).exp() + _SHAKE * std
-                noise = torch.randn(spread.shape, generator=stage.noise, device=run.device)
-                latents = posterior.mean.float() + spread * noise
-            found = decode(trained, latents)
+            found = decode(trained, posterior.mean.float() + spread * noise)
         return _picture_loss(found, target, _DECODER_EDGE)
+
+    recorded = Recorded(distance, stage.parameters)
+
+    def loss() -> Tensor:
+        target = source.videos(recipe.buckets[0], budget.batch, stage.scenes) * 2 - 1
+        return recorded(target, _noise_for(recipe, stage, target))
 
     stage.train(loss)
     for name, part in parts.items():

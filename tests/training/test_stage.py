@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from training import stage as module
 from training.families import Budget
-from training.stage import OutOfTimeError, Run, Stage, TrainingError
+from training.stage import OutOfTimeError, Recorded, Run, Stage, TrainingError
 
 
 def _stage(out: Path, steps: int = 10) -> Stage:
@@ -113,3 +113,27 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> No
         stage.train(loss)
     kept = _stage(tmp_path, 40)
     assert kept.step == 0 and all(p.isfinite().all() for p in kept.parameters)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_recorded_loss_hands_out_the_gradients_of_the_eager_one(device: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Conv3d(2, 3, 3).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def loss_of(x: Tensor, target: Tensor) -> Tensor:
+        return (net(x).tanh() - target).square().mean()
+
+    recorded = Recorded(loss_of, list(net.parameters()))
+    for size in (5, 7, 5):  # another shape has a graph of its own
+        for _ in range(2):  # and a graph sees weights that have moved, and new inputs
+            x = torch.randn(1, 2, size, size, size, device=device)
+            target = torch.randn(1, 3, size - 2, size - 2, size - 2, device=device)
+            loss = recorded(x, target)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            expected = torch.autograd.grad(loss_of(x, target), list(net.parameters()))
+            for parameter, gradient in zip(net.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+            torch.testing.assert_close(loss, loss_of(x, target))
+            optimizer.step()
