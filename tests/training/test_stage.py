@@ -134,6 +134,6 @@ def test_a_recorded_loss_hands_out_the_gradients_of_the_eager_one(device: str) -
             loss.backward()
             expected = torch.autograd.grad(loss_of(x, target), list(net.parameters()))
             for parameter, gradient in zip(net.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(loss, loss_of(x, target))
             optimizer.step()
