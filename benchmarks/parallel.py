@@ -142,7 +142,9 @@ def parallel(plan: Plan) -> int:
 def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
     cpu = plan.device == "cpu"
     device = torch.device("cpu") if cpu else torch.device("cuda", rank)
-    if not cpu:
+    if cpu:
+        torch.set_num_threads(1)  # The ranks share the cores.
+    else:
         torch.cuda.set_device(device)
     store = Path(folder, "store").as_uri()
     dist.init_process_group(
