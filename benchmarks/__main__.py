@@ -40,7 +40,10 @@ BENCHMARKS: Final = {
         "decoding and encoding a video by the VAEs of Wan and CogVideoX",
         '"wan2.1-decode,bf16,bf16 patched"',
     ),
-    "parallel": ("one forward of Wan split over all GPUs", '"1.3b,Ulysses patched"'),
+    "parallel": (
+        "a forward of Wan, and a video with guidance, on all GPUs",
+        '"1.3b-video,one GPU patched,CFG patched"',
+    ),
     "sparse": ("sparse-linear attention (SLA) compared with dense int8", "H12-N32760-D128-k0.1"),
 }
 #: Benchmark -> its module, where that has another name.

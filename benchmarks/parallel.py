@@ -1,18 +1,23 @@
-"""`parallel`: one forward of Wan split over all GPUs, unpatched and patched.
+"""`parallel`: one forward of Wan, and a video with guidance, on all GPUs, unpatched and patched.
+
+A video is the pipeline's own call without the text encoder: four steps with guidance, decoding,
+and frames on the GPU. The two forwards of a step run on two groups of ranks, and each group splits
+its sequence.
 
 It starts a process for each GPU. All ranks compute; the first one writes. On one GPU each rank
-computes the whole forward by itself.
+computes the whole by itself.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -20,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.models import MakeCall, network_of
+from benchmarks.models import network_of
 from benchmarks.network import BROKEN
+from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import (
     ERROR,
     TIMES,
@@ -32,14 +38,17 @@ from benchmarks.runner import (
     Record,
     Wrong,
     error_to,
-    free,
     peak_gib,
     seconds_of,
+    summary,
     time_forwards,
 )
-from turbo_rcm_patch import PatchConfig, patched, register_backend
+from benchmarks.ways import record_report
+from turbo_rcm_patch import PatchConfig, PatchReport, patched, register_backend
+from turbo_rcm_patch import parallel as on_ranks
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.patching.vae import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +56,17 @@ class _Way:
     """A way to run the network.
 
     Attributes:
-        split: "ulysses" or "ring" over all ranks, or "" for one GPU.
+        split: "ulysses" or "ring" over all ranks, "cfg" for two groups of ranks with Ulysses
+            inside, or "" for one GPU.
         config: How it is patched; None for unpatched.
         backend: An attention backend of diffusers. Rings need one that returns the logsumexp.
+        decoded_together: All ranks decode a video's rows.
     """
 
     split: str = ""
     config: PatchConfig | None = None
     backend: str = ""
+    decoded_together: bool = False
 
 
 _PATCHED: Final = PatchConfig(guard=False)
@@ -63,30 +75,47 @@ _WAYS: Final = {
     "one GPU eager": _Way(),
     "one GPU patched": _Way(config=_PATCHED),
     "one GPU patched int8 Linears": _Way(config=_INT8),
+    "one GPU patched guard on": _Way(config=PatchConfig()),
     "Ulysses cuDNN": _Way("ulysses", backend="_native_cudnn"),
     "Ulysses sage": _Way("ulysses", backend="sage"),
     "Ulysses patched": _Way("ulysses", _PATCHED),
     "Ulysses patched exact": _Way("ulysses", PatchConfig(guard=False, attention="exact")),
     "Ulysses patched int8 Linears": _Way("ulysses", _INT8),
     "Ulysses patched guard on": _Way("ulysses", PatchConfig()),
+    # The last of a forward, because diffusers does not take a ring off again.
     "ring patched": _Way("ring", _PATCHED, backend=BACKEND),
+    "CFG eager": _Way("cfg"),
+    "CFG sage": _Way("cfg", backend="sage"),
+    "CFG patched": _Way("cfg", _PATCHED),
+    "CFG patched int8 Linears": _Way("cfg", _INT8),
+    "CFG patched guard on": _Way("cfg", PatchConfig()),
+    "CFG patched decoded together": _Way("cfg", _PATCHED, decoded_together=True),
 }
-#: Case -> network and tokens.
-_CASES: Final = {
+#: Case -> network and tokens of a forward, or a video.
+_CASES: Final[dict[str, tuple[str, str] | Case]] = {
     "1.3b": ("1.3b", "32760"),
     "14b": ("14b", "32760"),
     "14b-75600": ("14b", "75600"),
+    "1.3b-video": Case("1.3b", 4, 5.0, SIZE_480P),
+    "14b-video": Case("14b", 4, 5.0, SIZE_480P),
 }
 _COLUMNS: Final = (
     *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of one GPU", "of_one", ".3f"),
-    Column("GiB", "peak_gib", ".1f"), Column("same on all", "same_on_all_ranks", ""), ERROR,
+    Column("video s", "video_seconds", ".2f"), Column("of one GPU", "video_of_one", ".3f"),
+    Column("GiB", "peak_gib", ".1f"), Column("same on all", "same_on_all_ranks", ""),
+    Column("same as one", "same_as_one", ""), ERROR,
 )  # fmt: skip
 _ABOUT: Final = {
     "network": "Wan2.1, seeded random weights, bf16, batch 1",
-    "ms": "of forwards queued one after another on all ranks, by the first rank's wall clock",
-    "of_one": "median over that of the same method on one GPU",
+    "ms": "of forwards queued one after another on all ranks, by the first rank's wall clock; of "
+    "a video a step with guidance: denoising by the number of steps",
+    "video_seconds": "denoising, decoding and frames; VAE in bf16, patched where the network is",
+    "of_one": "median over that of one GPU with the same patch, or without one",
+    "video_of_one": "the same of video_seconds",
     "same_on_all_ranks": "every rank got the same bits",
-    "error": "relative L2 to the unpatched forward on one GPU",
+    "same_as_one": "they are the bits of one GPU with the same patch, or without one",
+    "error": "relative L2 to the unpatched forward, or the unpatched video's frames, on one GPU",
+    "CFG": "cfg=2, and ulysses=N in each group of N ranks",
 }
 _TIMEOUT: Final = timedelta(seconds=180)
 
@@ -113,7 +142,9 @@ def parallel(plan: Plan) -> int:
 def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
     cpu = plan.device == "cpu"
     device = torch.device("cpu") if cpu else torch.device("cuda", rank)
-    if not cpu:
+    if cpu:
+        torch.set_num_threads(1)  # The ranks share the cores.
+    else:
         torch.cuda.set_device(device)
     store = Path(folder, "store").as_uri()
     dist.init_process_group(
@@ -130,64 +161,106 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
 
 @torch.no_grad()
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
-    plan, device = journal.plan, journal.device
-    name, tokens = _CASES[case]
-    network, make = network_of(name, plan, device, tokens)
-    truth = make(plan.seed)()
-    for method in methods:
-        way = _WAYS[method]
-        one = journal.case(case).get("one GPU " + method.split(" ", 1)[1], {}) if way.split else {}
-        journal.measure(case, method, partial(_one, way, network, make, truth, journal, one))
-        if way.split:  # diffusers does not take parallelism off a network again.
-            del network, make
-            free(device)
-            network, make = network_of(name, plan, device, tokens)
+    plan, device, what = journal.plan, journal.device, _CASES[case]
+    pipe: Any
+    if isinstance(what, Case):
+        pipe, call = build_pipeline(what, plan, torch.bfloat16, device)
+    else:
+        network, make = network_of(what[0], plan, device, what[1])
+        pipe, call = SimpleNamespace(transformer=network), make(plan.seed)
+    splits = ("", "cfg") if isinstance(what, Case) else ("", "ulysses", "ring")
+    outputs = {"truth": call()}
+    for method in [name for name in methods if _WAYS[name].split in splits]:
+        known = journal.case(case)
+        journal.measure(case, method, partial(_one, method, pipe, call, outputs, known, journal))
 
 
 def _one(
-    way: _Way, network: Any, make: MakeCall, truth: torch.Tensor, journal: Journal, one: Record,
-    record: Record,
+    method: str, pipe: Any, call: Callable[..., torch.Tensor], outputs: dict[str, torch.Tensor],
+    known: dict[str, Record], journal: Journal, record: Record,
 ) -> None:  # fmt: skip
-    """Check and time one way on all ranks; `one` is the record of the same way on one GPU."""
-    plan, device = journal.plan, journal.device
-    call = make(plan.seed)
-    with _entered(way, network, device):
-        outputs: list[torch.Tensor] = []
-        record["first_seconds"] = seconds_of(lambda: outputs.append(call()), device)
-        output = outputs.pop()
-        record["error"] = error_to(truth, BROKEN)(output)
-        if way.split:
+    """Check and time one way on all ranks.
+
+    Args:
+        method: A key of `_WAYS`.
+        pipe: A pipeline, or what holds a network as one.
+        call: Its forward, or its video by `output_type`.
+        outputs: Of each method on one GPU, and at "truth" the right one; gets this one's.
+        known: The records of the methods before.
+        journal: Of the benchmark.
+        record: Gets the numbers.
+    """
+    plan, device, way = journal.plan, journal.device, _WAYS[method]
+    same = (name for name, one in _WAYS.items() if not one.split and one.config == way.config)
+    alone = next(same, "no such method")
+    with _entered(way, pipe, device) as report:
+        found: list[torch.Tensor] = []
+        record["first_seconds"] = seconds_of(lambda: found.append(call()), device)
+        output = found.pop()
+        record["error"] = error_to(outputs["truth"], BROKEN)(output)
+        if not way.split:
+            outputs[method] = output
+        else:
             record["same_on_all_ranks"] = _same(output)
             if not record["same_on_all_ranks"]:
                 raise Wrong("ranks differ")
-        call()
-        rounds = plan.most(5)
-        record["ms"], record["cpu_ms"] = time_forwards(
-            call, device, rounds, dist.barrier, queued=2
-        )
-        record["peak_gib"] = peak_gib(call, device)
+            if alone in outputs:
+                record["same_as_one"] = torch.equal(output, outputs[alone])
+        if hasattr(pipe, "scheduler"):
+            _time_video(pipe, call, plan, device, record)
+        else:
+            call()
+            record["ms"], record["cpu_ms"] = time_forwards(
+                call, device, plan.most(5), dist.barrier, queued=2
+            )
+            record["peak_gib"] = peak_gib(call, device)
+        record_report(record, report)
+    one = known.get(alone, {}) if way.split else {}
     if "ms" in one:
         record["of_one"] = record["ms"]["median"] / one["ms"]["median"]
+    if "video_seconds" in one:
+        record["video_of_one"] = record["video_seconds"] / one["video_seconds"]
+
+
+def _time_video(
+    pipe: Any, call: Callable[..., torch.Tensor], plan: Plan, device: torch.device, record: Record
+) -> None:
+    """Time a whole video, and a step of others that end with their latents."""
+
+    def seconds(output: str) -> float:
+        dist.barrier()
+        return seconds_of(lambda: call(output), device)
+
+    record["video_seconds"] = seconds("pt")
+    record["peak_gib"] = peak_gib(call, device)
+    steps = pipe.num_timesteps
+    record["ms"] = summary([1e3 * seconds("latent") / steps for _ in range(plan.most(2))])
 
 
 @contextmanager
-def _entered(way: _Way, network: Any, device: torch.device) -> Iterator[None]:
-    """Patch the network and share its sequence; only the patch is taken off again."""
+def _entered(way: _Way, pipe: Any, device: torch.device) -> Iterator[PatchReport | None]:
+    """Patch a pipeline and run it on all ranks; of a ring only the patch is taken off again."""
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import attention_backend
 
-    gpu = device.type == "cuda"
+    world = dist.get_world_size()
     if way.backend == BACKEND:
         register_backend()
-    backend = attention_backend(way.backend) if way.backend else nullcontext()
-    with backend, patched(network, way.config) if way.config else nullcontext():
-        if way.split:
-            degrees = {f"{way.split}_degree": dist.get_world_size()}
-            # diffusers counts accelerators, of which a CPU machine has none.
-            counted = mock.patch.object(torch.accelerator, "device_count", return_value=1)
-            with nullcontext() if gpu else counted:
-                network.enable_parallelism(config=ContextParallelConfig(**degrees))
-        yield
+    with ExitStack() as stack:
+        if way.backend:
+            stack.enter_context(attention_backend(way.backend))
+        report = stack.enter_context(patched(pipe, way.config)) if way.config else None
+        if device.type == "cpu":  # diffusers counts accelerators, of which it has none.
+            stack.enter_context(mock.patch.object(torch.accelerator, "device_count", lambda: 1))
+        if way.decoded_together:
+            share(pipe.vae, dist.group.WORLD)
+        if way.split == "ring":
+            config = ContextParallelConfig(ring_degree=world)
+            pipe.transformer.enable_parallelism(config=config)
+        elif way.split:
+            groups = 2 if way.split == "cfg" else 1
+            stack.enter_context(on_ranks(pipe, cfg=groups, ulysses=world // groups))
+        yield report
 
 
 def _same(x: torch.Tensor) -> bool:

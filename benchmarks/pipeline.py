@@ -9,6 +9,7 @@ methods the same; it is measured once a case, with random weights of its true si
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,7 +34,7 @@ from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """A pipeline and its settings; sizes are height, width and frames."""
 
     network: str
@@ -52,14 +53,14 @@ class _Method(NamedTuple):
     way: Way = as_written
 
 
-_480P: Final = (480, 832, 81)
+SIZE_480P: Final = (480, 832, 81)
 _CASES: Final = {
-    "1.3b-4-steps": _Case("1.3b", 4, 1.0, _480P),
-    "1.3b-sla-4-steps": _Case(SLA, 4, 1.0, _480P),
-    "1.3b-30-steps": _Case("1.3b", 30, 5.0, _480P),
-    "14b-4-steps": _Case("14b", 4, 1.0, _480P),
-    "wan2.2-5b-3-steps": _Case("wan2.2-5b", 3, 1.0, (704, 1280, 121)),
-    "cogvideox-5b-50-steps": _Case("cogvideox-5b", 50, 6.0, (480, 720, 49)),
+    "1.3b-4-steps": Case("1.3b", 4, 1.0, SIZE_480P),
+    "1.3b-sla-4-steps": Case(SLA, 4, 1.0, SIZE_480P),
+    "1.3b-30-steps": Case("1.3b", 30, 5.0, SIZE_480P),
+    "14b-4-steps": Case("14b", 4, 1.0, SIZE_480P),
+    "wan2.2-5b-3-steps": Case("wan2.2-5b", 3, 1.0, (704, 1280, 121)),
+    "cogvideox-5b-50-steps": Case("cogvideox-5b", 50, 6.0, (480, 720, 49)),
 }
 _DEFAULT: Final = ["1.3b-4-steps", "wan2.2-5b-3-steps"]
 _METHODS: Final = {
@@ -122,7 +123,7 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
     if measured and how.options is None and not plan.micro and not case.startswith("cog"):
         record["text_seconds"] = _text_seconds(device)
     vae_dtype = torch.bfloat16 if case.startswith("cog") else how.vae
-    pipe, given = _pipeline(plan, case, vae_dtype, device)
+    pipe, video = build_pipeline(_CASES[case], plan, vae_dtype, device)
     report = None
     if how.options is not None:
         reports: list[Any] = []
@@ -133,13 +134,6 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
         report = reports[0]
     frames: list[torch.Tensor] = []
 
-    def video(output: str = "pt") -> torch.Tensor:
-        random = torch.Generator().manual_seed(plan.seed)
-        made: torch.Tensor = pipe(
-            **given, generator=random, output_type=output, return_dict=False
-        )[0]
-        return made
-
     def kept() -> None:
         frames.append(video())
 
@@ -147,7 +141,7 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
         record["first_seconds"] = seconds_of(kept, device)
         if measured:
             record["second_seconds"] = seconds_of(kept, device)
-            record["peak_gib"] = peak_gib(lambda: video(), device)
+            record["peak_gib"] = peak_gib(video, device)
             latents: list[torch.Tensor] = []
             record["denoise_seconds"] = seconds_of(lambda: latents.append(video("latent")), device)
             z = latents[0].to(vae_dtype)
@@ -180,10 +174,20 @@ def _text_seconds(device: torch.device) -> float:
     return seconds_of(lambda: encoder(tokens), device)
 
 
-def _pipeline(
-    plan: Plan, case: str, vae_dtype: torch.dtype, device: torch.device
-) -> tuple[Any, Record]:
-    """Return a pipeline without text encoder, and its arguments."""
+def build_pipeline(
+    one: Case, plan: Plan, vae_dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Return a pipeline without text encoder, and a function that makes its video.
+
+    Args:
+        one: The case; with the plan's `micro` its steps are two.
+        plan: For seed and sizes.
+        vae_dtype: Of the VAE. The network is in bf16.
+        device: Where it is made.
+
+    Returns:
+        The function takes diffusers' `output_type` and makes the same video in every call.
+    """
     from diffusers import (
         CogVideoXDDIMScheduler,
         CogVideoXPipeline,
@@ -191,7 +195,6 @@ def _pipeline(
         WanPipeline,
     )
 
-    one = _CASES[case]
     size = one.micro_size if plan.micro else one.size
     given: Record = dict(zip(("height", "width", "num_frames"), size, strict=True))
     given |= {"num_inference_steps": one.steps, "guidance_scale": one.guidance}
@@ -220,7 +223,15 @@ def _pipeline(
         random = generator(device, plan.seed + index)
         text = torch.randn(1, tokens, channels, generator=random, device=device)
         given[name] = text.to(torch.bfloat16)
-    return pipe, given
+
+    def video(output: str = "pt") -> torch.Tensor:
+        random = torch.Generator().manual_seed(plan.seed)
+        made: torch.Tensor = pipe(
+            **given, generator=random, output_type=output, return_dict=False
+        )[0]
+        return made
+
+    return pipe, video
 
 
 pipeline: Final = Benchmark(

@@ -68,6 +68,21 @@ def test_every_method_is_checked_and_timed(
             assert record.get("same_bits", True) and seconds > 0
 
 
+def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
+    alone = ["one GPU eager", "one GPU patched"]
+    split = ["CFG eager", "CFG patched", "CFG patched decoded together"]
+    code, document = run("parallel", ",".join(["1.3b-video", *alone, *split]), tmp_path)
+    found = document["cases"]["1.3b-video"]["methods"]
+    assert code == 0 and list(found) == alone + split, found
+    for method, record in found.items():
+        assert record["status"] == "timed" and record["error"] < 0.03, record
+        assert record["ms"]["median"] > 0 and record["video_seconds"] > 0
+        if method in split:
+            assert record["same_on_all_ranks"] and record["same_as_one"]
+            assert record["of_one"] > 0 and record["video_of_one"] > 0
+    assert "rows over 2 ranks" in str(found[split[-1]]["ran"])
+
+
 def test_fidelity_shows_what_the_guard_is_worth(tmp_path: Path) -> None:
     only = "live-x8,patched,patched exact,patched guard off"
     code, document = run("fidelity", only, tmp_path)
