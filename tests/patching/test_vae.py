@@ -225,8 +225,24 @@ def _forward(model: Any) -> None:
 
 
 def _no_norm(model: Any) -> None:
+    model.decoder.up_blocks[0].resnets[0].norm1 = nn.Identity()
+
+
+def _no_silu(model: Any) -> None:
+    model.decoder.mid_block.resnets[0].nonlinearity = nn.Identity()
+
+
+def _no_end(model: Any) -> None:
     model.decoder.norm_out = nn.Identity()
-    model.decoder.up_blocks[0].resnets[0].norm1 = nn.Softmax(1)
+
+
+class _Same(nn.Module):
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+def _other_block(model: Any) -> None:
+    model.decoder.up_blocks[0].resnets[1] = _Same()
 
 
 def _compiled(model: Any) -> None:
@@ -237,7 +253,10 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "hook": (_hook, "mid_block has torch hooks"),
     "outer-hook": (_outer_hook, "decoder has torch hooks"),
     "forward": (_forward, "conv_out has a replaced forward"),
-    "no-norm": (_no_norm, "is a Softmax, which is not supported"),
+    "no-norm": (_no_norm, "its layers are not the author's"),
+    "no-silu": (_no_silu, "its layers are not the author's"),
+    "no-end": (_no_end, "its blocks are not the author's"),
+    "other-block": (_other_block, "is a _Same, which is not supported"),
     "compiled": (_compiled, "the decoder is compiled"),
 }
 

@@ -94,7 +94,7 @@ def _zooms(model: Any) -> None:
         (_hook, "has torch hooks"),
         (_norm, "its blocks are not the author's"),
         (_layers, "its layers are not the author's"),
-        (_foreign, "its blocks are not the author's"),
+        (_foreign, "is a Softmax, which is not supported"),
         (_zooms, "does not repeat pixels"),
     ],
 )

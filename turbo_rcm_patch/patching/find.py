@@ -54,7 +54,7 @@ NOT_SERVED: Final = {
 #: `recognises` checks the layout of an instance.
 STRUCTURES: Final = {"WanModel": "turbodiffusion"}
 #: The same for autoencoders: Wan's and TurboDiffusion's, and ComfyUI's.
-VAE_STRUCTURES: Final = dict.fromkeys(("WanVAE_", "WanVAE"), "vae_wan_original")
+VAE_STRUCTURES: Final = dict.fromkeys(("WanVAE_", "WanVAE"), "vae_wan")
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
 COMPONENTS: Final = ("transformer", "transformer_2")
@@ -107,14 +107,14 @@ def family_of(model: nn.Module) -> Family | None:
     """
     cls = author_class(model)
     full = qualified_name(cls)
-    structures = STRUCTURES | VAE_STRUCTURES
-    name = FAMILIES.get(full) or VAES.get(full) or structures.get(cls.__qualname__)
+    exact = (FAMILIES | VAES).get(full)
+    name = exact or (STRUCTURES | VAE_STRUCTURES).get(cls.__qualname__)
     if name is None:
         return None
     if cls.__module__.startswith((_TRANSFORMERS, _AUTOENCODERS)):
         check_diffusers(f"patching a {cls.__qualname__}")
     family: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
-    known = name not in structures.values() or family.recognises(model)
+    known = exact is not None or family.recognises(model)
     return cast("Family", family) if known else None
 
 

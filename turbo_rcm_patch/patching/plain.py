@@ -216,7 +216,7 @@ def foreign(block: nn.Module) -> str:
     That is a hook, a replaced forward, a module of a package that is not known, or an active
     dropout. Hooks that move or cast weights, and what is around the block, do not count.
     """
-    known = _STATELESS | {_package(type(block))}
+    known = _STATELESS | {root_package(type(block))}
     for name, module in block.named_modules():
         held = vars(module)
         code = [type(module)]
@@ -227,16 +227,18 @@ def foreign(block: nn.Module) -> str:
             hook = held.get("_hf_hook")
             code += [type(one) for one in getattr(hook, "hooks", (hook,)) if one is not None]
             hooks = getattr(held.get("_diffusers_hook"), "hooks", {})
-            if not hooks.keys() <= _MOVES_WEIGHTS or any(_package(x) not in known for x in code):
+            if not hooks.keys() <= _MOVES_WEIGHTS or any(
+                root_package(x) not in known for x in code
+            ):
                 return f"{name} has {hook_names(module)}"
-        if _package(code[0]) not in known:
+        if root_package(code[0]) not in known:
             return f"{name} is a {type(module).__qualname__}"
         if drops(module):
             return f"{name} draws random numbers"
     return ""
 
 
-def _package(code: Any) -> str:
+def root_package(code: Any) -> str:
     """Return the package in which a function, a class or the class of a callable is defined."""
     code = getattr(code, "func", code)  # of a partial
     code = getattr(code, "__func__", code)  # of a method

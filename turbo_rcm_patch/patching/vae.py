@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import torch
@@ -37,6 +37,7 @@ from turbo_rcm_patch.patching.plain import (
     compiling,
     drops,
     hook_names,
+    root_package,
     runs_only_its_forward,
 )
 from turbo_rcm_patch.patching.report import GuardRecord
@@ -171,8 +172,10 @@ class PatchedCoder(PatchedBlock):
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
     caller: ClassVar[str]
-    #: Exact classes of the modules inside.
+    #: Exact classes of torch's modules inside.
     known: ClassVar[frozenset[type[nn.Module]]]
+    #: Name of an author's class inside -> the first parameters of its forward.
+    forwards: ClassVar[Mapping[str, tuple[str, ...]]]
     #: Parts of the channels of the result that the guard compares by themselves.
     halves: ClassVar[int] = 1
     #: Whether several ranks can run it in parts with the same bits.
@@ -284,7 +287,9 @@ class PatchedCoder(PatchedBlock):
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if a module inside is of a class that the fast path knows."""
-        return type(module) in self.known
+        cls = author_class(module)
+        own = root_package(cls) == root_package(author_class(self.vae))
+        return cls in self.known or (own and cls.__name__ in self.forwards)
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""

@@ -30,7 +30,7 @@ def _channels(ptr, offs_c, mask_c):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def norm_silu_kernel(
-    y_ptr, kept_ptr, x, history_ptr, norm, latent,
+    y_ptr, kept_ptr, x, history_ptr, norm, latent, residual_ptr,
     frames, pixels, width, first, repeat, square, latent_width, root,
     C: tl.constexpr, FRAMES: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -40,7 +40,7 @@ def norm_silu_kernel(
     norm: weight and bias. NORM 1 is Wan's RMS norm with weight and bias [C]; NORM 2 multiplies by
     weight [B, C] and adds bias [B, C], fp32 (a group norm whose statistics are known); NORM 0 is
     none. latent: None, or scale and shift, [B, t, h, w, C] fp32, which are then multiplied by and
-    added, and their strides of batch and frames.
+    added, and their strides of batch and frames. residual: None, or what y is added to, dense.
 
     Grid: (blocks of pixels, B * (FRAMES + T)). x: [B, T, H * W, C] with dense frames, its
     strides of batch and frames, and `before` [C] or None; y dense.
@@ -78,6 +78,9 @@ def norm_silu_kernel(
                 pixel = pixel + at.to(tl.int64)[:, None] * C + offs_c[None, :]
                 z *= tl.load(latent[0] + pixel, mask=mask, other=0.0).to(tl.float32)
                 z += tl.load(latent[1] + pixel, mask=mask, other=0.0).to(tl.float32)
+        if residual_ptr is not None:  # without history
+            at = tl.program_id(1).to(tl.int64) * frame + offs
+            z += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if SILU:
             z = z / (1.0 + tl.exp(-z))
         y = z.to(y_ptr.dtype.element_ty)
@@ -108,7 +111,7 @@ def norm_silu(
         kind, scale, shift = 2, norm.scale, norm.shift
         weight, bias = group_factors(x, before, norm.weight, norm.bias, norm.groups, norm.eps)
     return _norm_silu(
-        x, before, history, (weight, bias), None if scale is None else (scale, shift),
+        x, before, history, (weight, bias), None if scale is None else (scale, shift), None, None,
         kind=kind, silu=silu, frames=frames, dtype=dtype,
     )  # fmt: skip
 
@@ -120,6 +123,8 @@ def _norm_silu(
     history: torch.Tensor | None,
     norm: tuple[torch.Tensor | None, torch.Tensor | None],
     latent: tuple[torch.Tensor, torch.Tensor] | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor | None,
     *,
     kind: int,
     silu: bool,
@@ -128,51 +133,31 @@ def _norm_silu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     target_of(x.device)
     batch, n_frames, height, width, channels = x.shape
-    y = torch.empty(
-        (batch, frames + n_frames, height, width, channels), dtype=dtype, device=x.device
-    )
-    kept = torch.empty((batch, frames, height, width, channels), dtype=dtype, device=x.device)
+    whole, few = ((batch, count, height, width, channels) for count in (frames + n_frames, frames))
+    y = torch.empty(whole, dtype=dtype, device=x.device) if y is None else y
+    kept = torch.empty(few, dtype=dtype, device=x.device)
     block_p, block_c = _tile(channels)
-    pixels = height * width
-    odd = int(n_frames > 1 and n_frames % 2 == 1)
+    pixels, odd = height * width, int(n_frames > 1 and n_frames % 2 == 1)
     repeat = square = latent_width = 1
     if latent is not None:
         _, latent_frames, _, latent_width, _ = latent[0].shape
         repeat, square = (n_frames - odd) // (latent_frames - odd), width // latent_width
     launch(
-        norm_silu_kernel,
-        (cdiv(pixels, block_p), batch * (frames + n_frames)),
-        x.device,
-        y_ptr=y,
-        kept_ptr=kept,
-        x=(x, x.stride()[:2], before),
-        history_ptr=history,
-        norm=norm,
+        norm_silu_kernel, (cdiv(pixels, block_p), batch * (frames + n_frames)), x.device,
+        y_ptr=y, kept_ptr=kept, x=(x, x.stride()[:2], before), history_ptr=history, norm=norm,
         latent=None if latent is None else (*latent, latent[0].stride()[:2]),
-        frames=n_frames,
-        pixels=pixels,
-        width=width,
-        first=odd * (repeat - 1),
-        repeat=repeat,
-        square=square,
-        latent_width=latent_width,
-        root=channels**0.5,
-        C=channels,
-        FRAMES=frames,
-        NORM=kind,
-        SILU=silu,
-        BLOCK_P=block_p,
-        BLOCK_C=block_c,
-        num_warps=4,
-        num_stages=1,
-    )
+        residual_ptr=residual, frames=n_frames, pixels=pixels, width=width,
+        first=odd * (repeat - 1), repeat=repeat, square=square, latent_width=latent_width,
+        root=channels**0.5, C=channels, FRAMES=frames, NORM=kind, SILU=silu,
+        BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return y, kept
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def group_sums_kernel(
-    sums_ptr, x_ptr, before_ptr, x_strides, frames, pixels, steps,
-    C: tl.constexpr, BEFORE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    sums_ptr, x_ptr, x_strides, frames, pixels, steps,
+    C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum the distances from the sample's first pixel and their squares, over some pixels.
 
@@ -202,8 +187,7 @@ def group_sums_kernel(
 def group_factors_kernel(
     factor_ptr, offset_ptr, sums_ptr, x_ptr, before_ptr, weight_ptr, bias_ptr,
     x_stride_b, n, parts, eps,
-    C: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute factor and offset [B, C] of a group norm: norm(x + before) = x * factor + offset.
 
@@ -224,10 +208,9 @@ def group_factors_kernel(
     mean = total / n  # of a channel, from its first pixel
     spread = squares - total * mean
     place = mean + tl.load(x_ptr + b * x_stride_b + own, mask=mask_c, other=0.0).to(tl.float32)
-    before = tl.zeros([BLOCK_C], tl.float32)
-    if BEFORE:
-        before = tl.load(before_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
-    place = tl.where(mask_c, place + before, 0.0)
+    if before_ptr is not None:
+        place += tl.load(before_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+    place = tl.where(mask_c, place, 0.0)
     centre = tl.sum(place, axis=0) / WIDTH
     away = tl.where(mask_c, place - centre, 0.0)
     spread = tl.where(mask_c, spread + n * (away * away), 0.0)
@@ -261,46 +244,17 @@ def group_factors(
     factor = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
     offset = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
     launch(
-        group_sums_kernel,
-        (parts, batch),
-        x.device,
-        sums_ptr=sums,
-        x_ptr=x,
-        before_ptr=before,
-        x_strides=x.stride()[:2],
-        frames=n_frames,
-        pixels=pixels,
-        steps=steps,
-        C=channels,
-        BEFORE=before is not None,
-        BLOCK_P=block_p,
-        BLOCK_C=block_c,
-        num_warps=4,
-        num_stages=3,
-    )
+        group_sums_kernel, (parts, batch), x.device, sums_ptr=sums, x_ptr=x,
+        x_strides=x.stride()[:2], frames=n_frames, pixels=pixels, steps=steps, C=channels,
+        BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, num_stages=3,
+    )  # fmt: skip
     launch(
-        group_factors_kernel,
-        (groups, batch),
-        x.device,
-        factor_ptr=factor,
-        offset_ptr=offset,
-        sums_ptr=sums,
-        x_ptr=x,
-        before_ptr=before,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        x_stride_b=x.stride(0),
-        n=float(n_frames * pixels),
-        parts=parts,
-        eps=eps,
-        C=channels,
-        WIDTH=channels // groups,
-        BEFORE=before is not None,
-        BLOCK_N=128,
-        BLOCK_C=triton.next_power_of_2(channels // groups),
-        num_warps=4,
-        num_stages=1,
-    )
+        group_factors_kernel, (groups, batch), x.device, factor_ptr=factor, offset_ptr=offset,
+        sums_ptr=sums, x_ptr=x, before_ptr=before, weight_ptr=weight, bias_ptr=bias,
+        x_stride_b=x.stride(0), n=float(n_frames * pixels), parts=parts, eps=eps, C=channels,
+        WIDTH=channels // groups, BLOCK_N=128,
+        BLOCK_C=triton.next_power_of_2(channels // groups), num_warps=4, num_stages=1,
+    )  # fmt: skip
     return factor, offset
 
 
@@ -361,51 +315,11 @@ def upsample(x: torch.Tensor, out: torch.Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def add_bias_residual_kernel(
-    out_ptr, y_ptr, bias_ptr, residual_ptr, rows, C: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Compute out = y + bias + residual. Grid: (blocks of pixels,). All dense [pixels, C]."""
-    offs_p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    mask = (offs_p < rows)[:, None] & mask_c[None, :]
-    offs = offs_p[:, None] * C + offs_c[None, :]
-    y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        y += _channels(bias_ptr, offs_c, mask_c)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@replayed
 def add_bias_residual(
-    y: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
+    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Compute `passes.add_bias_residual` of dense tensors into `out`."""
-    target_of(y.device)
-    channels = y.shape[-1]
-    rows = y.numel() // channels
-    block_p, block_c = _tile(channels)
-    launch(
-        add_bias_residual_kernel,
-        (cdiv(rows, block_p),),
-        y.device,
-        out_ptr=out,
-        y_ptr=y,
-        bias_ptr=bias,
-        residual_ptr=residual,
-        rows=rows,
-        C=channels,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        BLOCK_P=block_p,
-        BLOCK_C=block_c,
-        num_warps=4,
-        num_stages=1,
-    )
+    """Compute `passes.add_bias_residual` of dense tensors into `out`, which may be y."""
+    _norm_silu(
+        y, bias, None, (None, None), None, residual, out, kind=0, silu=False, frames=0,
+        dtype=out.dtype,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,13 @@ from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
-from turbo_rcm_patch.patching.plain import FLOATS, runs_only_its_forward
+from turbo_rcm_patch.patching.plain import (
+    FLOATS,
+    author_class,
+    root_package,
+    runs_only_its_forward,
+)
+from turbo_rcm_patch.patching.vae import PatchedCoder
 from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
 
 
@@ -40,6 +46,32 @@ def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], pac
                 got=f"({', '.join(found)})",
                 remedy=f"Install a version of {package} that this release supports",
             )
+
+
+def check_coders(
+    vae: nn.Module, coders: Sequence[type[PatchedCoder]], *callers: tuple[str, ...]
+) -> None:
+    """Compare the parameters of a VAE's functions with those that a family knows. Others may
+    follow, with defaults.
+
+    Args:
+        vae: The VAE.
+        coders: What replaces its functions.
+        *callers: The first parameters of these functions.
+
+    Raises:
+        FamilyError: A function takes other parameters.
+    """
+    cls = author_class(vae)
+    first = dict(zip([getattr(cls, one.caller) for one in coders], callers, strict=True))
+    for own in {author_class(module) for module in vae.modules()}:
+        if own.__name__ in coders[0].forwards and root_package(own) == root_package(cls):
+            first[own.forward] = coders[0].forwards[own.__name__]
+    expected = {}
+    for function, names in first.items():
+        more = [*inspect.signature(function).parameters.values()][len(names) :]
+        expected[function] = (*names, *(one.name for one in more if one.default is not one.empty))
+    check_parameters(expected, root_package(cls))
 
 
 def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> None:

@@ -12,14 +12,12 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as author
-from diffusers.models.downsampling import CogVideoXDownsample3D
-from diffusers.models.upsampling import CogVideoXUpsample3D
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, upsample
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families.common import check_parameters
+from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.vae import (
     PatchedCoder,
     Video,
@@ -29,21 +27,27 @@ from turbo_rcm_patch.patching.vae import (
 )
 from turbo_rcm_patch.skip import SkipPair
 
-_INSIDE: Final = frozenset(
-    {
-        author.CogVideoXSafeConv3d, author.CogVideoXCausalConv3d, author.CogVideoXSpatialNorm3D,
-        author.CogVideoXResnetBlock3D, author.CogVideoXDownBlock3D, author.CogVideoXMidBlock3D,
-        author.CogVideoXUpBlock3D, CogVideoXUpsample3D, CogVideoXDownsample3D,
-        nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout,
-    }
-)  # fmt: skip
+#: Class of a module inside -> the first parameters of its forward.
+_FORWARDS: Final = {
+    "CogVideoXCausalConv3d": ("self", "inputs", "conv_cache"),
+    "CogVideoXDownsample3D": ("self", "x"),
+    "CogVideoXSafeConv3d": ("self", "input"),
+    "CogVideoXSpatialNorm3D": ("self", "f", "zq", "conv_cache"),
+    "CogVideoXUpsample3D": ("self", "inputs"),
+    "CogVideoXResnetBlock3D": ("self", "inputs", "temb", "zq", "conv_cache"),
+} | {
+    f"CogVideoX{block}Block3D": ("self", "hidden_states", "temb", "zq", "conv_cache")
+    for block in ("Down", "Mid", "Up")
+} | {f"CogVideoX{coder}3D": ("self", "sample", "temb", "conv_cache") for coder in
+     ("Decoder", "Encoder")}  # fmt: skip
 
 
 class _Coder(PatchedCoder):
     """What decoder and encoder share."""
 
     __slots__ = ()
-    known = _INSIDE
+    forwards = _FORWARDS
+    known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.by_author(self.twin(self._batch), x, *args, **kwargs)
@@ -207,17 +211,6 @@ def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
     """Find the decoder and the encoder of a VAE."""
-    coder = ("self", "sample", "temb", "conv_cache")
-    expected = {
-        author.CogVideoXDecoder3D.forward: coder,
-        author.CogVideoXEncoder3D.forward: coder,
-        author.CogVideoXResnetBlock3D.forward: ("self", "inputs", "temb", "zq", "conv_cache"),
-        author.CogVideoXSpatialNorm3D.forward: ("self", "f", "zq", "conv_cache"),
-        author.CogVideoXCausalConv3d.forward: ("self", "inputs", "conv_cache"),
-        CogVideoXUpsample3D.forward: ("self", "inputs"),
-        CogVideoXDownsample3D.forward: ("self", "x"),
-        author.AutoencoderKLCogVideoX._decode: ("self", "z", "return_dict"),
-        author.AutoencoderKLCogVideoX._encode: ("self", "x"),
-    }
-    check_parameters(expected, "diffusers")
-    return [one(model, path, config) for one in (CogVideoXDecoder, CogVideoXEncoder)]
+    coders = CogVideoXDecoder, CogVideoXEncoder
+    check_coders(model, coders, ("self", "z"), ("self", "x"))
+    return [one(model, path, config) for one in coders]

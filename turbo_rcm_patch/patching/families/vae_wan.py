@@ -1,37 +1,38 @@
-"""The VAE of Wan 2.1, and of Wan 2.2's 5B (`is_residual`), in diffusers 0.42.1."""
+"""Wan's VAEs: `AutoencoderKLWan` of diffusers (2.1, and 2.2's 5B, `is_residual`), `WanVAE_` of Wan
+and TurboDiffusion (2.1), and `WanVAE` of ComfyUI (2.1, and 2.2 with patches).
+
+The last two run from a checkout (Wan-Video/Wan2.1, `wan/modules/vae.py`; thu-ml/TurboDiffusion,
+`rcm/tokenizers/wan2pt1.py`; ComfyUI, `comfy/ldm/wan/vae.py` and `vae2_2.py`), whose modules have
+no fixed names. So this file imports nobody's package, and knows modules by names, layout and
+signatures. It has what each author does around the coders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import sys
 from typing import Any, Final
 
 import torch
-from diffusers.models.autoencoders import autoencoder_kl_wan as author
-from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.conv3d.api import pack_weight
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.families import wan_coders
-from turbo_rcm_patch.patching.families.common import check_parameters
-from turbo_rcm_patch.patching.families.wan_coders import Layout, Level, Resnet
+from turbo_rcm_patch.patching.families.common import check_coders
+from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder, kind_of
+from turbo_rcm_patch.patching.plain import FLOATS, author_class
+from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 from turbo_rcm_patch.skip import SkipPair
 
-_INSIDE: Final = frozenset(
-    {
-        author.WanCausalConv3d, author.WanRMS_norm, author.WanUpsample, author.WanResample,
-        author.WanResidualBlock, author.WanAttentionBlock, author.WanMidBlock, author.WanUpBlock,
-        author.WanResidualUpBlock, author.WanResidualDownBlock, author.AvgDown3D, author.DupUp3D,
-        nn.ModuleList, nn.Sequential, nn.Conv2d, nn.ZeroPad2d, nn.SiLU, nn.Dropout, nn.Identity,
-    }
-)  # fmt: skip
+#: The module of ComfyUI whose convolutions keep their weights elsewhere, and cast them when read.
+_COMFY_OPS: Final = "comfy.ops"
 
 
-class _Coder(wan_coders.WanCoder):
-    """What decoder and encoder share."""
+class _Diffusers(WanCoder):
+    """What the coders of diffusers share."""
 
     __slots__ = ()
-    known = _INSIDE
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         vae, encodes = self.vae, self.part == "encoder"
@@ -39,9 +40,9 @@ class _Coder(wan_coders.WanCoder):
         larger = x.shape[3] > vae.tile_sample_min_height // scale
         larger |= x.shape[4] > vae.tile_sample_min_width // scale
         if encodes and vae.config.patch_size is not None:
-            x = author.patchify(x, vae.config.patch_size)
+            x = _author(vae).patchify(x, vae.config.patch_size)
         if vae.use_tiling and larger:
-            tiled = getattr(author.AutoencoderKLWan, f"tiled_{self.caller[1:]}")
+            tiled = getattr(author_class(vae), f"tiled_{self.caller[1:]}")
             return tiled(self.twin(self._tile), x, *args, **kwargs)
         return self.untiled(x, *args, **kwargs)
 
@@ -56,17 +57,8 @@ class _Coder(wan_coders.WanCoder):
             feat_cache[0] = self.new_video(x)
         return self.coded(feat_cache[0], x)
 
-    def layout(self) -> Layout:
-        coder, middle = self.block, self.block.mid_block
-        blocks = [middle.resnets[0]]
-        for attn, resnet in zip(middle.attentions, middle.resnets[1:], strict=True):
-            blocks += [attn, resnet] if attn is not None else [resnet]
-        held = coder.up_blocks if self.part == "decoder" else coder.down_blocks
-        return Layout(coder.conv_in, list(map(_block, blocks)), list(_levels(held)),
-                      coder.norm_out, coder.conv_out)  # fmt: skip
 
-
-class WanDecoder(_Coder, wan_coders.Decoder):
+class WanDecoder(_Diffusers, Decoder):
     """Replaces `AutoencoderKLWan._decode`."""
 
     __slots__ = ()
@@ -76,12 +68,12 @@ class WanDecoder(_Coder, wan_coders.Decoder):
         x = self.vae.post_quant_conv(z)
         out = self.coded(self.new_video(x), x)
         if self.vae.config.patch_size is not None:
-            out = author.unpatchify(out, patch_size=self.vae.config.patch_size)
+            out = _author(self.vae).unpatchify(out, patch_size=self.vae.config.patch_size)
         out = torch.clamp(out, min=-1.0, max=1.0)
-        return DecoderOutput(sample=out) if return_dict else (out,)
+        return _author(self.vae).DecoderOutput(sample=out) if return_dict else (out,)
 
 
-class WanEncoder(_Coder, wan_coders.Encoder):
+class WanEncoder(_Diffusers, Encoder):
     """Replaces `AutoencoderKLWan._encode`."""
 
     __slots__ = ()
@@ -94,50 +86,113 @@ class WanEncoder(_Coder, wan_coders.Encoder):
         return self.vae.quant_conv(out)
 
 
-def _block(module: Any) -> Any:
-    """Return the modules of a `WanResidualBlock`, or an attention itself."""
-    if not isinstance(module, author.WanResidualBlock):
-        return module
-    plain = isinstance(module.conv_shortcut, nn.Identity)
-    return Resnet(module.norm1, module.conv1, module.norm2, module.conv2,
-                  None if plain else module.conv_shortcut)  # fmt: skip
+class _Original(WanCoder):
+    """What the coders of the other classes share."""
+
+    __slots__ = ()
+
+    def patches(self) -> bool:
+        """Return True for Wan 2.2's VAE, whose coders see squares of four pixels as channels."""
+        return kind_of(self.vae.decoder.upsamples[0]) == "Up_ResidualBlock"
+
+    def knows(self, module: nn.Module) -> bool:
+        cls = author_class(module)
+        lent = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
+        return lent or super().knows(module)
+
+    def why_inputs(self, x: Tensor) -> str:
+        if _COMFY_OPS not in {base.__module__ for base in type(self.block.conv1).__mro__}:
+            return super().why_inputs(x)
+        for name, weight in self.block.named_parameters():  # wherever they are
+            if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
+                return f"{name} is a {type(weight).__name__} in {weight.dtype}"
+        return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
+
+    def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
+        if not hasattr(conv, "comfy_cast_weights"):
+            return super().read(video, conv)
+        lender: Any = sys.modules[_COMFY_OPS]
+        given = {"dtype": video.stream, "bias_dtype": video.stream, "device": video.device}
+        if "offloadable" in inspect.signature(lender.cast_bias_weight).parameters:
+            given["offloadable"] = True
+        weight, bias, *stream = lender.cast_bias_weight(conv, **given)
+        packed = pack_weight(weight, video.dtype)
+        # What was lent goes back, so nothing that is kept may be a view of it.
+        packed = packed.clone() if packed.data_ptr() == weight.data_ptr() else packed
+        kept = None if bias is None else bias.clone()
+        if stream:
+            lender.uncast_bias_weight(conv, weight, bias, *stream)
+        return packed, kept
 
 
-def _levels(held: Iterable[Any]) -> Iterable[Level]:
-    """Yield the levels of a decoder or an encoder."""
-    blocks: list[Any] = []  # of Wan 2.1's encoder, whose blocks are in one list
-    for one in held:
-        if isinstance(one, author.WanResample):
-            yield Level(blocks, one)
-            blocks = []
-        elif not hasattr(one, "resnets"):
-            blocks.append(_block(one))
-        else:
-            ups = getattr(one, "upsamplers", None)  # of a WanUpBlock
-            one_of = getattr(one, "upsampler", None) or getattr(one, "downsampler", None)
-            shortcut = getattr(one, "avg_shortcut", None)
-            yield Level(
-                list(map(_block, one.resnets)), one_of if ups is None else ups[0], shortcut
-            )
-    if blocks:
-        yield Level(blocks)
+class OriginalDecoder(_Original, Decoder):
+    """Replaces `decode`."""
+
+    __slots__ = ()
+    caller = "decode"
+
+    def run_video(self, z: Tensor, scale: Any = None) -> Any:
+        if scale is not None:
+            mean, factor = map(_per_channel, scale)
+            z = z / factor + mean
+        z = self.vae.conv2(z)
+        out = self.coded(self.new_video(z), z)
+        return _author(self.vae).unpatchify(out, patch_size=2) if self.patches() else out
+
+
+class OriginalEncoder(_Original, Encoder):
+    """Replaces `encode`, which returns the mean."""
+
+    __slots__ = ()
+    caller = "encode"
+
+    def run_video(self, x: Tensor, scale: Any = None) -> Any:
+        x = _author(self.vae).patchify(x, patch_size=2) if self.patches() else x
+        mu = self.vae.conv1(self.coded(self.new_video(x), x)).chunk(2, dim=1)[0]
+        if scale is not None:
+            mean, factor = map(_per_channel, scale)
+            mu = (mu - mean) * factor
+        return mu
+
+    def why_inputs(self, x: Tensor) -> str:
+        window = getattr(self.vae, "temporal_window", 4)  # TurboDiffusion's
+        if x.dim() == 5 and (x.shape[2] % 4 != 1 or window % 4):
+            return f"{x.shape[2]} frames in windows of {window} are not 4 n + 1 in windows of 4 n"
+        return super().why_inputs(x)
+
+
+def _author(vae: Any) -> Any:
+    """Return the module in which a VAE's class was written."""
+    return sys.modules[author_class(vae).__module__]
+
+
+def _per_channel(value: Any) -> Any:
+    """Return a mean or a factor so that it meets [B, C, T, H, W]."""
+    return value.view(1, -1, 1, 1, 1) if isinstance(value, Tensor) else value
+
+
+def recognises(model: Any) -> bool:
+    """Return True if a VAE has the layout of Wan's; other projects use the same names."""
+    names = "encoder", "decoder", "conv1", "conv2"
+    if not all(isinstance(getattr(model, name, None), nn.Module) for name in names):
+        return False
+    held = getattr(model.decoder, "upsamples", ()), getattr(model.encoder, "downsamples", ())
+    kinds = {"ResidualBlock", "AttentionBlock", "Resample", "Up_ResidualBlock"}
+    return all(one and {*map(kind_of, one)} <= kinds | {"Down_ResidualBlock"} for one in held)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
-    """Find the decoder and the encoder of a VAE."""
-    video = ("self", "x", "feat_cache", "feat_idx")
-    expected = {
-        author.WanDecoder3d.forward: (*video, "first_chunk"),
-        author.WanEncoder3d.forward: video,
-        author.WanResidualBlock.forward: video,
-        author.WanResample.forward: video,
-        author.WanMidBlock.forward: video,
-        author.WanAttentionBlock.forward: ("self", "x"),
-        author.WanRMS_norm.forward: ("self", "x"),
-        author.WanCausalConv3d.forward: ("self", "x", "cache_x"),
-        author.AutoencoderKLWan._decode: ("self", "z", "return_dict"),
-        author.AutoencoderKLWan._encode: ("self", "x"),
-    }
-    check_parameters(expected, "diffusers")
-    coders = (WanDecoder, WanEncoder)
+    """Find the decoder and the encoder of a VAE.
+
+    Raises:
+        FamilyError: A forward takes other parameters than this was written for.
+    """
+    cls: Any = author_class(model)
+    original = not hasattr(cls, "_decode")
+    scaled = original and len(inspect.signature(cls.decode).parameters) > 2
+    scale = ("scale",) if scaled else ()
+    coders: tuple[type[PatchedCoder], ...] = (
+        (OriginalDecoder, OriginalEncoder) if original else (WanDecoder, WanEncoder)
+    )
+    check_coders(model, coders, ("self", "z", *scale), ("self", "x", *scale))
     return [one(model, path, config) for one in coders if getattr(model, one.part) is not None]

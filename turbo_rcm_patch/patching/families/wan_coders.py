@@ -6,19 +6,21 @@ these frames links two calls: zeros come before the first frame, and the first f
 resamplings in time alone. So levels at low resolution run many frames at once, and the full
 resolution a few (`_ROOM`).
 
-A family says where the modules are (`Layout`), and runs what its author has around the coders.
+The authors' classes differ in names and nesting, so modules are looked up by kind. A family runs
+what its author has around the coders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import RMSNorm, norm_silu, upsample
+from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.shared_rows import Rows
 from turbo_rcm_patch.patching.vae import (
     PatchedCoder,
@@ -35,21 +37,35 @@ from turbo_rcm_patch.skip import SkipPair
 _ROOM: int = 4
 
 
-class Resnet(NamedTuple):
-    """The modules of a residual block; the shortcut is a convolution of single pixels, or None."""
-
-    norm1: Any
-    conv1: Any
-    norm2: Any
-    conv2: Any
-    shortcut: Any
+#: Class of a module inside -> the first parameters of its forward.
+_FORWARDS: Final = {
+    "AttentionBlock": ("self", "x"),
+    "AvgDown3D": ("self", "x"),
+    "CausalConv3d": ("self", "x", "cache_x"),
+    "DupUp3D": ("self", "x", "first_chunk"),
+    "RMS_norm": ("self", "x"),
+    "Upsample": ("self", "x"),
+} | dict.fromkeys(
+    (
+        *("Decoder3d", "Down_ResidualBlock", "Encoder3d", "MidBlock", "Resample", "ResidualBlock"),
+        *("ResidualDownBlock", "ResidualUpBlock", "UpBlock", "Up_ResidualBlock"),
+    ),
+    ("self", "x", "feat_cache", "feat_idx"),
+)
+_TORCH: Final = frozenset(
+    {nn.Conv2d, nn.Dropout, nn.Identity, nn.ModuleList, nn.Sequential, nn.SiLU, nn.Upsample,
+     nn.ZeroPad2d}
+)  # fmt: skip
+#: Layers of a coder's end, and of a residual block.
+_END: Final = ["RMS_norm", "SiLU", "CausalConv3d"]
+_RESIDUAL: Final = [*_END[:2], "CausalConv3d", *_END[:2], "Dropout", "CausalConv3d"]
 
 
 class Level(NamedTuple):
     """The blocks of one resolution, in order.
 
     Attributes:
-        blocks: `Resnet`s and attentions.
+        blocks: Residual blocks and attentions.
         resample: What enlarges or reduces their result, or None.
         shortcut: What adds the level's input to it (Wan 2.2), or None.
     """
@@ -59,24 +75,11 @@ class Level(NamedTuple):
     shortcut: Any = None
 
 
-class Layout(NamedTuple):
-    """The modules of a coder. `middle` holds the blocks at the lowest resolution."""
-
-    conv_in: Any
-    middle: list[Any]
-    levels: list[Level]
-    norm_out: Any
-    conv_out: Any
-
-
 class WanCoder(PatchedCoder):
     """What decoder and encoder share."""
 
     __slots__ = ()
-
-    def layout(self) -> Layout:
-        """Return where the coder's modules are now."""
-        raise NotImplementedError
+    known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
         return channels_first(torch.cat(list(self.pieces(video, channels_last(x))), 1))
@@ -85,36 +88,90 @@ class WanCoder(PatchedCoder):
         """Yield the result of the frames x [B, T, H, W, C], a few frames at a time."""
         raise NotImplementedError
 
+    def why_modules(self) -> str:
+        why = super().why_modules()
+        if (
+            why
+            or [kind_of(one) for one in self.end()] == _END
+            and all(
+                kind_of(one) in ("ResidualBlock", "AttentionBlock")
+                for level in (Level(self.middle()), *self.levels())
+                for one in level.blocks
+            )
+        ):
+            return why
+        return f"{self.part}: its blocks are not the author's"
+
     def why_module(self, module: nn.Module) -> str:
         if not plain_conv(module):
             return "its groups, dilation or padding are not the author's"
         if hasattr(module, "gamma") and not module.channel_first:
             return "its norm is not over channels"
+        if isinstance(module, nn.Upsample) and (
+            module.scale_factor != (2.0, 2.0) or not module.mode.startswith("nearest")
+        ):
+            return "it does not repeat pixels"
+        if kind_of(module) == "ResidualBlock" and [*map(kind_of, _layers(module))] != _RESIDUAL:
+            return "its layers are not the author's"
         return "" if _own_padding(module) else "its padding is not the author's"
 
     def pairs(self) -> list[SkipPair]:
         found = []
         for name, module in self.block.named_modules():
-            if type(module).__name__.endswith("AttentionBlock"):
+            if kind_of(module) == "AttentionBlock":
                 found.append(self.residual_pair(name, "self", int(getattr(module, "dim", 0))))
-            elif getattr(module, "avg_shortcut", None) is not None or type(
-                module
-            ).__name__.removeprefix("Wan") == ("ResidualBlock"):
+            elif kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None):
                 found.append(self.residual_pair(name))
         return found
 
+    # --- where the modules are now ---------------------------------------------------------------
+
+    def start(self) -> Any:
+        """Return the first convolution."""
+        return getattr(self.block, "conv_in", None) or self.block.conv1
+
+    def middle(self) -> list[Any]:
+        """Return the blocks at the lowest resolution."""
+        return list(_inside(getattr(self.block, "mid_block", None) or self.block.middle))
+
+    def end(self) -> list[Any]:
+        """Return the last norm, its SiLU and the last convolution."""
+        coder = self.block
+        own = getattr(coder, "head", None)
+        return [coder.norm_out, coder.nonlinearity, coder.conv_out] if own is None else [*own]
+
+    def levels(self) -> list[Level]:
+        """Return the levels of another resolution, in order."""
+        names = "up_blocks", "down_blocks", "upsamples", "downsamples"
+        held = next(one for name in names if (one := getattr(self.block, name, None)) is not None)
+        found, blocks = list[Level](), list[Any]()
+        for group in held:
+            shortcut = getattr(group, "avg_shortcut", None)
+            for module in _inside(group):
+                if kind_of(module) == "Resample":
+                    found.append(Level(blocks, module, shortcut))
+                    blocks = []
+                else:
+                    blocks.append(module)
+            if blocks and shortcut is not None:
+                found.append(Level(blocks, None, shortcut))
+                blocks = []
+        return found + ([Level(blocks)] if blocks else [])
+
     # --- blocks, each beside its author's forward ------------------------------------------------
 
-    def resnet(self, video: Video, block: Resnet, x: Tensor) -> Tensor:
+    def resnet(self, video: Video, block: Any, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
         video.rows.refresh(x)
+        norm1, _, conv1, norm2, _, _, conv2 = _layers(block)
+        shortcut = getattr(block, "shortcut", None) or block.conv_shortcut
         h = x
-        if block.shortcut is not None:
-            h = video.conv(block.shortcut, x.to(video.dtype))
-        y = video.behind(block.conv1, x, rms(block.norm1, x))
-        y = video.conv(block.conv1, y, bias=False)  # the next pass adds the bias
-        y = video.behind(block.conv2, y, rms(block.norm2, x), before=video.bias(block.conv1))
-        return video.conv(block.conv2, y, residual=h)
+        if not isinstance(shortcut, nn.Identity):
+            h = video.conv(shortcut, x.to(video.dtype))
+        y = video.behind(conv1, x, rms(norm1, x))
+        y = video.conv(conv1, y, bias=False)  # the next pass adds the bias
+        y = video.behind(conv2, y, rms(norm2, x), before=video.bias(conv1))
+        return video.conv(conv2, y, residual=h)
 
     def attention(self, video: Video, block: Any, x: Tensor) -> Tensor:
         """Run an attention: one head over the pixels of each frame."""
@@ -130,16 +187,15 @@ class WanCoder(PatchedCoder):
     def blocks(self, video: Video, blocks: list[Any], x: Tensor) -> Tensor:
         """Run the blocks of a level or of the middle."""
         for block in blocks:
-            run = self.resnet if isinstance(block, Resnet) else self.attention
+            run = self.resnet if kind_of(block) == "ResidualBlock" else self.attention
             x = run(video, block, x)
         return x
 
-    def head(self, video: Video, layout: Layout, x: Tensor) -> Tensor:
+    def head(self, video: Video, x: Tensor) -> Tensor:
         """Run the last norm and convolution."""
         video.rows.refresh(x)
-        return video.conv(
-            layout.conv_out, video.behind(layout.conv_out, x, rms(layout.norm_out, x))
-        )
+        norm, _, conv = self.end()
+        return video.conv(conv, video.behind(conv, x, rms(norm, x)))
 
 
 class Decoder(WanCoder):
@@ -159,11 +215,10 @@ class Decoder(WanCoder):
     def coded(self, video: Video, x: Tensor) -> Tensor:
         """Run the decoder on the latent frames x [B, C, T, h, w]."""
         batch, _, frames, height, width = x.shape
-        layout = self.layout()
-        modes = [level.resample.mode for level in layout.levels if level.resample is not None]
+        modes = [level.resample.mode for level in self.levels() if level.resample is not None]
         longer, larger = 2 ** modes.count("upsample3d"), 2 ** len(modes)
         frames = frames * longer - (0 if self.block in video.begun else longer - 1)
-        shape = (batch, layout.conv_out.out_channels, frames, height * larger, width * larger)
+        shape = (batch, self.end()[-1].out_channels, frames, height * larger, width * larger)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         done = 0
         for y in self.pieces(video, channels_last(x)):
@@ -173,19 +228,19 @@ class Decoder(WanCoder):
         return out
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        layout = self.layout()
-        ups = [level.resample for level in layout.levels if level.resample is not None]
+        levels, start = self.levels(), self.start()
+        ups = [level.resample for level in levels if level.resample is not None]
         room = _ROOM * x.shape[0] * x.shape[2] * x.shape[3] * 4 ** len(ups)
-        room *= max([layout.norm_out.gamma.numel(), *(up.dim for up in ups[-1:])])
+        room *= max([self.end()[0].gamma.numel(), *(up.dim for up in ups[-1:])])
 
         x = video.rows.part(x)
-        x = video.conv(layout.conv_in, video.behind(layout.conv_in, x, silu=False))
-        pieces: Iterator[Any] = iter((self.blocks(video, layout.middle, x),))
+        x = video.conv(start, video.behind(start, x, silu=False))
+        pieces: Iterator[Any] = iter((self.blocks(video, self.middle(), x),))
         del x
-        for level in layout.levels:
+        for level in levels:
             pieces = self._up(video, level, pieces, room)
         for x in pieces:
-            y = self.head(video, layout, x)
+            y = self.head(video, x)
             del x
             yield y
 
@@ -261,18 +316,17 @@ class Encoder(WanCoder):
         return 5
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        layout = self.layout()
         start = [x[:, :1], *torch.split(x[:, 1:], 4, 1)] if self.block not in video.begun else [x]
         video.begun.add(self.block)
         pieces = iter([one for one in start if one.shape[1]])
-        pieces = self._in(video, layout.conv_in, gathered(pieces, _ROOM))
+        pieces = self._in(video, self.start(), gathered(pieces, _ROOM))
         frames = _ROOM
-        for level in layout.levels:
+        for level in self.levels():
             pieces = self._down(video, level, pieces)
             if level.resample is not None:
                 pieces = gathered(pieces, frames)
         for y in pieces:
-            yield self.head(video, layout, self.blocks(video, layout.middle, y))
+            yield self.head(video, self.blocks(video, self.middle(), y))
 
     def _in(self, video: Video, conv: Any, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         for x in pieces:
@@ -304,6 +358,37 @@ class Encoder(WanCoder):
             video.history[conv] = x[:, -1:].clone()
             parts.append(video.conv(conv, y))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def kind_of(module: Any) -> str:
+    """Return the name of a module's class, without the prefix that diffusers gives it."""
+    return author_class(module).__name__.removeprefix("Wan")
+
+
+def _inside(module: Any) -> Iterator[Any]:
+    """Yield residual blocks, attentions, resamplings and unknown modules in the order in which
+    they run."""
+    kind = kind_of(module)
+    if kind == "MidBlock":  # diffusers keeps the two apart
+        pairs = zip(module.attentions, module.resnets[1:], strict=True)
+        yield from (module.resnets[0], *(one for pair in pairs for one in pair))
+    elif (
+        kind in ("ModuleList", "Sequential")
+        or kind.endswith(("UpBlock", "DownBlock"))
+        or (kind in ("Up_ResidualBlock", "Down_ResidualBlock"))
+    ):
+        for child in module.children():
+            yield from _inside(child)
+    elif kind not in ("AvgDown3D", "DupUp3D"):
+        yield module
+
+
+def _layers(block: Any) -> list[Any]:
+    """Return the layers of a residual block."""
+    if hasattr(block, "residual"):
+        return [*block.residual]
+    silu = block.nonlinearity
+    return [block.norm1, silu, block.conv1, block.norm2, silu, block.dropout, block.conv2]
 
 
 def rms(norm: Any, x: Tensor) -> RMSNorm:
