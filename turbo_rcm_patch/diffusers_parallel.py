@@ -13,6 +13,8 @@ every rank takes the same step, and no code of the pipeline is replaced:
   fit; those listed here do not.
 - CogVideoX's call it once with a batch of two. Each group computes a half.
 
+All ranks then decode rows of the video, if the VAE is patched and can (`patching/shared_rows.py`).
+
 diffusers has context parallelism and no CFG parallelism. Written against diffusers 0.42.
 """
 
@@ -30,10 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from turbo_rcm_patch.errors import ContextParallelError
-from turbo_rcm_patch.patching.find import COMPONENTS, execution_device, qualified_name
+from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
 from turbo_rcm_patch.patching.record import Entry, innermost
+from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks
 from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
 
 __all__ = ["Parallel", "parallel"]
@@ -63,9 +66,14 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def parallel(
-    pipe: object, *, cfg: int = 1, ulysses: int = 1, ulysses_anything: bool | None = None
+    pipe: object,
+    *,
+    cfg: int = 1,
+    ulysses: int = 1,
+    ulysses_anything: bool | None = None,
+    vae: bool = True,
 ) -> Parallel:
-    """Run the networks of a pipeline on several ranks.
+    """Run the networks of a pipeline, and the decoder of its patched VAE, on several ranks.
 
     Call it on every rank, before or after `patch_model` or without it. Everything is checked
     before the first change. Then call the pipeline on every rank with the same inputs and seeds.
@@ -79,6 +87,8 @@ def parallel(
         ulysses: Ranks that share a sequence. `cfg * ulysses` is the number of processes.
         ulysses_anything: As in diffusers' `ContextParallelConfig`: uneven heads and tokens. By
             default it is chosen if the heads cannot be divided among the ranks.
+        vae: All ranks decode a video together, by rows, if the VAE is a patched one of Wan.
+            False if only some ranks decode, which would wait for the others.
 
     Returns:
         A context manager that undoes it, with a method `undo`.
@@ -119,6 +129,10 @@ def parallel(
                 )
                 network.enable_parallelism(config=config)  # type: ignore[operator]
             shared.install()  # Outside of diffusers' hooks, which split a timestep per token.
+        own = getattr(pipe, VAE, None)
+        if vae and isinstance(own, nn.Module) and RANKS not in vars(own):
+            vars(own)[RANKS] = Ranks(dist.group.WORLD)
+            made._vae = own
     except BaseException:
         made.undo()
         raise
@@ -191,6 +205,7 @@ class Parallel:
     def __init__(self, cfg: int, ulysses: int) -> None:
         self.cfg, self.ulysses = cfg, ulysses
         self._shared: list[_Shared] = []
+        self._vae: nn.Module | None = None
 
     def __repr__(self) -> str:
         return f"Parallel(cfg={self.cfg}, ulysses={self.ulysses})"
@@ -212,6 +227,9 @@ class Parallel:
                 one.entry.check(one.name)
         while self._shared:
             self._shared.pop().undo()
+        if self._vae is not None:
+            vars(self._vae).pop(RANKS, None)
+            self._vae = None
 
 
 class _Shared:

@@ -21,6 +21,7 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 from tests.measures import relative_l2
+from tests.patching.test_shared_vae import conv_in_float64
 from tests.patching.test_ulysses import gather_uneven
 from tests.ranks import on_ranks
 from tests.video.micro import SMALL, micro_pipe, micro_video_pipe, skyreels
@@ -30,7 +31,9 @@ from turbo_rcm_patch import is_patched, parallel, patch_model, patched, report_o
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.diffusers_parallel import ONE_CALL, TWO_CALLS
 from turbo_rcm_patch.errors import ContextParallelError, WrappedError
+from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.find import qualified_name
+from turbo_rcm_patch.patching.vae import share
 from turbo_rcm_patch.video import generate
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -141,6 +144,40 @@ def halves_a_step(rank: int, name: str, way: str) -> None:
 )
 def test_two_groups_share_a_step_and_give_the_bits_of_one_process(name: str, way: str) -> None:
     on_ranks(2, halves_a_step, name, way)
+
+
+def decodes_rows(rank: int, patch_first: bool) -> None:
+    patching_vae.conv3d = conv_in_float64  # torch's sums on a CPU depend on the height
+    pipe, call = micro_pipe(), {"sampler": "scheduler", "steps": 1, **SMALL}
+    generate(pipe, PROMPT, **call)  # The author's code leaves its scratch there.
+    before = {*vars(pipe.vae)}
+    with patched(pipe, guard=False):
+        expected = generate(pipe, PROMPT, **call).frames
+    if patch_first:
+        patch_model(pipe, guard=False)
+    with parallel(pipe, cfg=2):
+        if not patch_first:
+            patch_model(pipe, guard=False)
+        report = report_of(pipe)
+        assert torch.equal(generate(pipe, PROMPT, **call).frames, expected)
+        assert "rows over 2 ranks" in report.ran()["vae.decoder"]
+        unpatch_model(pipe)
+        unpatched = generate(pipe, PROMPT, **call).frames
+    assert torch.equal(generate(pipe, PROMPT, **call).frames, unpatched)
+    assert {*vars(pipe.vae)} == before
+    with patched(pipe, guard=False) as report, parallel(pipe, cfg=2, vae=False):
+        assert torch.equal(generate(pipe, PROMPT, **call).frames, expected)
+        assert "rows over" not in report.ran()["vae.decoder"]
+    with patched(pipe, guard=False) as report:
+        share(pipe.vae, dist.group.WORLD)
+        parallel(pipe, cfg=2).undo()
+        assert torch.equal(generate(pipe, PROMPT, **call).frames, expected)
+        assert "rows over 2 ranks" in report.ran()["vae.decoder"]  # as before
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_patched_vae_decodes_rows_on_all_ranks(patch_first: bool) -> None:
+    on_ranks(2, decodes_rows, patch_first)
 
 
 def shares_forwards_and_sequence(rank: int, patch_first: bool) -> None:

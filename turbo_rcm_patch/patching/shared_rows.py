@@ -16,6 +16,8 @@ from torch import Tensor
 
 #: Rows of each neighbour: a residual block is two convolutions.
 MARGIN: Final = 2
+#: Attribute of a VAE whose videos are shared, which holds its `Ranks`.
+RANKS: Final = "_turbo_rcm_ranks"
 
 
 class Ranks:

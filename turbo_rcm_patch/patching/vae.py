@@ -41,7 +41,7 @@ from turbo_rcm_patch.patching.plain import (
     runs_only_its_forward,
 )
 from turbo_rcm_patch.patching.report import GuardRecord
-from turbo_rcm_patch.patching.shared_rows import Ranks, Rows
+from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks, Rows
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class PatchedCoder(PatchedBlock):
         config: How it is patched.
     """
 
-    __slots__ = ("compared", "ran", "ranks", "said", "vae")
+    __slots__ = ("compared", "ran", "said", "vae")
 
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
@@ -186,7 +186,7 @@ class PatchedCoder(PatchedBlock):
         super().__init__(getattr(vae, self.part), name, config, 1, 0)
         self.vae, self.compared = vae, dict[Any, int]()
         self.ran: Counter[str] = Counter()
-        self.said, self.ranks = "", Ranks()
+        self.said = ""
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -265,6 +265,11 @@ class PatchedCoder(PatchedBlock):
     def first_frames(self, x: Tensor) -> int:
         """Return the number of frames of x that the guard's comparison takes."""
         raise NotImplementedError
+
+    def ranks(self) -> Ranks:
+        """Return the ranks that share the coder's videos."""
+        held: Ranks | None = vars(self.vae).get(RANKS) if self.shared else None
+        return held or Ranks()
 
     # --- which path ------------------------------------------------------------------------------
 
@@ -351,7 +356,8 @@ class PatchedCoder(PatchedBlock):
         if isinstance(self.last, str):
             return f"as their author wrote them: {self.last}" if self.last else ""
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
-        shared = f"rows over {self.ranks.count} ranks, " if self.ranks.count > 1 else ""
+        count = self.ranks().count
+        shared = f"rows over {count} ranks, " if count > 1 else ""
         return f"channels-last, {shared}convolutions: {ran}"
 
     def residual_pair(self, path: str, kind: Any = "convolution", heads: int = 0) -> SkipPair:
@@ -391,10 +397,10 @@ def share(vae: nn.Module, group: Any) -> bool:
             got=f"a {type(vae).__name__} that is not patched",
             remedy="Call patch_model on it, or on its pipeline, first",
         )
-    coders = [one for one in record.blocks if isinstance(one, PatchedCoder) and one.shared]
-    for coder in coders:
-        coder.ranks = Ranks(group)
-    return bool(coders)
+    vars(vae).pop(RANKS, None)
+    if group is not None:
+        vars(vae)[RANKS] = Ranks(group)
+    return any(isinstance(one, PatchedCoder) and one.shared for one in record.blocks)
 
 
 def _tensor(out: Any) -> Tensor:

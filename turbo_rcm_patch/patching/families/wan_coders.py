@@ -206,7 +206,7 @@ class Decoder(WanCoder):
 
     def new_video(self, x: Tensor) -> Video:
         video = super().new_video(x)
-        video.rows = Rows(self.ranks, x.shape[3])
+        video.rows = Rows(self.ranks(), x.shape[3])
         return video
 
     def first_frames(self, x: Tensor) -> int:
