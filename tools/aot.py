@@ -38,7 +38,7 @@ from turbo_rcm_patch.ops import gluon
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.conv3d import api as conv3d
-from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.launch import Target
@@ -224,7 +224,9 @@ def _passes(case: Case, target: Target) -> None:
     for norm in (None, RMSNorm(weight), group, group._replace(scale=latent, shift=latent)):
         for before in (None, weight):
             portable.passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
-    portable.passes.upsample(x.unsqueeze(2), case.empty(1, 3, 120, 208, case.dim))
+    y = case.empty(1, 3, 61, 105, 4 * case.dim)
+    for duplicate in (None, Duplicate(x, 1, 4, False), Duplicate(x, 2, 4, True)):
+        portable.passes.enlarge(y, weight, duplicate, 1, False, x.dtype)
     for bias, residual in ((weight, None), (weight, x), (None, x)):
         portable.passes.add_bias_residual(x, bias, residual, case.empty(*x.shape))
 

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_wan as author
 
 from tests.implementations import over
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.conv3d import passes
-from turbo_rcm_patch.ops.conv3d.api import Call, conv3d, implementation_of, pack_weight
+from turbo_rcm_patch.ops.conv3d.api import (
+    Call,
+    conv3d,
+    implementation_of,
+    pack_phases,
+    pack_weight,
+)
 
 #: One rounding of the result, and the sums of fp32.
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
@@ -93,19 +100,38 @@ def test_a_latent_frame_covers_the_frames_that_it_was_decoded_to() -> None:
         assert passes.frames_of(n_frames, n_latent, device).tolist() == expected.flatten().tolist()
 
 
-@over("reference", "interpreter", "gpu")
-@shapes
-def test_upsampling_repeats_pixels_and_interleaves_frames(on: Any, shape: tuple[int, ...]) -> None:
+@over(reference=EVERY, interpreter=SOME, gpu=EVERY)
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 3, 5, 32), (2, 3, 4, 6, 16), (1, 2, 5, 7, 8)], ids=str)
+def test_a_convolution_of_an_enlarged_frame_reads_the_small_one(
+    on: Any, dtype: torch.dtype, first: bool, times: int, shape: tuple[int, ...]
+) -> None:
+    """Twice as many equal frames, or Wan 2.2's shortcut from half as many."""
     batch, frames, height, width, channels = shape
-    halves = on.randn(batch, frames, height, width, 2 * channels)
-    x = halves.unflatten(-1, (2, channels)).permute(0, 1, 4, 2, 3, 5)
-    out = on.randn(batch, 1 + 2 * frames, 2 * height, 2 * width, channels)
-    first = out[:, 0].clone()
-    passes.upsample(x, out[:, 1:], impl=on.impl)
-    pairs = torch.stack([halves[..., :channels], halves[..., channels:]], 2).flatten(1, 2)
-    planes = F.interpolate(pairs.flatten(0, 1).movedim(-1, 1), scale_factor=2.0)
-    assert torch.equal(out[:, 1:].flatten(0, 1), planes.movedim(1, -1))
-    assert torch.equal(out[:, 0], first)
+    latent, repeat = on.randn(*shape, dtype=dtype), 1 if times else 2
+    x, duplicate = latent, None
+    if times:
+        frames = frames * times - first * (times - 1)
+        x = on.randn(batch, frames, height, width, channels, dtype=dtype)
+    weight, bias = on.randn(8, channels, 3, 3, dtype=dtype) * 0.1, on.randn(8, dtype=dtype)
+    small = x.repeat_interleave(repeat, 1)[:, first * (repeat - 1) :]
+    planes = F.interpolate(small.double().flatten(0, 1).movedim(-1, 1), scale_factor=2.0)
+    truth = F.conv2d(planes, weight.double(), bias.double(), padding=1).movedim(1, -1)
+    truth = truth.unflatten(0, (batch, -1))
+    if times:
+        shortcut = author.DupUp3D(channels, 8, times, 2)
+        wide = shortcut(latent.double().movedim(-1, 1), first_chunk=first)
+        truth = truth + wide.movedim(1, -1)
+        strided = F.pad(latent, (0, 0, 1, 0))[..., 1:, :]
+        duplicate = passes.Duplicate(strided, times, shortcut.repeats, first)
+    y = conv3d(x, pack_phases(pack_weight(weight)), padding=(1, 1), impl=on.impl)
+    found = passes.enlarge(
+        y, bias, duplicate, repeat=repeat, first=first and not times, dtype=dtype, impl=on.impl
+    )
+    assert found.shape == truth.shape and found.is_contiguous()
+    far = (found.double() - truth).norm() / truth.norm()
+    assert far <= 2 * LIMITS[dtype], float(far)  # of the product, and of its sum with the rest
 
 
 @over(reference=EVERY, gpu=EVERY)
@@ -174,7 +200,8 @@ def test_the_kernel_of_hopper_pads_covers_and_rounds(
     bias, residual = torch.randn(features, **on), torch.randn(2, *size, features, **on)
     packed, padding = pack_weight(weight), (kh // 2, kw // 2)
     chosen = implementation_of(Call(x, packed, (1, 1, 1), padding)).name
-    if torch.cuda.get_device_capability() == (9, 0) and not (dtype == FP32 and features == 768):
+    cudnns = features <= 32 or (dtype == FP32 and features == 768)
+    if torch.cuda.get_device_capability() == (9, 0) and not cudnns:
         assert chosen == "hopper"
     planes = x.double().permute(0, 4, 1, 2, 3)
     branch = F.conv3d(planes, weight.double(), padding=(0, *padding)).permute(0, 2, 3, 4, 1)

@@ -27,8 +27,14 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
-from turbo_rcm_patch.ops.conv3d.api import Call, conv3d, implementation_of, pack_weight
-from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, RMSNorm, norm_silu
+from turbo_rcm_patch.ops.conv3d.api import (
+    Call,
+    conv3d,
+    implementation_of,
+    pack_phases,
+    pack_weight,
+)
+from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
@@ -86,10 +92,11 @@ class Video:
         self.ran: Counter[str] = Counter()
         self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
-    def weights(self, conv: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the packed weight and the bias of a convolution."""
+    def weights(self, conv: Any, phases: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the packed weight (`phases`: that of `pack_phases`) and the bias."""
         if conv not in self._read:
-            self._read[conv] = self.read(self, conv)
+            weight, bias = self.read(self, conv)
+            self._read[conv] = pack_phases(weight) if phases else weight, bias
         return self._read[conv]
 
     def bias(self, conv: Any) -> Tensor | None:
@@ -133,6 +140,7 @@ class Video:
         bias: bool = True,
         padding: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
+        phases: bool = False,
     ) -> Tensor:
         """Run a convolution of the model on x [B, T + history, H, W, C].
 
@@ -144,8 +152,9 @@ class Video:
             padding: Zeros around a frame; by default as many as keep its size.
             dtype: dtype of the result; by default that of the stream, or of the products without
                 the bias.
+            phases: Whether its weight is that of `pack_phases`.
         """
-        weight, own = self.weights(conv)
+        weight, own = self.weights(conv, phases)
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
         if padding is None:
             padding = weight.shape[2] // 2, weight.shape[3] // 2
@@ -156,6 +165,21 @@ class Video:
             x, weight, own if bias else None, residual=residual, stride=stride,
             padding=padding, dtype=dtype, impl=self.impl,
         )  # fmt: skip
+
+    def enlarge(
+        self, conv: Any, x: Tensor, duplicate: Duplicate | None = None, **more: Any
+    ) -> Tensor:
+        """Enlarge x [B, T, H, W, C] twice (nearest), and run a convolution of 3 x 3 over that.
+
+        Args:
+            conv: The module.
+            x: Its input before it is enlarged.
+            duplicate: As in `passes.enlarge`.
+            **more: `repeat` and `first` of `passes.enlarge`.
+        """
+        x = x.to(self.dtype).contiguous()
+        y = self.conv(conv, x, bias=False, padding=(1, 1), phases=True)
+        return enlarge(y, self.bias(conv), duplicate, dtype=self.stream, impl=self.impl, **more)
 
 
 class PatchedCoder(PatchedBlock):

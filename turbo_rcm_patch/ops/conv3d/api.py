@@ -76,6 +76,28 @@ def pack_weight(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.where(packed.isfinite(), rounded, packed)
 
 
+def pack_phases(packed: Tensor) -> Tensor:
+    """Return the weight of a convolution that reads a frame enlarged twice (nearest), for one that
+    reads the frame itself.
+
+    Of three neighbours in the enlarged frame two are one pixel. So each of the four phases of the
+    result (upper left, upper right, lower left, lower right) is a convolution of 2 x 2 taps, whose
+    weights are sums: 4 products for 9, and the enlarged frame is never written.
+
+    Args:
+        packed: [Cout, 1, 3, 3, Cin] of `pack_weight`.
+
+    Returns:
+        [4 * Cout, 1, 2, 2, Cin] in the dtype of `packed`, to be padded by one zero all around.
+    """
+    phases = [packed.float().permute(0, 4, 1, 2, 3)]
+    for dim in (3, 4):
+        taps = [one.unbind(dim) for one in phases]
+        pairs = [pair for a, b, c in taps for pair in ((a, b + c), (a + b, c))]
+        phases = [torch.stack(pair, dim) for pair in pairs]
+    return pack_weight(torch.cat(phases), packed.dtype)
+
+
 def _is_pointwise(call: Call) -> bool:
     return call.weight.shape[1:4] == (1, 1, 1) and call.stride == (1, 1, 1)
 
@@ -134,7 +156,7 @@ def _on_hopper(call: Call) -> bool:
     from turbo_rcm_patch.ops.launch import target_of
 
     same = call.stride == (1, 1, 1) and call.padding == (taps[1] // 2, taps[2] // 2)
-    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps):
+    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps) or features <= 32:
         return False
     if call.x.dtype != torch.float32:
         chosen = features % 256 != 0 or taps[1] == 1

@@ -122,20 +122,72 @@ def frames_of(n_frames: int, n_latent: int, device: torch.device) -> Tensor:
     return (torch.arange(n_frames, device=device) + odd * (repeat - 1)) // repeat
 
 
-def upsample(x: Tensor, out: Tensor, *, impl: str = "auto") -> None:
-    """Write every pixel of x into a square of 2 x 2 pixels (nearest), and interleave frames.
+class Duplicate(NamedTuple):
+    """Wan 2.2's shortcut around an enlarging level (`DupUp3D`): its input, repeated.
+
+    A pixel of the input becomes times * 4 phases (in time, row, column). Channel c of phase p is
+    its channel (c * times * 4 + p) // repeats.
+
+    Attributes:
+        x: [B, t, H, W, C'], any strides with contiguous channels.
+        times: Frames that each becomes.
+        repeats: Number of phases that share a channel.
+        first: True if the first frame becomes one.
+    """
+
+    x: Tensor
+    times: int
+    repeats: int
+    first: bool
+
+
+def enlarge(
+    y: Tensor,
+    bias: Tensor | None,
+    duplicate: Duplicate | None = None,
+    *,
+    repeat: int = 1,
+    first: bool = False,
+    dtype: torch.dtype,
+    impl: str = "auto",
+) -> Tensor:
+    """Write the phases of an enlarging convolution (`api.pack_phases`) into their pixels, and add
+    bias and shortcut.
 
     Args:
-        x: [B, T, S, H, W, C] of any strides with contiguous channels. Each of T frames becomes S.
-        out: [B, T * S, 2 * H, 2 * W, C] whose frames are dense.
+        y: [B, T, H + 1, W + 1, 4 * C], contiguous. Pixel (2 * h + i, 2 * w + j) of the result is
+            phase 2 * i + j of pixel (h + i, w + j).
+        bias: [C], or None.
+        duplicate: What is added, or None.
+        repeat: Number of equal frames that each frame becomes.
+        first: True if the first frame stays one.
+        dtype: dtype of the result.
         impl: "triton", "reference" or "auto".
+
+    Returns:
+        [B, T * repeat, 2 * H, 2 * W, C], contiguous; with `first` repeat - 1 frames fewer.
     """
-    if resolve_impl(impl, x.device) == "triton":
+    if resolve_impl(impl, y.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 
-        triton.upsample(x, out)
-        return
-    out.copy_(x.flatten(1, 2).repeat_interleave(2, 2).repeat_interleave(2, 3))
+        made: Tensor = triton.enlarge(y, bias, duplicate, repeat, first, dtype)
+        return made
+    batch, frames, height, width, channels = y.shape
+    phases = torch.unflatten(y.float(), 4, (2, 2, channels // 4))
+    out = phases.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4)
+    for i in range(2):
+        for j in range(2):
+            part = phases[:, :, i : height - 1 + i, j : width - 1 + j, i, j]
+            out[:, :, i::2, j::2] = part
+    out = out.repeat_interleave(repeat, 1)[:, first * (repeat - 1) :]
+    if bias is not None:
+        out = out + bias.float()
+    if duplicate is not None:
+        x, times, repeats, begins = duplicate
+        wide = torch.unflatten(x.repeat_interleave(repeats, 4), 4, (channels // 4, times, 2, 2))
+        wide = wide.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(1, 2).flatten(2, 3).flatten(3, 4)
+        out = out + wide[:, begins * (times - 1) :].float()
+    return out.to(dtype)
 
 
 def add_bias_residual(

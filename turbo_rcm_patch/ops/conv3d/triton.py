@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.conv3d.passes import LEAST_NORM, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import LEAST_NORM, Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.launch import cdiv, launch, target_of
 from turbo_rcm_patch.ops.replay import replayed
 
@@ -259,60 +259,74 @@ def group_factors(
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def upsample_kernel(
-    out_ptr, x_ptr, x_strides, out_stride_b, n_frames, width, C: tl.constexpr, S: tl.constexpr,
+def enlarge_kernel(
+    out_ptr, y_ptr, bias_ptr, duplicate, frames, n_frames, width, first, repeat,
+    C: tl.constexpr, TIMES: tl.constexpr, REPEATS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write pixels of one row into two pixels of two rows.
+    """Write phases into their pixels, and add bias and shortcut.
 
-    Grid: (blocks of a row, H, B * T * S). x [B, T, S, H, W, C]; out [B, T * S, 2H, 2W, C] with
-    dense frames.
+    Grid: (blocks of a row, 2H, B * n_frames). y [B, frames, H + 1, width + 1, 4, C]; out
+    [B, n_frames, 2H, 2 * width, C]; bias [C] or None; duplicate: None, or x [B, t, H, width, C'],
+    its strides but the last, and TIMES - 1 if its first frame becomes one, else 0.
     """
-    row, j = tl.program_id(1), tl.program_id(2) % n_frames
+    row, t = tl.program_id(1), tl.program_id(2) % n_frames
     b = (tl.program_id(2) // n_frames).to(tl.int64)
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_c = tl.arange(0, BLOCK_C)
-    mask = (offs_p < width)[:, None] & (offs_c < C)[None, :]
-    source = x_ptr + b * x_strides[0] + (j // S).to(tl.int64) * x_strides[1]
-    source += (j % S).to(tl.int64) * x_strides[2] + row.to(tl.int64) * x_strides[3]
-    x = tl.load(
-        source + offs_p.to(tl.int64)[:, None] * x_strides[4] + offs_c[None, :],
-        mask=mask, other=0.0,
-    )  # fmt: skip
-    height = tl.num_programs(1)
-    rows = (j.to(tl.int64) * 2 * height + 2 * row) * 2 * width
-    out = out_ptr + b * out_stride_b + (rows + 2 * offs_p)[:, None] * C + offs_c[None, :]
-    tl.store(out, x, mask=mask)
-    tl.store(out + C, x, mask=mask)
-    out += 2 * width.to(tl.int64) * C
-    tl.store(out, x, mask=mask)
-    tl.store(out + C, x, mask=mask)
+    mask_c = offs_c < C
+    mask = (offs_p < 2 * width)[:, None] & mask_c[None, :]
+    i, j = row % 2, offs_p % 2
+    frame = b * frames + (t + first) // repeat
+    pixel = (frame * (tl.num_programs(1) // 2 + 1) + row // 2 + i) * (width + 1) + offs_p // 2 + j
+    phase = 2 * i + j
+    y = tl.load(
+        y_ptr + (4 * pixel + phase)[:, None] * C + offs_c[None, :], mask=mask, other=0.0
+    ).to(tl.float32)  # fmt: skip
+    if bias_ptr is not None:
+        y += _channels(bias_ptr, offs_c, mask_c)
+    if duplicate is not None:
+        time = t + duplicate[2]
+        source = (
+            duplicate[0] + b * duplicate[1][0] + (time // TIMES).to(tl.int64) * duplicate[1][1]
+        )
+        source += (row // 2).to(tl.int64) * duplicate[1][2]
+        at = (offs_p // 2).to(tl.int64) * duplicate[1][3]
+        own = offs_c[None, :] * (4 * TIMES) + (time % TIMES * 4 + phase)[:, None]
+        y += tl.load(source + at[:, None] + own // REPEATS, mask=mask, other=0.0).to(tl.float32)
+    rows = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + row
+    out = out_ptr + (rows * 2 * width + offs_p)[:, None] * C + offs_c[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @replayed
-def upsample(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute `passes.upsample`."""
-    target_of(x.device)
-    batch, n_frames, s, height, width, channels = x.shape
-    block_p, block_c = _tile(channels)
-    block_p = min(block_p, triton.next_power_of_2(width))
-    launch(
-        upsample_kernel,
-        (cdiv(width, block_p), height, batch * n_frames * s),
-        x.device,
-        out_ptr=out,
-        x_ptr=x,
-        x_strides=x.stride()[:5],
-        out_stride_b=out.stride(0),
-        n_frames=n_frames * s,
-        width=width,
-        C=channels,
-        S=s,
-        BLOCK_P=block_p,
-        BLOCK_C=block_c,
-        num_warps=4,
-        num_stages=1,
+def enlarge(
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    duplicate: Duplicate | None,
+    repeat: int,
+    first: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute `passes.enlarge`."""
+    target_of(y.device)
+    batch, frames, height, width, channels = y.shape
+    height, width, channels = height - 1, width - 1, channels // 4
+    n_frames = frames * repeat - first * (repeat - 1)
+    out = torch.empty(
+        (batch, n_frames, 2 * height, 2 * width, channels), dtype=dtype, device=y.device
     )
+    block_p, block_c = _tile(channels)
+    x, times, repeats, begins = duplicate or (None, 1, 1, False)
+    launch(
+        enlarge_kernel, (cdiv(2 * width, block_p), 2 * height, batch * n_frames), y.device,
+        out_ptr=out, y_ptr=y, bias_ptr=bias,
+        duplicate=None if x is None else (x, x.stride()[:4], begins * (times - 1)),
+        frames=frames, n_frames=n_frames, width=width, first=first * (repeat - 1), repeat=repeat,
+        C=channels, TIMES=times, REPEATS=repeats, BLOCK_P=block_p, BLOCK_C=block_c,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
 
 
 def add_bias_residual(

@@ -15,7 +15,7 @@ from diffusers.models.autoencoders import autoencoder_kl_cogvideox as author
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.conv3d.passes import GroupNorm, upsample
+from turbo_rcm_patch.ops.conv3d.passes import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.vae import (
@@ -149,16 +149,9 @@ class CogVideoXDecoder(_Coder):
 
     def _upsample(self, video: Video, up: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXUpsample3D`; of an odd number of frames the first stays one."""
-        batch, frames, height, width, channels = x.shape
-        twice = up.compress_time and frames > 1
-        first = 1 if twice and frames % 2 else 0
-        frames = first + (frames - first) * (2 if twice else 1)
-        wide = x.new_empty(batch, frames, 2 * height, 2 * width, channels, dtype=video.dtype)
-        if first:
-            upsample(x[:, :1].unsqueeze(2), wide[:, :1], impl=video.impl)
-        rest = x[:, first:].unsqueeze(2).expand(-1, -1, 2 if twice else 1, -1, -1, -1)
-        upsample(rest, wide[:, first:], impl=video.impl)
-        return video.conv(up.conv, wide)
+        twice = up.compress_time and x.shape[1] > 1
+        odd = twice and x.shape[1] % 2 == 1
+        return video.enlarge(up.conv, x, repeat=2 if twice else 1, first=odd)
 
 
 class CogVideoXEncoder(_Coder):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops.conv3d.passes import RMSNorm, norm_silu, upsample
+from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.shared_rows import Rows
 from turbo_rcm_patch.patching.vae import (
@@ -275,35 +275,21 @@ class Decoder(WanCoder):
         self, video: Video, up: Any, shortcut: Any, y: Tensor, x: Tensor | None
     ) -> Tensor:
         """Run the upsampling of a level on y, and add its shortcut of the level's input x."""
-        first = up not in video.begun
-        wide = self._resample(video, up, video.rows.narrow(y))
-        if x is not None:
-            _duplicate(wide, video.rows.narrow(x), shortcut, first)
-        return wide
-
-    def _resample(self, video: Video, up: Any, x: Tensor) -> Tensor:
-        """Enlarge x twice, and in time where its author does. The first frame stays one frame."""
-        batch, frames, height, width, channels = x.shape
-        first = up not in video.begun
+        y, first = video.rows.narrow(y), up not in video.begun
         video.begun.add(up)
-        if up.mode == "upsample2d":
-            parts = [x.unsqueeze(2)]
-        else:
-            parts = [x[:, :1].unsqueeze(2)] if first else []
-            x = x[:, 1:] if first else x
-            if x.shape[1]:
-                y = video.behind(up.time_conv, x, silu=False)
+        if up.mode == "upsample3d":  # The first frame stays one frame.
+            start, y = y[:, :first], y[:, first:]
+            if y.shape[1]:
+                y = video.behind(up.time_conv, y, silu=False)
                 y = video.conv(up.time_conv, y, dtype=video.dtype)
                 # The first half of the channels is the first of two frames.
-                parts.append(torch.unflatten(y, -1, (2, channels)).permute(0, 1, 4, 2, 3, 5))
-        frames = sum(part.shape[1] * part.shape[2] for part in parts)
-        wide = x.new_empty(batch, frames, 2 * height, 2 * width, channels, dtype=video.dtype)
-        done = 0
-        for part in parts:
-            count = part.shape[1] * part.shape[2]
-            upsample(part, wide[:, done : done + count], impl=video.impl)
-            done += count
-        return video.conv(up.resample[1], wide)
+                y = torch.unflatten(y, 4, (2, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
+            y = torch.cat([start.to(video.dtype), y], 1) if first else y
+        duplicate = None
+        if x is not None:
+            repeats = shortcut.repeats
+            duplicate = Duplicate(video.rows.narrow(x), shortcut.factor_t, repeats, first)
+        return video.enlarge(up.resample[1], y, duplicate)
 
 
 class Encoder(WanCoder):
@@ -406,28 +392,6 @@ def _own_padding(module: Any) -> bool:
     if isinstance(padding, int):  # in time; ComfyUI's newest leaves the rest to the convolution
         return bool(module.padding == (0, height, width))
     return bool(padding[:4] == (width, width, height, height))
-
-
-def _duplicate(y: Tensor, x: Tensor, shortcut: Any, first: bool) -> None:
-    """Add a `DupUp3D` of x [B, T, H, W, C'] to y [B, T * ft, H * fs, W * fs, C], in place.
-
-    Output channel c of phase p (in time, row, column) takes channel (c * ft * fs * fs + p) //
-    repeats of x. Phases that share a channel are a view of it.
-    """
-    ft, fs, phases = shortcut.factor_t, shortcut.factor_s, shortcut.factor
-    if first:  # Of the first frame only the last phase in time is left.
-        for p in range(phases - fs * fs, phases):
-            y[:, 0, p // fs % fs :: fs, p % fs :: fs] += _phase(x[:, 0], shortcut, p)
-        x, y = x[:, 1:], y[:, 1:]
-    for p in range(phases if x.shape[1] else 0):
-        phase = y[:, p // (fs * fs) :: ft, p // fs % fs :: fs, p % fs :: fs]
-        phase += _phase(x, shortcut, p)
-
-
-def _phase(x: Tensor, shortcut: Any, p: int) -> Tensor:
-    """Return the channels of phase p of a `DupUp3D`, a view of x [..., C']."""
-    own = shortcut.factor // shortcut.repeats
-    return torch.unflatten(x, -1, (shortcut.out_channels, own))[..., p // shortcut.repeats]
 
 
 def _average(x: Tensor, shortcut: Any) -> Tensor:
