@@ -13,27 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from tests.patching.test_vae import FUSION, decode, encode, error
-from tests.patching.vae import COGVIDEOX, VAES, WAN, WAN_RESIDUAL
+from tests.patching.vae import COGVIDEOX, VAES, WAN, WAN_RESIDUAL, conv_in_float64
 from tests.ranks import on_ranks
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.vae import share
-
-
-def conv_in_float64(
-    x: Any, weight: Any, bias: Any = None, *, residual: Any = None, stride: Any = (1, 1, 1),
-    padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto",
-) -> torch.Tensor:  # fmt: skip
-    planes, filters = (one.double().movedim(-1, 1) for one in (x, weight))
-    y = F.conv3d(planes, filters, None, stride, (0, *padding)).movedim(1, -1)
-    y = y if bias is None else y + bias.double()
-    y = y if residual is None else y + residual.double()
-    return y.to(dtype or x.dtype).contiguous()
-
 
 #: The latent: frames, height, width, batch. Rows do not divide evenly among three ranks.
 SIZES: list[Any] = [(3, 8, 6, 1), (1, 7, 5, 2)]

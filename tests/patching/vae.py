@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 
 _DOWN = {"temperal_downsample": [False, True, True], "num_res_blocks": 1}
@@ -75,3 +76,15 @@ WAN = VAE("wan", _wan, 4, 8, 18)
 WAN_RESIDUAL = VAE("wan-residual", _wan_residual, 6, 16, 25)
 COGVIDEOX = VAE("cogvideox", _cogvideox, 4, 8, 16)
 VAES = (WAN, WAN_RESIDUAL, COGVIDEOX)
+
+
+def conv_in_float64(
+    x: Any, weight: Any, bias: Any = None, *, residual: Any = None, stride: Any = (1, 1, 1),
+    padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """A convolution whose sums do not depend on the size of its input."""
+    planes, filters = (one.double().movedim(-1, 1) for one in (x, weight))
+    y = F.conv3d(planes, filters, None, stride, (0, *padding)).movedim(1, -1)
+    y = y if bias is None else y + bias.double()
+    y = y if residual is None else y + residual.double()
+    return y.to(dtype or x.dtype).contiguous()

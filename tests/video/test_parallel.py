@@ -21,8 +21,8 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 from tests.measures import relative_l2
-from tests.patching.test_shared_vae import conv_in_float64
 from tests.patching.test_ulysses import gather_uneven
+from tests.patching.vae import conv_in_float64
 from tests.ranks import on_ranks
 from tests.video.micro import SMALL, micro_pipe, micro_video_pipe, skyreels
 from tests.video.micro_cogvideox import micro_cogvideox
