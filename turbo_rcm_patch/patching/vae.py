@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import (
     Call,
@@ -63,39 +63,34 @@ class Video:
     share nothing.
 
     Args:
+        coder: Whose video it is.
+        x: The video or the latent, [B, C, T, H, W].
+
+    Attributes:
         dtype: dtype of the products.
         stream: dtype of the residual stream.
         device: Where it runs.
         impl: As `PatchConfig.impl`.
-        read: Returns the packed weight of a convolution in the dtype of products, and its bias.
-
-    Attributes:
         rows: Which rows of a frame this rank decodes.
         history: Convolution -> the last frames that it read, for its next call.
         begun: Modules that have passed the first frame.
         ran: Name of an implementation -> number of convolutions that it ran.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        stream: torch.dtype,
-        device: torch.device,
-        impl: Impl,
-        read: Callable[[Video, Any], tuple[Tensor, Tensor | None]],
-    ) -> None:
-        self.dtype, self.stream, self.device = dtype, stream, device
-        self.impl, self.read = impl, read
-        self.rows = Rows(Ranks(), 1)
+    def __init__(self, coder: PatchedCoder, x: Tensor) -> None:
+        half = coder.config.conv == "bf16" and x.dtype == torch.float32
+        self.dtype, self.stream = torch.bfloat16 if half else x.dtype, x.dtype
+        self.device, self.impl, self.ran = x.device, coder.config.impl, coder.ran
+        self.rows = Rows(coder.ranks(), x.shape[3])
         self.history: dict[nn.Module, Tensor] = {}
         self.begun: set[nn.Module] = set()
-        self.ran: Counter[str] = Counter()
+        self._coder = coder
         self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
     def weights(self, conv: Any, phases: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight (`phases`: that of `pack_phases`) and the bias."""
         if conv not in self._read:
-            weight, bias = self.read(self, conv)
+            weight, bias = self._coder.read(self, conv)
             self._read[conv] = pack_phases(weight) if phases else weight, bias
         return self._read[conv]
 
@@ -178,7 +173,7 @@ class Video:
             **more: `repeat` and `first` of `passes.enlarge`.
         """
         x = x.to(self.dtype).contiguous()
-        y = self.conv(conv, x, bias=False, padding=(1, 1), phases=True)
+        y = self.conv(conv, x, bias=False, phases=True)
         return enlarge(y, self.bias(conv), duplicate, dtype=self.stream, impl=self.impl, **more)
 
 
@@ -246,14 +241,6 @@ class PatchedCoder(PatchedBlock):
     def by_author(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the author's `_decode` or `_encode`."""
         return getattr(author_class(self.vae), self.caller)(vae, x, *args, **kwargs)
-
-    def new_video(self, x: Tensor) -> Video:
-        """Return the state of a video that begins."""
-        half = self.config.conv == "bf16" and x.dtype == torch.float32
-        dtype = torch.bfloat16 if half else x.dtype
-        video = Video(dtype, x.dtype, x.device, self.config.impl, self.read)
-        video.ran = self.ran
-        return video
 
     def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight of a convolution, and its bias."""

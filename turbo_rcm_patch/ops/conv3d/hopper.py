@@ -396,32 +396,16 @@ def conv3d(
     n_tiles = cdiv(features, main + rest)
     tiles = n_tiles * batch * frames * cdiv(height, _TILE_ROWS) * cdiv(width, _WIDTH.value)
     launch(
-        hopper_conv3d_kernel,
-        (min(tiles, programs(x.device)),),
-        x.device,
-        y_ptr=y,
+        hopper_conv3d_kernel, (min(tiles, programs(x.device)),), x.device, y_ptr=y,
         x_desc=TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype)),
         w_desc=TensorDescriptor(
             weight, [weight.shape[0] // 32, 4, 4, 2, row], [32 * row, 2 * row, 8 * row, row, 1],
             list(w_block), _layout(w_block, x.dtype),
         ),
-        bias_ptr=bias,
-        residual_ptr=residual,
-        n_frames=frames,
-        rows=height,
-        width=width,
-        n_tiles=n_tiles,
-        tiles=tiles,
-        channels=(channels, features),
-        times=kt,
-        along_taps=kh if turned else kw,
-        ACROSS=kw if turned else kh,
-        MAIN=main,
-        REST=rest,
-        SLOT_N=slot_n,
-        REGISTERS=rest > 0 or x.dtype == torch.float32,
-        TURNED=turned,
-        WHOLE=features % (main + rest) == 0,
-        num_warps=4,
+        bias_ptr=bias, residual_ptr=residual, n_frames=frames, rows=height, width=width,
+        n_tiles=n_tiles, tiles=tiles, channels=(channels, features), times=kt,
+        along_taps=kh if turned else kw, ACROSS=kw if turned else kh, MAIN=main, REST=rest,
+        SLOT_N=slot_n, REGISTERS=rest > 0 or x.dtype == torch.float32, TURNED=turned,
+        WHOLE=features % (main + rest) == 0, num_warps=4,
     )  # fmt: skip
     return y

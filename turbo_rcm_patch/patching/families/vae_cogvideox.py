@@ -55,7 +55,7 @@ class _Coder(PatchedCoder):
     def _batch(self, x: Tensor, conv_cache: Any = None) -> tuple[Tensor, Video]:
         """Stand in for the coder in the author's loops over tiles and batches of frames, which
         begin with no cache."""
-        video = self.new_video(x) if conv_cache is None else conv_cache
+        video = Video(self, x) if conv_cache is None else conv_cache
         return self.coded(video, x), video
 
     def first_frames(self, x: Tensor) -> int:

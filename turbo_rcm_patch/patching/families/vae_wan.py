@@ -54,7 +54,7 @@ class _Diffusers(WanCoder):
         """Stand in for the coder in the author's loop over tiles and frames, which begins each
         tile with an empty cache."""
         if feat_cache[0] is None:
-            feat_cache[0] = self.new_video(x)
+            feat_cache[0] = Video(self, x)
         return self.coded(feat_cache[0], x)
 
 
@@ -66,7 +66,7 @@ class WanDecoder(_Diffusers, Decoder):
 
     def untiled(self, z: Tensor, return_dict: bool = True) -> Any:
         x = self.vae.post_quant_conv(z)
-        out = self.coded(self.new_video(x), x)
+        out = self.coded(Video(self, x), x)
         if self.vae.config.patch_size is not None:
             out = _author(self.vae).unpatchify(out, patch_size=self.vae.config.patch_size)
         out = torch.clamp(out, min=-1.0, max=1.0)
@@ -82,7 +82,7 @@ class WanEncoder(_Diffusers, Encoder):
 
     def untiled(self, x: Tensor) -> Any:
         frames = 1 + (x.shape[2] - 1) // 4 * 4  # The author leaves out the rest too.
-        out = self.coded(self.new_video(x), x[:, :, :frames])
+        out = self.coded(Video(self, x), x[:, :, :frames])
         return self.vae.quant_conv(out)
 
 
@@ -136,7 +136,7 @@ class OriginalDecoder(_Original, Decoder):
             mean, factor = map(_per_channel, scale)
             z = z / factor + mean
         z = self.vae.conv2(z)
-        out = self.coded(self.new_video(z), z)
+        out = self.coded(Video(self, z), z)
         return _author(self.vae).unpatchify(out, patch_size=2) if self.patches() else out
 
 
@@ -148,7 +148,7 @@ class OriginalEncoder(_Original, Encoder):
 
     def run_video(self, x: Tensor, scale: Any = None) -> Any:
         x = _author(self.vae).patchify(x, patch_size=2) if self.patches() else x
-        mu = self.vae.conv1(self.coded(self.new_video(x), x)).chunk(2, dim=1)[0]
+        mu = self.vae.conv1(self.coded(Video(self, x), x)).chunk(2, dim=1)[0]
         if scale is not None:
             mean, factor = map(_per_channel, scale)
             mu = (mu - mean) * factor

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
 from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.shared_rows import Rows
 from turbo_rcm_patch.patching.vae import (
     PatchedCoder,
     Video,
@@ -37,6 +36,10 @@ from turbo_rcm_patch.skip import SkipPair
 _ROOM: int = 4
 
 
+#: Blocks that hold others.
+_GROUPS: Final = [
+    *("Down_ResidualBlock", "ResidualDownBlock", "ResidualUpBlock", "UpBlock", "Up_ResidualBlock")
+]
 #: Class of a module inside -> the first parameters of its forward.
 _FORWARDS: Final = {
     "AttentionBlock": ("self", "x"),
@@ -46,10 +49,7 @@ _FORWARDS: Final = {
     "RMS_norm": ("self", "x"),
     "Upsample": ("self", "x"),
 } | dict.fromkeys(
-    (
-        *("Decoder3d", "Down_ResidualBlock", "Encoder3d", "MidBlock", "Resample", "ResidualBlock"),
-        *("ResidualDownBlock", "ResidualUpBlock", "UpBlock", "Up_ResidualBlock"),
-    ),
+    (*_GROUPS, "Decoder3d", "Encoder3d", "MidBlock", "Resample", "ResidualBlock"),
     ("self", "x", "feat_cache", "feat_idx"),
 )
 _TORCH: Final = frozenset(
@@ -82,7 +82,8 @@ class WanCoder(PatchedCoder):
     known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
-        return channels_first(torch.cat(list(self.pieces(video, channels_last(x))), 1))
+        pieces = [video.rows.whole(one) for one in self.pieces(video, channels_last(x))]
+        return channels_first(torch.cat(pieces, 1)).contiguous()
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
         """Yield the result of the frames x [B, T, H, W, C], a few frames at a time."""
@@ -204,28 +205,8 @@ class Decoder(WanCoder):
     __slots__ = ()
     part, shared = "decoder", True
 
-    def new_video(self, x: Tensor) -> Video:
-        video = super().new_video(x)
-        video.rows = Rows(self.ranks(), x.shape[3])
-        return video
-
     def first_frames(self, x: Tensor) -> int:
         return 2
-
-    def coded(self, video: Video, x: Tensor) -> Tensor:
-        """Run the decoder on the latent frames x [B, C, T, h, w]."""
-        batch, _, frames, height, width = x.shape
-        modes = [level.resample.mode for level in self.levels() if level.resample is not None]
-        longer, larger = 2 ** modes.count("upsample3d"), 2 ** len(modes)
-        frames = frames * longer - (0 if self.block in video.begun else longer - 1)
-        shape = (batch, self.end()[-1].out_channels, frames, height * larger, width * larger)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        done = 0
-        for y in self.pieces(video, channels_last(x)):
-            out[:, :, done : done + y.shape[1]] = channels_first(video.rows.whole(y))
-            done += y.shape[1]
-        video.begun.add(self.block)
-        return out
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
         levels, start = self.levels(), self.start()
@@ -304,19 +285,17 @@ class Encoder(WanCoder):
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
         start = [x[:, :1], *torch.split(x[:, 1:], 4, 1)] if self.block not in video.begun else [x]
         video.begun.add(self.block)
-        pieces = iter([one for one in start if one.shape[1]])
-        pieces = self._in(video, self.start(), gathered(pieces, _ROOM))
-        frames = _ROOM
+        conv = self.start()
+        pieces: Iterator[Tensor] = (
+            video.conv(conv, video.behind(conv, one, silu=False))
+            for one in gathered((one for one in start if one.shape[1]), _ROOM)
+        )
         for level in self.levels():
             pieces = self._down(video, level, pieces)
             if level.resample is not None:
-                pieces = gathered(pieces, frames)
+                pieces = gathered(pieces, _ROOM)
         for y in pieces:
             yield self.head(video, self.blocks(video, self.middle(), y))
-
-    def _in(self, video: Video, conv: Any, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        for x in pieces:
-            yield video.conv(conv, video.behind(conv, x, silu=False))
 
     def _down(self, video: Video, level: Level, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         """Run a level on pieces [B, T, H, W, C]."""
@@ -358,11 +337,7 @@ def _inside(module: Any) -> Iterator[Any]:
     if kind == "MidBlock":  # diffusers keeps the two apart
         pairs = zip(module.attentions, module.resnets[1:], strict=True)
         yield from (module.resnets[0], *(one for pair in pairs for one in pair))
-    elif (
-        kind in ("ModuleList", "Sequential")
-        or kind.endswith(("UpBlock", "DownBlock"))
-        or (kind in ("Up_ResidualBlock", "Down_ResidualBlock"))
-    ):
+    elif kind in ("ModuleList", "Sequential", *_GROUPS):
         for child in module.children():
             yield from _inside(child)
     elif kind not in ("AvgDown3D", "DupUp3D"):
