@@ -30,7 +30,7 @@ def _channels(ptr, offs_c, mask_c):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def norm_silu_kernel(
-    y_ptr, kept_ptr, x, history_ptr, norm, latent, residual_ptr,
+    y_ptr, kept_ptr, x, history_ptr, norm, latent,
     frames, pixels, width, first, repeat, square, latent_width, root,
     C: tl.constexpr, FRAMES: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -40,10 +40,11 @@ def norm_silu_kernel(
     norm: weight and bias. NORM 1 is Wan's RMS norm with weight and bias [C]; NORM 2 multiplies by
     weight [B, C] and adds bias [B, C], fp32 (a group norm whose statistics are known); NORM 0 is
     none. latent: None, or scale and shift, [B, t, h, w, C] fp32, which are then multiplied by and
-    added, and their strides of batch and frames. residual: None, or what y is added to, dense.
+    added, and their strides of batch and frames.
 
     Grid: (blocks of pixels, B * (FRAMES + T)). x: [B, T, H * W, C] with dense frames, its
-    strides of batch and frames, and `before` [C] or None; y dense.
+    strides of batch and frames, `before` [C] or None, and a residual [B, T, H * W, C], added after
+    the norm, or None; that and y are dense.
     """
     j, b = tl.program_id(1) % (FRAMES + frames), tl.program_id(1) // (FRAMES + frames)
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -78,9 +79,9 @@ def norm_silu_kernel(
                 pixel = pixel + at.to(tl.int64)[:, None] * C + offs_c[None, :]
                 z *= tl.load(latent[0] + pixel, mask=mask, other=0.0).to(tl.float32)
                 z += tl.load(latent[1] + pixel, mask=mask, other=0.0).to(tl.float32)
-        if residual_ptr is not None:  # without history
-            at = tl.program_id(1).to(tl.int64) * frame + offs
-            z += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if x[3] is not None:
+            own = x[3] + (b * frames + t) * frame + offs
+            z += tl.load(own, mask=mask, other=0.0).to(tl.float32)
         if SILU:
             z = z / (1.0 + tl.exp(-z))
         y = z.to(y_ptr.dtype.element_ty)
@@ -144,9 +145,9 @@ def _norm_silu(
         repeat, square = (n_frames - odd) // (latent_frames - odd), width // latent_width
     launch(
         norm_silu_kernel, (cdiv(pixels, block_p), batch * (frames + n_frames)), x.device,
-        y_ptr=y, kept_ptr=kept, x=(x, x.stride()[:2], before), history_ptr=history, norm=norm,
-        latent=None if latent is None else (*latent, latent[0].stride()[:2]),
-        residual_ptr=residual, frames=n_frames, pixels=pixels, width=width,
+        y_ptr=y, kept_ptr=kept, x=(x, x.stride()[:2], before, residual), history_ptr=history,
+        norm=norm, latent=None if latent is None else (*latent, latent[0].stride()[:2]),
+        frames=n_frames, pixels=pixels, width=width,
         first=odd * (repeat - 1), repeat=repeat, square=square, latent_width=latent_width,
         root=channels**0.5, C=channels, FRAMES=frames, NORM=kind, SILU=silu,
         BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, num_stages=1,
