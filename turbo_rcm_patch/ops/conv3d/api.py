@@ -156,7 +156,7 @@ def _on_hopper(call: Call) -> bool:
     from turbo_rcm_patch.ops.launch import target_of
 
     same = call.stride == (1, 1, 1) and call.padding == (taps[1] // 2, taps[2] // 2)
-    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps) or features <= 32:
+    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps):
         return False
     if call.x.dtype != torch.float32:
         chosen = features % 256 != 0 or taps[1] == 1
