@@ -41,6 +41,7 @@ from turbo_rcm_patch.ops.conv3d import api as conv3d
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
+from turbo_rcm_patch.ops.int8_linear.samples import Samples
 from turbo_rcm_patch.ops.launch import Target
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 
@@ -113,7 +114,8 @@ class Result:
 
 _MODULES = ("numerics", "residual.triton", "launch",
             "attention.triton", "attention.prologue_triton", "attention.one_launch_triton",
-            "sparse_linear.triton", "int8_linear.triton", "conv3d.triton")  # fmt: skip
+            "sparse_linear.triton", "int8_linear.triton", "int8_linear.samples_triton",
+            "conv3d.triton")  # fmt: skip
 _PORTABLE = {
     "rows": "numerics", "residual": "residual.triton", "passes": "conv3d.triton",
 }  # fmt: skip
@@ -172,6 +174,12 @@ def _int8_linear(case: Case, target: Target) -> None:
     for activation in ("", "gelu-tanh"):
         linear = int8_linear.LinearInputs(weight, scale, case.empty(channels), activation)
         int8_linear.launch_linear(rows, linear, out_dtype=x.dtype)
+
+
+def _samples(case: Case, target: Target) -> None:
+    """Elements of the weights of which int8 copies are kept."""
+    weights = [case.empty(1536, 1536)] * 300
+    Samples(weights, "triton").read(weights)
 
 
 def _norms(case: Case, target: Target) -> None:
@@ -256,6 +264,7 @@ CASES = {
        for dim in (64, 128) for q, k in ((128, 64), (64, 128))},
     "sparse-14B": Case(_sparse, heads=40, blocks=(128, 64)),
     **{f"int8-linear-{one}": Case(_int8_linear, scales=one) for one in ("row", "group", "block")},
+    "int8-copies": Case(_samples),
     "int8-linear-odd": Case(_int8_linear, 77, 1, scales="row"),
     "int8-linear-14B": Case(_int8_linear, heads=40, scales="row"),
     **{f"norms-{heads}x{dim}-{name}": Case(_norms, dim, heads, stream=stream)

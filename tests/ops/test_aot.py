@@ -38,6 +38,7 @@ LAUNCHES = [
     (HOPPER, "int8-linear-row", {"quantize_rows_kernel", "hopper_linear_kernel"}),
     (HOPPER, "int8-linear-block", {"quantize_rows_kernel", "hopper_linear_blocks_kernel"}),
     (HOPPER, "int8-linear-group", {"quantize_rows_kernel", "int8_linear_kernel"}),
+    (HOPPER, "int8-copies", {"samples_kernel"}),
     (HOPPER, "norms-12x128-fp32", _NORMS),
     (HOPPER, "norms-40x128-bf16", _NORMS),
     (HOPPER, "streams-30x64-fp32", {"residual_kernel"}),

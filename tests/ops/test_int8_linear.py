@@ -34,6 +34,7 @@ from turbo_rcm_patch.ops.int8_linear.api import (
     quantize_rows,
     quantized_rows,
 )
+from turbo_rcm_patch.ops.int8_linear.samples import SAMPLES, Samples
 from turbo_rcm_patch.ops.launch import Target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -291,6 +292,18 @@ def test_a_linear_of_rows_is_that_of_the_norm(form: Any) -> None:
     part = Int8Tensor(rows.data[:, :4], rows.scale[:, :4])
     made = int8_linear(part, *weight, activation="gelu-tanh", out_dtype=FP32)
     assert torch.equal(made, out[:, :4])
+
+
+# --- elements that are compared ------------------------------------------------------------------
+
+
+@over("interpreter", "gpu")
+def test_the_elements_of_weights_are_those_that_torch_reads(on: Implementation) -> None:
+    for dtype in (FP32, FP16, BF16, torch.float8_e4m3fn, torch.float64):
+        wide = on.randn(300, 200).to(dtype)
+        weights = [wide, wide[7:], wide.t(), wide[:, 3:90], wide[:3, :5], wide.t()[:40], wide[:1]]
+        made, expected = (Samples(weights, impl).read(weights) for impl in (on.impl, "reference"))
+        assert made.shape == (7, SAMPLES) and torch.equal(made, expected)
 
 
 # --- the linear with GELU ------------------------------------------------------------------------

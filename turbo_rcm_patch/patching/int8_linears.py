@@ -16,10 +16,8 @@ A write into a few elements needs `refresh(model)`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -30,6 +28,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
+from turbo_rcm_patch.ops.int8_linear.samples import Samples, layout
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
@@ -44,11 +43,6 @@ from turbo_rcm_patch.patching.plain import (
 #: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
 #: because it would hold the memory that offloading saves.
 _MOVES: Final = 3
-
-#: Elements of a weight that are compared, and the share of a row by which each is further right
-#: than the one before, so that they lie in all parts of rows and columns.
-_SAMPLES: Final = 32
-_RIGHT: Final = 0.618
 
 #: Functions of a diffusers model that write or move weights without changing their versions.
 WRITERS: Final = (
@@ -280,6 +274,10 @@ class Int8Copies:
 
     def __init__(self, forwards: list[Int8Forward]) -> None:
         self._forwards = forwards
+        #: Where the weights lay when they were read last, and what reads them there: (device,
+        #: dtype) -> the forwards of such weights, their places among all, the reader.
+        self._readers: tuple[Any, dict[Any, tuple[list[Int8Forward], list[int], Samples]]]
+        self._readers = None, {}
         #: (device, dtype) -> the forwards of such weights, and elements of each weight.
         self._seen: dict[Any, tuple[list[Int8Forward], Tensor]] = {}
 
@@ -299,51 +297,42 @@ class Int8Copies:
         """Drop the copies of weights that moved since the last call. This waits for the device."""
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return
-        groups: dict[Any, tuple[list[Int8Forward], list[Tensor]]] = {}
-        kind, size = None, (1, _SAMPLES)
+        forwards, weights = [], []
         for forward in self._forwards:  # hundreds, so each is a few look-ups
             weight = forward.linear._parameters.get("weight")
-            if type(weight) is not nn.Parameter:
-                continue
-            now = weight.device, weight.dtype
-            if kind != now:
-                group, some = groups.setdefault(now, ([], []))
-                kind = now
-            group.append(forward)
-            if weight.is_contiguous():
-                some.append(weight.as_strided(size, (1, _step(weight.shape))))
-            else:
-                some.append(_of_diagonal(weight))
+            if type(weight) is nn.Parameter and not weight.is_meta:
+                forwards.append(forward)
+                weights.append(weight)
+        (known, readers), now = self._readers, (forwards, layout(weights))
+        if now != known:
+            readers = _readers(forwards, weights)
+            self._readers = now, readers  # at once, because other threads read both
         seen, waiting = {}, []
-        for key, (forwards, some) in groups.items():
-            if key[0].type == "meta":
-                continue
-            bits = torch.cat(some)
-            bits = bits.view(torch.int16 if bits.element_size() == 2 else torch.int32)
+        for key, (group, places, samples) in readers.items():
+            bits = samples.read([weights[i] for i in places])
             before, values = self._seen.get(key, ([], bits))
-            seen[key] = forwards, bits
-            same = len(before) == len(forwards) and all(map(is_, before, forwards))
-            waiting.append((forwards, (bits != values).any(1) if same else None))
-        for forwards, moved in waiting:
-            flags = [True] * len(forwards) if moved is None else moved.tolist()
-            for forward, flag in zip(forwards, flags, strict=True):
+            seen[key] = group, bits
+            waiting.append((group, (bits != values).any(1) if before == group else None))
+        for group, moved in waiting:
+            flags = [True] * len(group) if moved is None else moved.tolist()
+            for forward, flag in zip(group, flags, strict=True):
                 if flag:
                     forward.forget()
         self._seen = seen  # After the copies are dropped: another thread may ask meanwhile.
 
 
-def _of_diagonal(weight: Tensor) -> Tensor:
-    """Return some elements of a weight that is not contiguous, evenly spaced: [1, _SAMPLES]."""
-    line = weight.diagonal()
-    return line[torch.linspace(0, len(line) - 1, _SAMPLES).long()].unsqueeze(0)
-
-
-@lru_cache
-def _step(shape: torch.Size) -> int:
-    """Return the distance of the elements that are read of a contiguous weight."""
-    rows, columns = shape
-    step = (rows * columns - 1) // (_SAMPLES - 1)
-    return step - (step - int(_RIGHT * columns)) % columns if step > columns else step
+def _readers(
+    forwards: list[Int8Forward], weights: Sequence[Tensor]
+) -> dict[Any, tuple[list[Int8Forward], list[int], Samples]]:
+    """Return (device, dtype) -> the forwards of such weights, their places among all, and what
+    reads elements of them."""
+    groups: dict[Any, list[int]] = {}
+    for i, weight in enumerate(weights):
+        groups.setdefault((weight.device, weight.dtype), []).append(i)
+    return {
+        key: ([forwards[i] for i in at], at, Samples([weights[i] for i in at], forwards[0].impl))
+        for key, at in groups.items()
+    }
 
 
 class DropsCopies(Replacement):
