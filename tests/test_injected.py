@@ -19,7 +19,7 @@ import torch
 from tests.patching.models import dicts, named, run, wan
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched, report_of, unpatch_model
-from turbo_rcm_patch.patching.record import PatchRecord
+from turbo_rcm_patch.patching.record import Entry, PatchRecord
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.settings import Settings
 
@@ -146,6 +146,32 @@ def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
     assert first > 20
     unpatch_model(model)
     assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_second_ctrl_c_before_the_block_of_patched_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one comes while functions are installed, the second when they are to be undone."""
+    model, _ = model_and_inputs()
+    before, install, undo = dicts(model), Entry.install, PatchRecord.undo
+    left: list[int] = [0, 0]
+
+    def pressed(which: int, go_on: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(one: Any) -> None:
+            left[which] -= 1
+            if left[which] == -1:
+                raise KeyboardInterrupt
+            go_on(one)
+
+        return run
+
+    monkeypatch.setattr(Entry, "install", pressed(0, install))
+    monkeypatch.setattr(PatchRecord, "undo", pressed(1, undo))
+    for place in range(12):
+        left[:] = place, 0
+        with pytest.raises(KeyboardInterrupt), patched(model, CONFIGS[1]):
+            pytest.fail("nothing was pressed")
+        assert dicts(model) == before, place
 
 
 def test_ctrl_c_between_patched_and_its_block_undoes_it() -> None:
