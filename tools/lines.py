@@ -39,7 +39,6 @@ class Lines:
     def __init__(self, root: Path, package: Path, out: Path) -> None:
         self._root, self._of, self._out = f"{root}/", str(root / package), out
         self._package = package.name
-        self._tests: dict[str, Any] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -64,10 +63,10 @@ class Lines:
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
-            self._tests[item.nodeid] = {
+            one = {
+                "test": item.nodeid,
                 "seconds": round(time.perf_counter() - start, 3),
                 "lines": {name.removeprefix(self._root): sorted(n) for name, n in seen.items()},
             }
-
-    def pytest_sessionfinish(self) -> None:
-        self._out.write_text(json.dumps(self._tests))
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(one) + "\n")
