@@ -18,9 +18,12 @@ import ast
 import copy
 import hashlib
 import json
+import multiprocessing
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 __all__ = ["Mutant", "changes", "count", "main", "mutant", "recorded", "run_mutant", "tests_for"]
 
@@ -56,9 +61,17 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32", "int32": "int16"}
 
-#: Without tests of a compiler, which are slow, and run in no line that is recorded.
-_PYTEST = (sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider",
-           "-m", "not gpu and not interpreter", "-k", "not compile")  # fmt: skip
+#: Without tests that compile or export, which are slow, and trace lines instead of running them.
+_PYTEST = ("-q", "-p", "no:cacheprovider", "-m", "not gpu and not interpreter",
+           "-k", "not compile and not export")  # fmt: skip
+#: A process that has loaded what tests import apart from the package, and forks for each mutant.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([
+    "pytest", "torch._dynamo", "hypothesis", "accelerate", "peft",
+    "diffusers.models.autoencoders.autoencoder_kl_wan", "diffusers.hooks",
+    "diffusers.models.transformers.transformer_wan",
+    "diffusers.pipelines.wan.pipeline_wan",
+])  # fmt: skip
 
 Change = Callable[[], None]
 
@@ -221,7 +234,7 @@ def _readers(mutant: Mutant, root: Path) -> dict[str, set[int]]:
 def recorded(folder: Path, tests: Sequence[str], keep: Path) -> Record:
     """Return which lines the tests run, from a file if that is of the same package and tests."""
     digest = hashlib.sha256(repr(sorted(tests)).encode())
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*(folder / PACKAGE).rglob("*.py"), *(folder / "tests").rglob("*.py")]):
         digest.update(path.read_bytes())
     if keep.exists():
         kept = json.loads(keep.read_text())
@@ -231,11 +244,12 @@ def recorded(folder: Path, tests: Sequence[str], keep: Path) -> Record:
     out = folder / "lines.json"
     options = ("-p", "tools.lines", "--lines-of", PACKAGE, "--lines-to", str(out), *tests)
     print("recording which lines each test runs", flush=True)
-    subprocess.run([*_PYTEST, *options], cwd=folder, check=True)
+    python = (sys.executable, "-B", "-m", "pytest", *_PYTEST)
+    subprocess.run([*python, *options], cwd=folder, check=True)
     lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     found = {one.pop("test"): one for one in lines}
     (folder / "chosen.txt").write_text("\n".join(found), encoding="utf-8")
-    subprocess.run([*_PYTEST, "--collect-only", "@chosen.txt"], cwd=folder, check=True,
+    subprocess.run([*python, "--collect-only", "@chosen.txt"], cwd=folder, check=True,
                    stdout=subprocess.DEVNULL)  # fmt: skip
     keep.parent.mkdir(parents=True, exist_ok=True)
     keep.write_text(json.dumps({"digest": digest.hexdigest(), "tests": found}))
@@ -251,15 +265,29 @@ def run_mutant(mutant: Mutant, folder: Path, tests: Sequence[str], limit: float)
     file = folder / mutant.file
     source = file.read_text(encoding="utf-8")
     (folder / "chosen.txt").write_text("\n".join(tests), encoding="utf-8")
+    process = _FORKS.Process(target=_run_pytest, args=(folder, [*_PYTEST, "-x", "@chosen.txt"]))
     try:
         file.write_text(mutated(source, mutant.index)[0], encoding="utf-8")
-        command = [*_PYTEST, "-x", "@chosen.txt"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return "too slow"
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            return "too slow"
     finally:
         file.write_text(source, encoding="utf-8")
-    return "unnoticed" if done.returncode == 0 else "noticed"
+    return "unnoticed" if process.exitcode == 0 else "noticed"
+
+
+def _run_pytest(folder: Path, options: list[str]) -> None:
+    """Run tests in this process, which ends."""
+    os.setsid()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    with open(folder / "said.txt", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        sys.exit(int(pytest.main(options)))
 
 
 def _copy_repository(folder: Path) -> None:
