@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,14 +42,67 @@ def test_a_mutant_changes_one_node(source: str, expected: set[str], tmp_path: Pa
     assert {mutants.mutant("file.py", i, tmp_path).after for i in range(count)} == expected
 
 
-@pytest.mark.parametrize(("test", "verdict"), [("f(2)", "unnoticed"), ("not f(3)", "noticed")])
-def test_a_test_notices_a_mutant(tmp_path: Path, test: str, verdict: str) -> None:
-    source = "def f(x):\n    return x < 3\n"
-    (tmp_path / "file.py").write_text(source)
-    (tmp_path / "test_file.py").write_text(f"from file import f\ndef test():\n    assert {test}\n")
-    one = mutants.mutant("file.py", 0, tmp_path)
-    assert mutants.run_mutant(one, tmp_path, ["test_file.py"], 120) == verdict
-    assert (tmp_path / "file.py").read_text() == source
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with a package of one file and three tests."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "small" / "__init__.py").touch()
+    (tmp_path / "small" / "file.py").write_text(
+        "LIMIT = 3\n\n\ndef f(x):\n    return x < LIMIT\n\n\ndef g(x):\n    return x + 1\n"
+    )
+    (tmp_path / "tests" / "test_file.py").write_text(
+        "import pytest\nfrom small.file import f, g\n\n"
+        "@pytest.mark.parametrize('x', [1, 2])\ndef test_f(x):\n    assert f(x)\n\n"
+        "def test_h():\n    assert f(1) and g(0)\n\n"
+        "def test_g():\n    assert g(1) == 2\n"
+    )
+    return tmp_path
+
+
+def mutants_of(root: Path) -> list[mutants.Mutant]:
+    return [mutants.mutant(FILE, i, root) for i in range(mutants.count(FILE, root))]
+
+
+FILE = "small/file.py"
+
+
+def test_a_mutant_is_given_the_tests_that_run_its_line(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "PACKAGE", "small")
+    shutil.copytree(Path(mutants.__file__).parent, small / "tools")
+    record = mutants.recorded(small, ["tests"], small / "kept.json")
+    own = {name.partition("::")[2]: one for name, one in record.items()}
+    assert own["test_g"]["lines"] == {FILE: [9]}
+    for i, name in enumerate(("test_h", "test_f[2]", "test_f[1]", "test_g")):
+        own[name]["seconds"] = i + 1.0
+    chosen = {
+        one.line: [name.partition("::")[2] for name in mutants.tests_for(one, record, 7.0, small)]
+        for one in mutants_of(small)
+    }
+    # One of each function first, then the others; the constant where it is read.
+    runs_f = ["test_h", "test_f[2]", "test_f[1]"]
+    assert chosen == {1: runs_f, 5: runs_f, 9: ["test_h", "test_g"]}
+    one = mutants_of(small)[0]
+    assert len(mutants.tests_for(one, record, 2.5, small)) == 1
+    kept = json.loads((small / "kept.json").read_text())
+    (small / "kept.json").write_text(json.dumps(kept | {"tests": {}}))
+    assert mutants.recorded(small, ["tests"], small / "kept.json") == {}
+    (small / FILE).write_text("f = g = lambda x: x + 1\n")
+    assert len(mutants.recorded(small, ["tests"], small / "kept.json")) == 4
+
+
+def test_a_test_notices_a_mutant(small: Path) -> None:
+    (small / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
+    before, verdicts = (small / FILE).read_text(), {}
+    for one in mutants_of(small):
+        tests = ["tests/test_file.py::test_f", "tests/test_file.py::test_g"]
+        verdicts[one.after] = mutants.run_mutant(one, small, tests, 120)
+    assert verdicts == {
+        "4": "unnoticed", "x <= LIMIT": "unnoticed", "x - 1": "noticed", "2": "noticed"
+    }  # fmt: skip
+    assert (small / FILE).read_text() == before
 
 
 def test_every_table_entry_names_tests_that_exist() -> None:
