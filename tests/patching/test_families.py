@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.measures import relative_l2
+from tests.patching import turbodiffusion
 from tests.patching.models import (
     ANYFLOWS,
     COGVIDEOXS,
@@ -106,9 +107,33 @@ def test_a_bf16_network_is_no_further_from_fp32_than_the_unpatched_one(
 @pytest.mark.parametrize("name", ["i2v", "flf2v", "chronoedit-i2v", "turbo-i2v"])
 def test_the_image_branch_is_summed_in_the_attention_kernel(name: str) -> None:
     model = next(one for one in MODELS if one.name == name).model()
+    patch_model(model, linear="int8", guard=False)
     pairs = {pair.kind: pair for pair in find_pairs(model)}
-    assert pairs["image"].runs == "in-kernel"
-    assert pairs["image"].path == f"{pairs['cross'].path}.image"
+    image, cross = pairs["image"], pairs["cross"]
+    assert (image.runs, image.path) == ("in-kernel", f"{cross.path}.image")
+    # The projection and its Linear are those of the whole branch.
+    assert (image.projection, image.int8_linears) == (False, ())
+    assert cross.projection and cross.int8_linears
+    assert [stream.name for stream in image.streams] == ["text attention"]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_flash_attn_the_authors_attention_turns_heads_in_plain_torch(
+    missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has None then, where its own forward would fail; else that forward stays."""
+    model, inputs = TURBOS[0].model(), TURBOS[0].inputs()
+    expected = run(model, inputs)
+    if missing:
+        monkeypatch.setattr(turbodiffusion, "flash_apply_rotary_emb", None)
+    report = patch_model(model, attention="exact")
+    assert {"forward" in vars(block.self_attn) for block in model.blocks} == {missing}
+    assert relative_l2(run(model, inputs), expected) <= TIGHT
+    assert report.guard and not report.guard.decisions
+    for block in model.blocks:
+        block.cross_attn.register_forward_hook(lambda *_: None)
+    assert relative_l2(run(model, inputs), expected) <= TIGHT
+    assert "their author wrote" in str(report.last_forward)
 
 
 @pytest.mark.parametrize("one", MODELS, ids=ids(MODELS))
