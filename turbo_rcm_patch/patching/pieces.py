@@ -87,7 +87,7 @@ def norm(
     dtype: torch.dtype,
     impl: str,
     *,
-    rows: bool = False,
+    rows: bool,
 ) -> Any:
     """Compute the modulated norm before a branch.
 
@@ -120,7 +120,7 @@ def skip_norm(
     dtype: torch.dtype,
     impl: str,
     *,
-    rows: bool = False,
+    rows: bool,
 ) -> tuple[Tensor, Any]:
     """Close a skip and compute the norm before the next branch, in one pass.
 
