@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.patching.models import dicts, named
+from tests.patching import turbodiffusion
+from tests.patching.models import TURBOS, dicts, named
 from turbo_rcm_patch import PatchConfig, patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.errors import (
     CheckpointError,
@@ -95,6 +96,8 @@ CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
     ("another signature", other_signature, FamilyError, "Install a version of diffusers"),
     ("nothing to fuse", every_block_replaced, NothingToPatchError, "processor of attn1"),
     ("a report of no patch", report_of, NotPatchedError, "same model"),
+    ("a report of no family", lambda m: report_of(nn.Linear(2, 2)), UnknownArchitectureError,
+     "WanTransformer3DModel"),
     ("refreshing no patch", refresh, NotPatchedError, "same model"),
     ("undoing no patch", unpatch_model, NotPatchedError, "same model"),
 ]  # fmt: skip
@@ -110,6 +113,23 @@ def test_a_refusal_names_the_remedy_and_changes_nothing(
     assert words in str(raised.value)
     assert not any("forward" in attributes for attributes in dicts(model).values())
     assert "_turbo_rcm_patch" not in vars(model)
+
+
+@pytest.mark.parametrize("name", [
+    "WanAttentionBlock", "WanSelfAttention", "MinimalA2AAttnOp", "WanT2VCrossAttention",
+    "WanI2VCrossAttention", "SparseLinearAttention", "SageSparseLinearAttention", "WanLayerNorm",
+    "WanRMSNorm", "FastLayerNorm", "FastRMSNorm",
+])  # fmt: skip
+def test_another_signature_of_any_class_of_turbodiffusion_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [one.model() for one in TURBOS]
+    has = [m for m in models if name in {type(part).__name__ for part in m.modules()}]
+    kind = getattr(turbodiffusion, name)
+    newer = FunctionType((lambda self, more: None).__code__, kind.forward.__globals__)
+    monkeypatch.setattr(kind, "forward", newer)
+    with pytest.raises(FamilyError, match="TurboDiffusion"):
+        patch_model(has[0])
 
 
 def test_fp8_by_name_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
