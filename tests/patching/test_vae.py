@@ -84,6 +84,8 @@ def test_the_video_is_the_authors(
 ) -> None:
     model, z = vae.model(), vae.latent(frames, height, width, batch)
     x = vae.frames({1: 1, 2: 8 if vae is COGVIDEOX else 5, 5: 17}[frames], batch=batch)
+    if batch > 1 and "residual" not in vae.name:  # those shortcuts need whole squares
+        x = x[..., :11, :13]
     expected = decode(model, z), encode(model, x)
     report = patch_model(model, guard=False)
     assert error(decode(model, z), expected[0]) < FUSION
