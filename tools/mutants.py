@@ -182,15 +182,20 @@ def tests_of(file: str) -> tuple[str, ...]:
 def tests_for(mutant: Mutant, record: Record, budget: float, root: Path = ROOT) -> list[str]:
     """Return the tests that run the changed lines, in the order in which they are to run.
 
-    What runs while a file is imported (a constant, a default) is noticed where its name is read,
-    or by the tests of the file.
+    What runs while a file is imported (a constant, a default) is noticed where its name is read.
+    What runs in other processes is noticed by the tests of the file's name, or of the file.
     """
-    changed = {mutant.file: set(range(mutant.line, mutant.end + 1))}
-    files = {mutant.file: set(range(1, 10**5))}
-    for lines in (changed, _readers(mutant, root), files):
-        found = [name for name, one in record.items() if _runs(one["lines"], lines)]
-        if found:
-            break
+    own = f"test_{Path(mutant.file).stem}.py::"
+
+    def runs(lines: dict[str, set[int]]) -> list[str]:
+        return [name for name, one in record.items() if _runs(one["lines"], lines)]
+
+    found = (
+        runs({mutant.file: set(range(mutant.line, mutant.end + 1))})
+        or runs(_readers(mutant, root))
+        or [name for name in record if own in name]
+        or runs({mutant.file: set(range(1, 10**5))})
+    )
     seconds = {name: record[name]["seconds"] for name in found}
     order, turns = [], Counter[str]()
     for name in sorted(found, key=lambda name: seconds[name]):
