@@ -329,6 +329,11 @@ def test_an_offloaded_weight_keeps_no_copy() -> None:
     forward = linear.forward.__self__
     made = []
     with torch.no_grad():
+        for _ in range(3):  # A weight that moves now and then keeps one.
+            for moves in (False, True, True):
+                linear.weight.data = linear.weight.data.clone() if moves else linear.weight.data
+                made.append(linear(x))
+                assert forward._made is not None
         for _ in range(6):
             linear.weight.data = linear.weight.data.clone()
             made.append(linear(x))

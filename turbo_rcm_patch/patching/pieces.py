@@ -198,8 +198,6 @@ def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
     Returns:
         q and k, and the norms that the kernel still has to compute.
     """
-    if of_q is None and of_k is None:
-        return q, k, NO_NORMS
     weight_q, weight_k = _rms_weight(of_q, q), _rms_weight(of_k, k)
     if weight_q is not None and weight_k is not None and of_q.eps == of_k.eps:
         return q, k, Norms(weight_q, weight_k, eps=of_q.eps)
