@@ -33,6 +33,8 @@ from turbo_rcm_patch.errors import (
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
+from turbo_rcm_patch.patching.measure import ROW_ROOM
+from turbo_rcm_patch.patching.vae import distance
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
 FUSION = 3e-6
@@ -525,3 +527,22 @@ def test_an_unknown_vae_of_a_pipeline_is_left_and_named() -> None:
     pipe = pipeline(nn.Linear(2, 2))
     assert "the VAE (Linear) is not patched" in str(patch_model(pipe))
     unpatch_model(pipe)
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("a frame", (slice(None), slice(None), 1)),
+        ("a row of pixels", (slice(None), slice(None), 1, 3)),
+        ("a column of pixels", (slice(None), slice(None), 1, slice(None), 7)),
+    ],
+)
+def test_the_guard_finds_a_frame_a_row_and_a_column(where: str, place: Any) -> None:
+    """The error is that of the part alone, and of a half of the channels alone."""
+    author = torch.randn(1, 4, 3, 40, 50)
+    author /= author.abs()  # each part is as large as the whole
+    fast = author.clone()
+    fast[place][:, 2:] *= 1.1
+    room = 1.0 if where == "a frame" else ROW_ROOM
+    assert distance(fast, author, 2) == (pytest.approx(0.1 / room, rel=1e-3), where)
+    assert distance(fast, author)[0] == pytest.approx(0.1 / room / 2**0.5, rel=1e-3)
