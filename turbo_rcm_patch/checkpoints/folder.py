@@ -286,7 +286,8 @@ def write_checkpoint(
     Raises:
         CheckpointError: The folder cannot be read, or is of another model.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
-        OutputExistsError: The file already exists, or cannot be written.
+        OutputExistsError: The file already exists.
+        OutputError: It cannot be written.
     """
     place, path = transformer_folder(folder), Path(target)
     check_target(path, force=force, folder=False)
