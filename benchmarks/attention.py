@@ -32,10 +32,10 @@ from benchmarks.runner import (
     seconds_of,
     time_calls,
 )
-from benchmarks.ways import sage_release
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
 from turbo_rcm_patch.ops.sageattn import sageattn
+from turbo_rcm_patch.video.environment import version_of
 
 #: Relative L2 to fp64 from which an output is wrong: int8 with fp8 p and v has 0.04.
 WRONG: Final = 0.1
@@ -145,7 +145,7 @@ def _sdpa(heads: int, *inputs: torch.Tensor) -> Call:
 
 
 def _sage(heads: int, *inputs: torch.Tensor) -> Call:
-    if not sage_release():
+    if not version_of("sageattention"):
         raise MissingPackageError("sageattention", expected="the package", got="none installed")
     peer = import_module("sageattention").sageattn
     q, k, v = (_with_heads(x, heads) for x in inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib import metadata
 from typing import Any, Final, Unpack
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_rcm_patch import PatchConfig, PatchReport, patched
 from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
+from turbo_rcm_patch.video.environment import version_of
 
 #: Changes how a network runs for the length of a `with` block; takes a backend of torch.compile.
 Way = Callable[[Any, str], AbstractContextManager[object]]
@@ -81,14 +81,6 @@ def cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
-def sage_release() -> str:
-    """The version of the installed sageattention, or "" without one."""
-    try:
-        return metadata.version("sageattention")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 @contextmanager
 def sage(network: Any, backend: str) -> Iterator[None]:
     """Run diffusers' attentions on sageattention 2 (a CUDA build)."""
@@ -100,7 +92,7 @@ def sage(network: Any, backend: str) -> Iterator[None]:
             expected="a network that asks diffusers for its attention backend",
             got=f"{type(network).__name__}, which calls torch's attention",
         )
-    release = sage_release()
+    release = version_of("sageattention") or ""
     if not release.startswith("2."):
         raise MissingPackageError(
             "sageattention", expected="release 2.x, a CUDA build", got=release or "no package"

@@ -64,7 +64,8 @@ SPILLED_SINCE_3_8 = {
     "attention_kernel": 80, "hopper_prologue_kernel": 17, "int8_linear_kernel": 2,
     "prologue_kernel": 4, "sparse_attention_kernel": 70,
 }  # fmt: skip
-_TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS)
+_TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS,
+           conv3d.IMPLEMENTATIONS)  # fmt: skip
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -219,9 +220,10 @@ def _conv3d(case: Case, target: Target) -> None:
     channels, features, taps, size = case.options["shape"]
     x, weight = case.empty(1, 3 + taps[0], *size, channels), case.empty(features, *taps, channels)
     residual = case.empty(1, 4, *size, features)
-    own: Any = gluon.hopper_module(conv3d._load_hopper, conv3d._WHAT)
+    own: Any = conv3d.IMPLEMENTATIONS[0].load()
+    call = conv3d.Call(x, weight, (1, 1, 1), (1, 1))
     for more in (None, None), (case.empty(features), residual):
-        own.conv3d(x, weight, *more, out_dtype=x.dtype)
+        own.conv3d(call, *more, out_dtype=x.dtype)
 
 
 def _passes(case: Case, target: Target) -> None:
@@ -307,7 +309,6 @@ def compiled(name: str, target: Target) -> list[Result]:
         for table in _TABLES:
             for one in table:
                 gluon.hopper_module(one.load, one.what)
-        gluon.hopper_module(conv3d._load_hopper, conv3d._WHAT)
     stands_in = {"launch": launch, "target_of": lambda device: target}
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ _PARTIAL: Final = ".turbo_rcm_patch-partial-"
 #: A trial write is as large as a block of most file systems.
 _TRIAL: Final = bytes(4096)
 _ELSEWHERE: Final = "Choose another place (for a command with --out: another --out)"
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: Codes of a disk that takes no more, and how libraries quote them.
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_OS_ERROR: Final = re.compile(r"(?:os error |Errno )(\d+)")
 
 
 @contextmanager
@@ -43,12 +46,12 @@ def atomic(target: Path) -> Iterator[Path]:
     Raises:
         OutputError: The file cannot be written, or the block raised an `OSError`.
     """
-    with _telling(target):
+    with telling(target):
         target = _real_file(target)
         target.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(target)
     try:
-        with _telling(target), locked(partial, os.O_WRONLY | os.O_CREAT):
+        with telling(target), locked(partial, os.O_WRONLY | os.O_CREAT):
             yield partial
             _flush(partial)  # A full disk may be noticed only now.
             if target.exists():
@@ -84,12 +87,12 @@ def merged(target: Path) -> Iterator[Path]:
     Raises:
         OutputError: It cannot be written, or the block raised an `OSError`.
     """
-    with _telling(target):
+    with telling(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = _beside(target)
         partial.mkdir()
     try:
-        with _telling(target):
+        with telling(target):
             yield partial
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
@@ -111,7 +114,7 @@ def check_writable(target: Path) -> None:
     Raises:
         OutputError: It cannot be written, or the disk is full.
     """
-    with _telling(target):
+    with telling(target):
         target = _real_file(target)
         trial = _beside(next(one for one in target.parents if one.exists()) / target.name)
         try:
@@ -179,16 +182,37 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
-def _telling(target: Path) -> Iterator[None]:
-    """Turn errors of the system into an `OutputError` that names the file."""
+def telling(target: Path, *, full: bool = False) -> Iterator[None]:
+    """Turn errors of the system into an `OutputError` that names the file.
+
+    Args:
+        target: The file.
+        full: Only those of a disk that takes no more, and also where a library quotes them: the
+            block does more than write.
+    """
     try:
         yield
     except TurboRCMError:
         raise
-    except OSError as error:
-        full = error.errno in _FULL
-        remedy = "Free some space, or choose another disk" if full else _ELSEWHERE
-        got = error.strerror or str(error)
+    except Exception as error:
+        code = _code_of(error)
+        if (code not in _FULL) if full else not isinstance(error, OSError):
+            raise
+        got = os.strerror(code) if code in _FULL else str(getattr(error, "strerror", "") or error)
+        if full:
+            free = shutil.disk_usage(target.parent).free / 2**30
+            got += f"; {free:.1f} GiB free in {target.parent}"
+        remedy = "Free some space, or choose another disk" if code in _FULL else _ELSEWHERE
         told = OutputError(f"{target} cannot be written", got=got, remedy=remedy)
-        told.errno = error.errno
+        told.errno = code
         raise told from error
+
+
+def _code_of(error: Exception) -> int | None:
+    """The code of an error of the system, also in the words of a library."""
+    if "inline_container" in str(error):  # Of torch's archives, which are only written here.
+        return errno.ENOSPC
+    code: int | None = getattr(error, "errno", None)
+    # safetensors' own, and the list of files that shutil could not copy
+    said = _OS_ERROR.search(str(error)) if code is None else None
+    return int(said[1]) if said else code

@@ -22,7 +22,12 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.checkpoints.staging import staged
-from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
+from turbo_rcm_patch.errors import (
+    ModelFolderError,
+    OutputError,
+    OutputExistsError,
+    TurboRCMError,
+)
 
 #: A process whose files may have so many bytes: writing fails as on a full disk.
 LIMITED = """
@@ -55,7 +60,7 @@ def test_a_real_write_that_fails(pth: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = processes.run(LIMITED, str(2**16), "convert", str(pth), str(out))
     assert done.code == 2, done.err
-    assert f"{out} could not be written" in done.err and "Traceback" not in done.err
+    assert f"{out} cannot be written" in done.err and "Traceback" not in done.err
     assert listing(tmp_path) == ["in.pth"]
 
 
@@ -82,7 +87,7 @@ def test_a_failure_leaves_what_was_there(
         target.mkdir()
     (target / "config.json" if folder else target).write_text("before")
     with (
-        pytest.raises((OutputExistsError, type(error))) as caught,
+        pytest.raises((OutputError, type(error))) as caught,
         staged(target, force=True, folder=folder) as made,
     ):
         (made / "config.json" if folder else made).write_text("half")
@@ -90,7 +95,7 @@ def test_a_failure_leaves_what_was_there(
     if isinstance(error, KeyboardInterrupt | ModelFolderError | KeyError):
         assert caught.value is error
     else:
-        assert "target could not be written" in str(caught.value)
+        assert "target cannot be written" in str(caught.value)
         assert "GiB free" in str(caught.value)
     assert (target / "config.json" if folder else target).read_text() == "before"
     assert listing(tmp_path) == ["target"]
@@ -119,7 +124,7 @@ def test_no_room_and_no_place(pth: Path, tmp_path: Path, whole: Path, monkeypatc
     with pytest.raises(OutputExistsError, match="too little space for out"):
         convert_pipeline(pth, tmp_path / "out", base=base, copy=True)
     convert_pipeline(pth, tmp_path / "out", base=base)
-    with pytest.raises(OutputExistsError, match="cannot be written to"):
+    with pytest.raises(OutputError, match="cannot be written"):
         convert_transformer(pth, pth / "out")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**10))
     with pytest.raises(OutputExistsError, match="too little space"):

@@ -36,7 +36,7 @@ from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.measures import highest_precision, measure_network, upcast
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import Source
-from turbo_rcm_patch.video.store import Store, in_use
+from turbo_rcm_patch.video.store import Store, lock_folder
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
 RED = PROMPTS[0]
@@ -234,7 +234,7 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
     broken.transformer.proj_out.bias.data.fill_(float("nan"))
     with pytest.raises(SamplingError, match="NaN"):
         compare(broken, RED, **given)
-    with in_use(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
+    with lock_folder(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
         compare(pipe, RED, **given, fresh=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="Not a directory.*--out"):

@@ -270,7 +270,7 @@ def test_the_note_says_how_many_frames_were_made(
 
 def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Path, capsys) -> None:
     given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
-    with store.in_use(tmp_path):
+    with store.lock_folder(tmp_path):
         assert main(given) == 2
     assert "in use by another run" in capsys.readouterr().err and not list(tmp_path.glob("*"))
     assert main(given) == 0

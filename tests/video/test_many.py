@@ -140,11 +140,11 @@ def exchanging(rank: int) -> None:
     for _ in range(2):
         made.clear()
         with both.joined("cpu"):
-            assert both.from_first(make) == "of 0" and len(made) == (rank == 0)
+            assert both.broadcast(make) == "of 0" and len(made) == (rank == 0)
             with pytest.raises(SamplingError if rank else ValueError, match="nothing on 0"):
-                both.from_first(fails)
-            assert both.gathered(rank) == ([] if rank else [0, 1])
-        assert both.from_first(make) == f"of {rank}", "on its own again"
+                both.broadcast(fails)
+            assert both.gather(rank) == ([] if rank else [0, 1])
+        assert both.broadcast(make) == f"of {rank}", "on its own again"
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

@@ -70,7 +70,8 @@ def convert_transformer(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         CheckpointKeysError: Its tensors are not those of a WanModel.
-        OutputExistsError: `out` already exists, or cannot be written.
+        OutputExistsError: `out` already exists.
+        OutputError: It cannot be written.
     """
     target = Path(out)
     check_target(target, force=force, folder=True)

@@ -35,9 +35,12 @@ from turbo_rcm_patch.checkpoints.folder import (
 )
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
+    SCALE,
+    WEIGHT,
     attach_int8,
     attached_int8,
     detach_int8,
+    scale_bits,
     stands_for,
 )
 from turbo_rcm_patch.patching.record import record_of
@@ -114,7 +117,7 @@ def load_extra(
     linears: dict[str, tuple[nn.Linear, Tensor, Tensor]] = {}
     for key in stored.listing if int8 else ():
         name, _, kind = key.rpartition(".")
-        if kind == "int8_weight":
+        if kind == WEIGHT:
             linears[name] = _int8_of(path, name, modules.get(name), stored)
     attentions = found if proj_l else {}
     for name, (weight, _) in attentions.items():
@@ -171,9 +174,7 @@ def _int8_of(
     path: Path, name: str, module: nn.Module | None, stored: StoredTensors
 ) -> tuple[nn.Linear, Tensor, Tensor]:
     """A Linear and the int8 weight and scales that a file has of it, on its device."""
-    found = stored_int8(
-        f"{path}: {name}", module, stored, (f"{name}.int8_weight", f"{name}.scale")
-    )
+    found = stored_int8(str(path), name, module, stored)
     assert isinstance(module, nn.Linear)
     if module.weight.is_meta:
         raise CheckpointError(f"{name}.weight is on the meta device", expected="loaded weights")
@@ -223,7 +224,7 @@ class _SavesExtra:
                 int8 = attached_int8(module)
                 # A write through `.data`, as merging an adapter does, is not seen before.
                 if int8 and (module.weight.is_meta or stands_for(module.weight, *int8)):
-                    parts[name] = (("int8_weight", "scale"), int8)
+                    parts[name] = ((WEIGHT, SCALE), (int8[0], scale_bits(int8[1])))
             extra = {
                 f"{name}.{part}": tensor.to("cpu", copy=True).contiguous()
                 for name, (kinds, pair) in parts.items()

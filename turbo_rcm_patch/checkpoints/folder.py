@@ -4,10 +4,10 @@ The extra file holds the tensors that the stock class has no place for, by the n
 modules:
 
 - `blocks.N.attn1.proj_l.weight` [D, D] and `.bias` [D] of SLA;
-- `<Linear>.int8_weight` int8 [Cout, K] and `<Linear>.scale` fp32 [ceil(Cout / 128), ceil(K / 128)]
-  of a `-quant` checkpoint, whose stock weight is the product of both, so that stock classes load
-  the folder. With `int8_only` there is no product, and both are among the weights, by the names
-  of `Int8Linear`.
+- `<Linear>.weight_int8` int8 [Cout, K] and `<Linear>.weight_scale_bits`, the bits of the fp32
+  scales [ceil(Cout / 128), ceil(K / 128)], of a `-quant` checkpoint: the state dict of an
+  `Int8Linear`. The stock weight is the product of both, so that stock classes load the folder.
+  With `int8_only` there is no product, and both are among the weights.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, sta
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.output import write_json
-from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, stands_for
-from turbo_rcm_patch.patching.int8_weights import WEIGHT as INT8_WEIGHT
+from turbo_rcm_patch.patching.int8_weights import INT8_MARK, SCALE, WEIGHT, scale_bits, stands_for
 from turbo_rcm_patch.patching.sla import MARK
 
 _log = logging.getLogger(__name__)
@@ -115,12 +114,6 @@ class _Item:
         return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
 
-def int8_only_keys(name: Name) -> tuple[str, str]:
-    """The keys of an int8 weight and its scales in a folder without their product."""
-    linear = name.ours.removesuffix("weight")
-    return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
-
-
 def _items(
     checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool
 ) -> tuple[list[_Item], dict[str, Tensor]]:
@@ -136,21 +129,22 @@ def _items(
         )
     for name in names(checkpoint.sizes):
         pair = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
+        if pair:
+            parts = zip(name.our_int8, (pair[0], scale_bits(pair[1])), strict=True)
+            if int8_only:
+                items += [_Item(key, (part,), part.dtype, part.shape) for key, part in parts]
+                continue
+            extra |= parts
         if name.extra:
             extra[name.ours] = tensors[name.theirs]
-        elif int8_only and pair:
-            as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
-            for key, part in zip(int8_only_keys(name), as_they_are, strict=True):
-                items.append(_Item(key, (part,), part.dtype, part.shape))
-        else:
-            extra |= zip(name.our_int8, pair, strict=bool(pair))
-            # Without an asked dtype, a product gets that of its Linear's bias.
-            shown = f"{name.theirs.removesuffix('weight')}bias" if pair else name.theirs
-            own = tensors[shown].dtype
-            if dtype is not None and not _FP32 & set(name.ours.split(".")):
-                own = dtype
-            source = pair or (tensors[name.theirs],)
-            items.append(_Item(name.ours, source, own, name.our_shape))
+            continue
+        # Without an asked dtype, a product gets that of its Linear's bias.
+        shown = f"{name.theirs.removesuffix('weight')}bias" if pair else name.theirs
+        own = tensors[shown].dtype
+        if dtype is not None and not _FP32 & set(name.ours.split(".")):
+            own = dtype
+        source = pair or (tensors[name.theirs],)
+        items.append(_Item(name.ours, source, own, name.our_shape))
     return items, extra
 
 
@@ -221,7 +215,7 @@ def write_transformer(
         save_file(_unshared(extra), folder / EXTRA_FILE, metadata=EXTRA_METADATA)
     for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
         shutil.copymode(folder / "config.json", path)
-    int8 = sum(key.endswith((".int8_weight", f".{INT8_WEIGHT}")) for key in (*extra, *where))
+    int8 = sum(key.endswith(f".{WEIGHT}") for key in (*extra, *where))
     return Written(folder, len(items), int8, len(proj_l))
 
 
@@ -292,20 +286,18 @@ def write_checkpoint(
     Raises:
         CheckpointError: The folder cannot be read, or is of another model.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
-        OutputExistsError: The file already exists, or cannot be written.
+        OutputExistsError: The file already exists.
+        OutputError: It cannot be written.
     """
     place, path = transformer_folder(folder), Path(target)
     check_target(path, force=force, folder=False)
     config, extra_file, files = place / "config.json", place / EXTRA_FILE, weight_files(place)
     check_outside(path, config, extra_file, *files)
-    stock = StoredTensors(*files)
-    extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
-    proj_l = extra.proj_l()
-    if proj_l:
+    extra = [extra_file] if extra_file.is_file() else []
+    if proj_l := StoredTensors(*extra).proj_l():
         check_mark(place, proj_l, None)
-    # Folders that others converted have it among the weights.
-    sla = extra if proj_l else stock
-    has_sla = any(".proj_l." in key for key in sla.listing)
+    stored = StoredTensors(*files, *extra)
+    has_sla = any(".proj_l." in key for key in stored.listing)  # or among the weights
     if mark_of(read_json(config)) and not has_sla:
         _log.warning(
             "%s says that the model has SLA, but there is no proj_l in the folder: the "
@@ -315,46 +307,34 @@ def write_checkpoint(
             EXTRA_FILE,
         )
     sizes = _sizes(config, sla=has_sla)
-    listed = names(sizes)
-    #: Each tensor's file and its keys there, and the tensors that each file must hold.
-    sources: dict[Name, tuple[StoredTensors, tuple[str, ...]]] = {}
-    in_stock: dict[str, Wanted] = {}
-    in_extra: dict[str, Wanted] = {}
-    for name in listed:
-        int8 = Wanted((name.shape,), torch.int8)
-        blocks = blocks_of(name.shape) if name.linear else ()
-        if name.linear and int8_only_keys(name)[0] in stock:  # Its product is nowhere.
-            sources[name] = stock, int8_only_keys(name)
-            in_stock |= zip(
-                int8_only_keys(name), (int8, Wanted((blocks,), torch.int32)), strict=True
-            )
-            continue
-        held = sla if name.extra else stock
-        (in_extra if held is extra else in_stock)[name.ours] = Wanted((name.our_shape,))
-        sources[name] = held, (name.ours,)
-        if name.linear and name.our_int8[0] in extra:
-            sources[name] = extra, name.our_int8
-            in_extra |= zip(name.our_int8, (int8, Wanted((blocks,))), strict=True)
-    check_tensors(str(place), in_stock, stock.listing)
-    check_tensors(str(extra_file), in_extra, extra.listing)
-    total = sum(held.listing[key].nbytes for held, keys in sources.values() for key in keys)
+    sources: dict[Name, tuple[str, ...]] = {}
+    wanted: dict[str, Wanted] = {}
+    for name in names(sizes):
+        int8, bits = name.our_int8
+        sources[name] = (int8, bits) if name.linear and int8 in stored else (name.ours,)
+        if int8 in sources[name]:
+            wanted[int8] = Wanted((name.shape,), torch.int8)
+            wanted[bits] = Wanted((blocks_of(name.shape),), torch.int32)
+        if int8 not in sources[name] or name.ours in stored:
+            wanted[name.ours] = Wanted((name.our_shape,))
+    check_tensors(str(place), wanted, stored.listing)
+    total = sum(stored.listing[key].nbytes for keys in sources.values() for key in keys)
     tensors: dict[str, Tensor] = {}
     with staged(path, force=force, folder=False, needed=total) as made:
-        for name, (held, keys) in sources.items():
-            found = [held[key] for key in keys]
+        for name, keys in sources.items():
+            found = [stored[key] for key in keys]
             if len(found) == 1:
                 tensors[name.theirs] = found[0].reshape(name.shape)
             else:
-                if held is extra:
-                    check_product(f"{place}: {name.ours}", stock[name.ours], *found)
-                else:
-                    found[1] = found[1].view(torch.float32)
+                found[1] = found[1].view(torch.float32)
+                if name.ours in stored:
+                    check_product(f"{place}: {name.ours}", stored[name.ours], *found)
                 tensors.update(zip(name.their_int8, found, strict=True))
             if progress is not None:
                 done = sum(tensor.nbytes for tensor in tensors.values())
                 progress("convert", done, total)
         torch.save(tensors, made)
-    int8_linears = sum(len(keys) == 2 for _, keys in sources.values())
+    int8_linears = sum(len(keys) == 2 for keys in sources.values())
     shown = sizes.sla or sizes.head_dim == HEAD_DIM
     heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
     return Written(path, len(tensors), int8_linears, sizes.layers * sizes.sla, heads)
@@ -382,39 +362,36 @@ def check_product(where: str, weight: Tensor, int8: Tensor, scale: Tensor) -> No
 
 
 def stored_int8(
-    where: str,
-    module: nn.Module | None,
-    stored: StoredTensors,
-    keys: tuple[str, str],
-    *,
-    by_row: bool = False,
+    where: str, name: str, module: nn.Module | None, stored: StoredTensors, *, by_row: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Read the int8 weight of a Linear, and its scales in fp32.
 
     Args:
-        where: The file and the Linear's name.
+        where: The file.
+        name: The Linear's name.
         module: The Linear, whose weight may be on any device.
-        stored: The file.
-        keys: The names of both there.
+        stored: The tensors of the file.
         by_row: The scales may also be one for each row, as this package makes them.
 
     Raises:
         CheckpointError: They are not those of this Linear, or the scales are missing.
     """
+    keys = f"{name}.{WEIGHT}", f"{name}.{SCALE}"
     weight, scale = stored.listing[keys[0]], stored.listing.get(keys[1])
     shape = tuple(weight.shape)
     if type(module) is not nn.Linear or module.weight.shape != shape:
-        raise CheckpointError(where, expected=f"a Linear {list(shape)}", got=described(module))
+        raise CheckpointError(
+            f"{where}: {name}", expected=f"a Linear {list(shape)}", got=described(module)
+        )
     blocks = blocks_of(shape)
     layouts = [blocks] + [(shape[0],), (shape[0], blocks[1])] * by_row
     if weight.dtype != torch.int8 or scale is None or tuple(scale.shape) not in layouts:
         raise CheckpointError(
-            where,
+            f"{where}: {name}",
             expected=f"int8 and scales of the shape {' or '.join(map(str, map(list, layouts)))}",
             got=f"{weight.dtype} with {'none' if scale is None else list(scale.shape)}",
         )
-    bits = stored[keys[1]]
-    return stored[keys[0]], bits.view(torch.float32) if bits.dtype == torch.int32 else bits.float()
+    return stored[keys[0]], stored[keys[1]].view(torch.float32)
 
 
 def described(module: nn.Module | None) -> str:

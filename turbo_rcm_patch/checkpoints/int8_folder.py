@@ -45,9 +45,8 @@ def holds_int8(folder: Path) -> bool:
     if is_int8_only(folder):
         return True
     extra = folder / EXTRA_FILE
-    return extra.is_file() and any(
-        key.endswith(".int8_weight") for key in StoredTensors(extra).listing
-    )
+    found = StoredTensors(extra).listing if extra.is_file() else ()
+    return any(key.endswith(f".{WEIGHT}") for key in found)
 
 
 def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -83,21 +82,17 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
         raise CheckpointError(what, expected=expected + "from a model with int8 weights alone")
     with init_empty_weights():
         network = cls.from_config(config)
-    stored = StoredTensors(*(path for path in weight_files(place) if path.is_file()))
+    files = [path for path in (*weight_files(place), place / EXTRA_FILE) if path.is_file()]
+    stored = StoredTensors(*files)
     tensors: dict[str, Tensor] = {}
     modules = dict(network.named_modules())
-    alone = is_int8_only(place)
-    source = stored if alone else StoredTensors(place / EXTRA_FILE)
-    ends = (f".{WEIGHT}", f".{SCALE}") if alone else (".int8_weight", ".scale")
-    for key in [key for key in source.listing if key.endswith(ends[0])]:
-        name = key.removesuffix(ends[0])
+    for name in [key.removesuffix(f".{WEIGHT}") for key in stored.listing if key.endswith(WEIGHT)]:
         linear: Any = modules.get(name)
-        int8, scale = stored_int8(
-            f"{place}: {name}", linear, source, (key, name + ends[1]), by_row=alone
-        )
-        if not alone and f"{name}.weight" in stored:
-            check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
-        made = Int8Linear.in_place_of(linear, int8, scale)
+        product = f"{name}.weight"
+        int8 = stored_int8(str(place), name, linear, stored, by_row=product not in stored)
+        if product in stored:
+            check_product(f"{place}: {product}", stored[product], *int8)
+        made = Int8Linear.in_place_of(linear, *int8)
         made.dtype = dtype
         network.set_submodule(name, made)
         tensors |= {f"{name}.{part}": made.get_parameter(part) for part in (WEIGHT, SCALE)}

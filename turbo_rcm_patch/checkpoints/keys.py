@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_weights import SCALE, WEIGHT
 
 #: Pixels of the latent video in a token: frames, height, width.
 PATCH: Final = (1, 2, 2)
@@ -204,9 +205,9 @@ class Name(NamedTuple):
 
     @property
     def our_int8(self) -> tuple[str, str]:
-        """The names of the int8 weight and of its scales in the extra file."""
+        """The names of the int8 weight and of the bits of its scales in a folder."""
         module = self.ours.removesuffix("weight")
-        return f"{module}int8_weight", f"{module}scale"
+        return f"{module}{WEIGHT}", f"{module}{SCALE}"
 
 
 def names(sizes: Sizes) -> list[Name]:

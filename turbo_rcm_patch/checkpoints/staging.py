@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
-from turbo_rcm_patch.output import locked
+from turbo_rcm_patch.errors import OutputExistsError
+from turbo_rcm_patch.output import locked, telling
 
 #: A folder may be replaced only if it contains one of these.
 _MODEL: Final = ("config.json", "model_index.json")
-#: Codes of a disk that takes no more, and how libraries quote them.
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_OS_ERROR: Final = re.compile(r"(?:os error |Errno )(\d+)")
 
 
 def check_target(target: Path, *, force: bool, folder: bool) -> None:
@@ -76,9 +71,8 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
     """Give a temporary path that becomes `target` when the block ends, and is removed if the block
     fails or is interrupted.
 
-    The target that was there is removed only when the
-    new one is complete and in its place. The files of a killed process are removed by the next
-    one that writes the same target.
+    The target that was there is removed only when the new one is complete and in its place. The
+    files of a killed process are removed by the next one that writes the same target.
 
     Args:
         target: The file or folder that will be written.
@@ -87,46 +81,39 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
         needed: Bytes that will be written.
 
     Raises:
-        OutputExistsError: The target already exists, another process is writing it, or it cannot
-            be written, for instance because the disk is full.
+        OutputExistsError: The target already exists, another process is writing it, or there is
+            too little space for it.
+        OutputError: It cannot be written, for instance because the disk is full.
     """
     target = target.absolute()  # "." has no name, and is its own parent.
     place = target.parent / f".{target.name}.partial"
     made, old = place / "new", place / "old"
-    lock = ExitStack()
-    _enter(lock, place, target)
-    try:
-        _settle(place, target)
-        check_target(target, force=force, folder=folder)
-        free = shutil.disk_usage(target.parent).free
-        if free < needed:
-            raise OutputExistsError(
-                f"{target.parent} has too little space for {target.name}",
-                expected=f"{needed / 2**30:.1f} GiB",
-                got=f"{free / 2**30:.1f} GiB",
-                remedy="Choose another disk, a smaller --dtype, or links in place of --copy",
-            )
-        if folder:
-            made.mkdir()
-        yield made
-        check_target(target, force=force, folder=folder)  # It took minutes.
-        if folder and os.path.lexists(target):  # No rename replaces a folder that is not empty.
-            os.replace(target, old)
-        os.replace(made, target)
-    except Exception as error:
-        why = _unwritten(error)
-        if why is None:
-            raise
-        free = shutil.disk_usage(target.parent).free
-        raise OutputExistsError(
-            f"{target} could not be written ({why}); what was written is removed",
-            got=f"{free / 2**30:.1f} GiB free in {target.parent}",
-            remedy="Free some space, or choose another disk",
-        ) from error
-    finally:
-        with suppress(OSError), lock:
+    with ExitStack() as lock, telling(target, full=True):
+        with telling(target):
+            _enter(lock, place, target)
+        try:
             _settle(place, target)
-            place.rmdir()
+            check_target(target, force=force, folder=folder)
+            free = shutil.disk_usage(target.parent).free
+            if free < needed:
+                raise OutputExistsError(
+                    f"{target.parent} has too little space for {target.name}",
+                    expected=f"{needed / 2**30:.1f} GiB",
+                    got=f"{free / 2**30:.1f} GiB",
+                    remedy="Choose another disk, a smaller --dtype, or links in place of --copy",
+                )
+            if folder:
+                made.mkdir()
+            yield made
+            check_target(target, force=force, folder=folder)  # It took minutes.
+            # No rename replaces a folder that is not empty.
+            if folder and os.path.lexists(target):
+                os.replace(target, old)
+            os.replace(made, target)
+        finally:
+            with suppress(OSError):
+                _settle(place, target)
+                place.rmdir()
 
 
 def _enter(lock: ExitStack, place: Path, target: Path) -> None:
@@ -138,13 +125,7 @@ def _enter(lock: ExitStack, place: Path, target: Path) -> None:
             state = lock.enter_context(locked(place))
         except FileNotFoundError:  # Its owner finished and removed it meanwhile.
             continue
-        except OSError as error:
-            raise OutputExistsError(
-                f"{target.parent} cannot be written to ({error.strerror})",
-                remedy="Choose another path",
-            ) from error
         if state == "taken":
-            lock.close()
             raise OutputExistsError(
                 f"{target} is being written by another process",
                 remedy="Wait for it, or choose another path",
@@ -164,16 +145,3 @@ def _settle(place: Path, target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _unwritten(error: Exception) -> str | None:
-    """The reason why a file could not be written, if the error of a library is about that."""
-    if isinstance(error, TurboRCMError):
-        return None
-    if "inline_container" in str(error):  # Of torch's archives, which are only written here.
-        return "the file system took no more"
-    code = getattr(error, "errno", None)
-    if code is None:  # safetensors' own, and the list of files that shutil could not copy.
-        said = _OS_ERROR.search(str(error))
-        code = int(said[1]) if said else None
-    return os.strerror(code) if code in _FULL else None

@@ -192,7 +192,7 @@ def _write_share(
         _say_dense(pipe)
     made: list[tuple[float, float, int]] = []
     folder = given.out.expanduser() not in paths.values()
-    lock = store.in_use(given.out) if folder and processes.first else nullcontext()
+    lock = store.lock_folder(given.out) if folder and processes.first else nullcontext()
     with ExitStack() as held:
         held.enter_context(lock)
         report = held.enter_context(patched(pipe, given.config)) if given.patch else None
@@ -215,7 +215,7 @@ def _write_share(
                             identity["inputs"] = source.digest
                         was_there = partial(store.is_made, path, identity)
                         if given.resume and (
-                            processes.from_first(was_there) if together else was_there()
+                            processes.broadcast(was_there) if together else was_there()
                         ):
                             print(f"{path}  was there")
                             on_step(settings.steps, 0)
@@ -299,7 +299,7 @@ def compare(given: options.Compare) -> int:
     more: dict[str, Any] = {} if backend is None else {"attention_backend": backend}
     with processes.joined(given.device):
         # What would fail at the end fails before a model is loaded.
-        processes.from_first(lambda: store.check_out(given.out, fresh=given.fresh))
+        processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
         find_ffmpeg()
         check_lines(given, lines)
         pipe = _load(given, processes.ranks.device(given.device))

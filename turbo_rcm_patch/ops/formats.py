@@ -247,6 +247,50 @@ class QuantizedOperands(NamedTuple):
     lengths: Tensor | None
 
 
+class QuantizedRows(NamedTuple):
+    """Memory of quantised q or k, as a prologue's kernel takes it.
+
+    Attributes:
+        int8_ptr: [B, H, n_padded, HEAD_PAD]; the portable kernel writes it as int64.
+        scale_ptr: fp32 [B, H, n_padded] of q, [B, H, n_scales] of k.
+        shift_ptr: fp32 [B, H, n_padded] of q, or None.
+        n_padded: Padded number of tokens.
+    """
+
+    int8_ptr: Tensor
+    scale_ptr: Tensor
+    shift_ptr: Tensor | None
+    n_padded: int
+
+
+class ValueRows(NamedTuple):
+    """v [B, N, H*D], its statistics and the memory of its result; all but v are None without fp8.
+
+    Attributes:
+        ptr: The rows.
+        strides: Their strides of batch and tokens.
+        stats_ptr: fp32 [B, H, 1 + chunks, HEAD_PAD]: the mean, then largest magnitudes.
+        error_ptr: `levels_ptr` as int32.
+        levels_ptr: [B, H, 3, HEAD_PAD], see `Values`.
+        out_ptr: e4m3 [B, H, HEAD_PAD, n_padded].
+    """
+
+    ptr: Tensor
+    strides: tuple[int, int]
+    stats_ptr: Tensor | None = None
+    error_ptr: Tensor | None = None
+    levels_ptr: Tensor | None = None
+    out_ptr: Tensor | None = None
+
+
+class Factors(NamedTuple):
+    """Numbers of a prologue: on scales of q and on its shift, and epsilon of the norms."""
+
+    q: float
+    shift: float
+    eps: float
+
+
 class Prologue(NamedTuple):
     """The inputs of a prologue and the memory for its results.
 
@@ -266,6 +310,20 @@ class Prologue(NamedTuple):
     def step(self) -> int:
         """Distance of the tokens of k that are averaged."""
         return -(-self.inputs.k.shape[1] // MEAN_SAMPLES)
+
+    @property
+    def factors(self) -> Factors:
+        """The factors of the kernel."""
+        a = self.inputs
+        return Factors(a.sm_scale * LOG2_E / hadamard_width(a.head_dim), a.sm_scale, a.norms.eps)
+
+    def value_rows(self, strides: tuple[int, int], stats: Tensor | None) -> ValueRows:
+        """Return v with the strides, and with fp8 the memory of its statistics and its result."""
+        v, values = self.inputs.v, self.values
+        if values is None:
+            return ValueRows(v, strides)
+        errors = values.levels.view(torch.int32)
+        return ValueRows(v, strides, stats, errors, values.levels, values.e4m3)
 
     @property
     def q_norm(self) -> int:

@@ -6,8 +6,6 @@ is written here, once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -263,17 +261,3 @@ def quantize_rows(x: torch.Tensor, into: Int8Tensor | None = None) -> Int8Tensor
         **row_arguments(rows, block_t),
     )
     return rows
-
-
-def quantize_stacked(weights: Sequence[torch.Tensor]) -> Int8Tensor:
-    """Quantise matrices [N_i, K], stacked, as the rows of one batch entry."""
-    total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    stacked = empty_rows(1, total, channels, weights[0].device)
-    first = 0
-    for weight in weights:
-        part = slice(first, first + weight.shape[0])
-        quantize_rows(
-            weight.unsqueeze(0), Int8Tensor(stacked.data[:, part], stacked.scale[:, part])
-        )
-        first = part.stop
-    return stacked

@@ -10,6 +10,7 @@ import: `sageattn_varlen` and `sageattn_qk_int8_pv_*`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -156,57 +157,46 @@ def sageattn_qk_int8_pv_fp16_triton(
     )  # fmt: skip
 
 
-def sageattn_qk_int8_pv_fp16_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: Layout = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32",
-    smooth_k: bool = True,
-    smooth_v: bool = False,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    **neutral: object,
-) -> Result:
-    """Compute `sageattn` with p and v in fp16. The order of arguments is sageattention's."""
-    neutral |= {
-        "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
-    }  # fmt: skip
-    return _sage(
-        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv="fp16",
-    )  # fmt: skip
+def _cuda(name: str, pv: PVDType, sums: str, text: str) -> Callable[..., Result]:
+    """Make the function of one of sageattention's CUDA kernels, which differ in the type of p and
+    v, and in the default of an argument."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensor_layout: Layout = "HND",
+        is_causal: bool = False,
+        qk_quant_gran: str = "per_thread",
+        sm_scale: float | None = None,
+        pv_accum_dtype: str = sums,
+        smooth_k: bool = True,
+        smooth_v: bool = False,
+        return_lse: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        **neutral: object,
+    ) -> Result:
+        neutral |= {
+            "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
+        }  # fmt: skip
+        return _sage(
+            q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+            return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv=pv,
+        )  # fmt: skip
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"Compute `sageattn`{text}. The order of arguments is sageattention's."
+    return call
 
 
-def sageattn_qk_int8_pv_fp8_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: Layout = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp16",
-    smooth_k: bool = True,
-    smooth_v: bool = False,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    **neutral: object,
-) -> Result:
-    """Compute `sageattn`: p and v in fp8 from 4,096 keys on where the device has it, else in bf16.
-    The order of arguments is sageattention's."""
-    neutral |= {
-        "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
-    }  # fmt: skip
-    return _sage(
-        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
-    )  # fmt: skip
+sageattn_qk_int8_pv_fp16_cuda = _cuda(
+    "sageattn_qk_int8_pv_fp16_cuda", "fp16", "fp32", " with p and v in fp16"
+)
+sageattn_qk_int8_pv_fp8_cuda = _cuda(
+    "sageattn_qk_int8_pv_fp8_cuda", "auto", "fp32+fp16",
+    ": p and v in fp8 from 4,096 keys on where the device has it, else in bf16",
+)  # fmt: skip
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(

@@ -80,7 +80,7 @@ class Family(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class KnownModule:
     """A module that a family serves.
 
     Attributes:
@@ -141,7 +141,7 @@ def parts_of(model: object) -> dict[str, nn.Module]:
     return parts
 
 
-def find_targets(model: object) -> list[Target]:
+def find_known(model: object) -> list[KnownModule]:
     """Return every module in a model or pipeline whose exact class is known.
 
     Raises:
@@ -151,10 +151,10 @@ def find_targets(model: object) -> list[Target]:
     """
     parts = parts_of(model)
     found = {component: list(_walk(part, component)) for component, part in parts.items()}
-    unknown = [component for component, targets in found.items() if not targets]
+    unknown = [component for component, known in found.items() if not known]
     if unknown:
         names = [qualified_name(type(parts[component])) for component in unknown]
-        served = [component for component, targets in found.items() if targets]
+        served = [component for component, known in found.items() if known]
         raise UnknownArchitectureError(
             ", ".join(filter(None, unknown)) or "model",
             expected="one of "
@@ -170,15 +170,15 @@ def find_targets(model: object) -> list[Target]:
             "register_backend()",
         )
     # A network may be held under two names.
-    every = [target for targets in found.values() for target in targets]
-    return list({id(target.module): target for target in reversed(every)}.values())[::-1]
+    every = [one for known in found.values() for one in known]
+    return list({id(one.module): one for one in reversed(every)}.values())[::-1]
 
 
-def _walk(module: nn.Module, path: str) -> Iterator[Target]:
+def _walk(module: nn.Module, path: str) -> Iterator[KnownModule]:
     """Yield the known modules from here down, without looking inside a known module."""
     family = family_of(module)
     if family is not None:
-        yield Target(module, family, path)
+        yield KnownModule(module, family, path)
         return
     for name, child in module.named_children():
         # torch.compile adds a level, which the path leaves out.

@@ -40,7 +40,7 @@ INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
 
 #: Rows of a weight that are quantised at once; a CPU holds them in fp32 meanwhile.
 _ROWS: Final = 1024
-#: Names of the parameters.
+#: Names of the parameters, in a model and in every file.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"
 #: Names of the attached buffers and of the attribute beside them.
@@ -53,6 +53,11 @@ _RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
 
 
 # --- beside a weight -----------------------------------------------------------------------------
+
+
+def scale_bits(scale: Tensor) -> Tensor:
+    """Return the bits of scales in fp32, as int32, which no cast of a model rounds."""
+    return scale.float().contiguous().view(torch.int32)
 
 
 class _Origin:
@@ -82,8 +87,7 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
     if linear.weight.is_inference():
         return  # An inference tensor has no version, and does not run in int8.
     linear.register_buffer(_INT8, int8.to(device), persistent=False)
-    bits = scale.to(device).float().contiguous().view(torch.int32)
-    linear.register_buffer(_SCALE, bits, persistent=False)
+    linear.register_buffer(_SCALE, scale_bits(scale.to(device)), persistent=False)
     setattr(linear, _ORIGIN, _Origin(linear.weight))
 
 
@@ -216,8 +220,8 @@ class Int8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = int8.shape
         self.dtype = dtype
-        bits = scale.detach().float().contiguous().view(torch.int32)
         self.register_parameter(WEIGHT, nn.Parameter(int8.detach(), requires_grad=False))
+        bits = scale_bits(scale.detach())
         self.register_parameter(SCALE, nn.Parameter(bits, requires_grad=False))
         self.register_parameter("bias", bias)
 

@@ -29,9 +29,9 @@ from turbo_rcm_patch.ops.dispatch import load_kernels
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
-    Target,
+    KnownModule,
     execution_device,
-    find_targets,
+    find_known,
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
@@ -107,19 +107,19 @@ def patch_model(
 def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> PatchReport:
     """Do what `patch_model` does, and fill an empty list with the records before any change."""
     with _LOCK:
-        targets = find_targets(model)
+        known = find_known(model)
         if not config.vae and not isinstance(model, nn.Module):
-            targets = [target for target in targets if target.path != VAE]
-        for target in targets:
-            _refuse_patched(target, "patch_model")
-            _check_device(config, execution_device(target.module))
-            refuse_lost_proj_l(target.module, target.path)
-            check_parallel(target.module)
-        records += _records_for(model, targets, config)
+            known = [one for one in known if one.path != VAE]
+        for one in known:
+            _refuse_patched(one, "patch_model")
+            _check_device(config, execution_device(one.module))
+            refuse_lost_proj_l(one.module, one.path)
+            check_parallel(one.module)
+        records += _records_for(model, known, config)
         _refuse_shared(records)
         if config.linear == "int8-only":
             count = _drop_originals(records)
-            records[:] = _records_for(model, targets, config)  # with the new Linears
+            records[:] = _records_for(model, known, config)  # with the new Linears
             records[0].dropped = count
         try:
             for record in records:
@@ -225,10 +225,10 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
         torch.OutOfMemoryError: Memory ran out half way; the Linears that were replaced stay
             replaced, and the model runs.
     """
-    targets = find_targets(model)
-    for target in targets:
-        _refuse_patched(target, "keep_int8_only")
-    records = _records_for(model, targets, PatchConfig(linear="int8-only", guard=False))
+    known = find_known(model)
+    for one in known:
+        _refuse_patched(one, "keep_int8_only")
+    records = _records_for(model, known, PatchConfig(linear="int8-only", guard=False))
     return _drop_originals(records, device)
 
 
@@ -261,19 +261,21 @@ def find_pairs(model: object) -> PairTable:
         PatchError: The model cannot be patched; the message says why and what to do.
     """
     pairs: list[SkipPair] = []
-    for target in find_targets(model):
-        record = record_of(target.module)
-        pairs += (record or _record(model, target, PatchConfig(guard=False), GuardLog())).pairs()
+    for one in find_known(model):
+        record = record_of(one.module)
+        pairs += (record or _record(model, one, PatchConfig(guard=False), GuardLog())).pairs()
     return PairTable(pairs)
 
 
 # --- before anything changes ---------------------------------------------------------------------
 
 
-def _records_for(model: object, targets: list[Target], config: PatchConfig) -> list[PatchRecord]:
-    """Return a record for each target, ready to be installed; the model does not change yet."""
+def _records_for(
+    model: object, known: list[KnownModule], config: PatchConfig
+) -> list[PatchRecord]:
+    """Return a record for each module, ready to be installed; the model does not change yet."""
     log = GuardLog()
-    records = [_record(model, target, config, log) for target in targets]
+    records = [_record(model, one, config, log) for one in known]
     pairs = [pair for record in records for pair in record.pairs()]
     if not any(pair.fused for pair in pairs):
         reasons = sorted({pair.reason for pair in pairs if pair.reason})
@@ -286,15 +288,15 @@ def _records_for(model: object, targets: list[Target], config: PatchConfig) -> l
     return records
 
 
-def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
-    """Return the record of one target, ready to be installed."""
-    module = target.module
+def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog) -> PatchRecord:
+    """Return the record of one module, ready to be installed."""
+    module = one.module
     judge_classes(module)
-    found = target.family.blocks_of(module, target.path, config)
+    found = one.family.blocks_of(module, one.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += _boundary(model, target.path)
-    record = PatchRecord(module, target.path, config, blocks, others)
+    others += _boundary(model, one.path)
+    record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, agree)
@@ -343,10 +345,10 @@ def _boundary(model: object, path: str) -> list[SkipPair]:
     ]  # fmt: skip
 
 
-def _refuse_patched(target: Target, caller: str) -> None:
-    if record_of(target.module) is not None or holds_replacements(target.module):
+def _refuse_patched(one: KnownModule, caller: str) -> None:
+    if record_of(one.module) is not None or holds_replacements(one.module):
         raise AlreadyPatchedError(
-            f"{caller}: {target.path or 'model'}",
+            f"{caller}: {one.path or 'model'}",
             expected="a model that is not patched",
             got="a patched model",
             remedy="Call unpatch_model first to patch it with another configuration",
@@ -411,7 +413,7 @@ def _records(model: object, caller: str) -> list[PatchRecord]:
     records = map(record_of, _modules(model))
     found = list({id(record): record for record in records if record is not None}.values())
     if not found:
-        find_targets(model)  # Raises its own error if nothing in the model could be patched.
+        find_known(model)  # Raises its own error if nothing in the model could be patched.
         raise NotPatchedError(
             f"{caller}: model",
             expected="a patched model",
@@ -497,10 +499,10 @@ def sla_as_defined(model: object, topk: float) -> Generator[int, None, None]:
     """
     config = PatchConfig(attention="exact", guard=False, sla_topk=topk)
     entries = []
-    for target in find_targets(model):
-        if not any(attached_proj_l(module) is not None for module in target.module.modules()):
+    for one in find_known(model):
+        if not any(attached_proj_l(module) is not None for module in one.module.modules()):
             continue
-        record = _record(model, target, config, GuardLog())
+        record = _record(model, one, config, GuardLog())
         entries += [e for e in record.entries if attached_proj_l(e.module) is not None]
     try:
         for entry in entries:

@@ -58,7 +58,7 @@ from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
-from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
+from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
 from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, judge
 from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
 
@@ -366,16 +366,16 @@ def compare(
         chosen = _given_frames(overrides, images=images, settings=settings, number=network_number)
         network_number = False
     processes = processes or Processes()
-    processes.from_first(lambda: check_out(out, fresh=fresh))
+    processes.broadcast(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
     why_no_network(pipe, network_number)
     with ExitStack() as until_done:
-        processes.from_first(lambda: until_done.enter_context(in_use(out)))
+        processes.broadcast(lambda: until_done.enter_context(lock_folder(out)))
         check_judged(pipe, config, attention_backend)
         inputs = inputs_of(sources, seed)
         identity = identify(pipe, chosen, config)
         identity |= {"inputs": inputs, "attention_backend": attention_backend}
-        store = processes.from_first(lambda: Store(out, identity, fresh=fresh))
+        store = processes.broadcast(lambda: Store(out, identity, fresh=fresh))
         run = _Run(
             pipe, make, sources, inputs, seed, chosen, config, attention_backend,
             store=store, identity=identity, progress=progress or (lambda *_: None),
@@ -384,7 +384,7 @@ def compare(
         run.sample("baseline", run.unpatched())
         run.sample("patched", judged(pipe, config, attention_backend))
         control = run.sample_control()
-        return processes.from_first(
+        return processes.broadcast(
             lambda: run.concluded(network_number, observer, control, command)
         )
 
@@ -455,7 +455,7 @@ class _Run:
             warm: False leaves the first call and runs/VARIANT.json out.
         """
         shared, store, steps = self.processes, self.store, self.settings.steps
-        missing = shared.from_first(
+        missing = shared.broadcast(
             lambda: [i for i, key in enumerate(self.keys) if not store.has_sample(key, variant)]
         )
         total = len(self.keys) * steps
@@ -485,7 +485,7 @@ class _Run:
 
                     sample = self._generate(now[shared.ranks.rank], on_step, watched)
                 done += len(now) * steps
-                came = shared.gathered((sample, str(report or "")))
+                came = shared.gather((sample, str(report or "")))
                 if came and warm:
                     note = {
                         "table": "\n\n".join(dict.fromkeys(table for _, table in came)),
@@ -540,10 +540,10 @@ class _Run:
 
     def sample_control(self) -> str:
         """Sample under the first exact backend that differs from the baseline; return its name."""
-        known = self.processes.from_first(lambda: self.store.read_json("runs/control.json"))
+        known = self.processes.broadcast(lambda: self.store.read_json("runs/control.json"))
         refused = []
         for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
-            why = "" if known else self.processes.from_first(partial(self._refuses, name))
+            why = "" if known else self.processes.broadcast(partial(self._refuses, name))
             if not why:
                 self.sample("control", self.unpatched(name), warm=False)
                 return str(name)

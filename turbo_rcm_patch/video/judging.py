@@ -33,7 +33,7 @@ from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.store import Store, check_out, in_use, reading
+from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
 from turbo_rcm_patch.video.verdict import agreement, interval, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
@@ -329,7 +329,7 @@ def judge_folders(
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
-    with in_use(out):
+    with lock_folder(out):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
         store = Store(out, identity, fresh=fresh)
         names = list(dict.fromkeys(name for clips in found.values() for name in clips))

@@ -124,7 +124,7 @@ class Processes:
         if began:
             dist.destroy_process_group()
 
-    def from_first(self, make: Callable[[], _T]) -> _T:
+    def broadcast(self, make: Callable[[], _T]) -> _T:
         """Return on all processes the value that `make` gives on the first.
 
         Raises:
@@ -145,7 +145,7 @@ class Processes:
             raise SamplingError("process 0 failed", got=told[1])
         return told[0]  # type: ignore[no-any-return]
 
-    def gathered(self, value: _T) -> list[_T]:
+    def gather(self, value: _T) -> list[_T]:
         """Return on the first process the values of all processes; elsewhere nothing."""
         if self._all is None:
             return [value]

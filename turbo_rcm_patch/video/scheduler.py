@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutpu
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
-from turbo_rcm_patch.video.settings import SCHEDULES, Form, shifted
+from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, shifted
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
@@ -92,13 +92,13 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self,
         num_train_timesteps: int = 1000,
         sigma_max: float = 80.0,
-        sampler: Form = "sde",
+        sampler: SolverForm = "sde",
         noise_seed: int | None = None,
         timestep_dtype: Literal["float32", "bfloat16"] = "float32",
         times: Sequence[float] | None = None,
     ) -> None:
         for name, value, right, expected in (
-            ("sampler", sampler, sampler in get_args(Form), "'sde' or 'ode'"),
+            ("sampler", sampler, sampler in get_args(SolverForm), "'sde' or 'ode'"),
             ("timestep_dtype", timestep_dtype, timestep_dtype in _DTYPES, f"one of {_DTYPES}"),
             ("sigma_max", sigma_max, 0.0 < sigma_max < float("inf"), "a positive number"),
             ("noise_seed", noise_seed, isinstance(noise_seed, int | None), "an integer or None"),
@@ -124,7 +124,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         name: str,
         *,
         shift: float | None = None,
-        sampler: Form | None = None,
+        sampler: SolverForm | None = None,
         noise_seed: int | None = None,
     ) -> RCMScheduler:
         """Make the scheduler of a published schedule.

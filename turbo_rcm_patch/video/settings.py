@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
 
-Form = Literal["sde", "ode"]
+SolverForm = Literal["sde", "ode"]
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
 
 #: Steps and guidance that Wan's own scheduler is usually run with.
@@ -34,7 +34,7 @@ _Rule = tuple[Callable[[Any], bool], str]
 #: Names of settings -> whether a value is right, and what is expected.
 _RULES: Final[Mapping[str, _Rule]] = {
     "sampler": (lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
-    "form": (lambda x: x in (*get_args(Form), None), f"one of {get_args(Form)}"),
+    "form": (lambda x: x in (*get_args(SolverForm), None), f"one of {get_args(SolverForm)}"),
     "steps": (lambda x: type(x) is int and 0 < x <= 1000, "a whole number from 1 to 1000"),
     "height width num_frames fps max_sequence_length": (
         lambda x: type(x) is int and x > 0,
@@ -58,7 +58,7 @@ class Schedule:
 
     times: tuple[float, ...]
     shift: float = 1.0
-    form: Form = "sde"
+    form: SolverForm = "sde"
 
 
 #: Schedules by name. rCM's is not among them, because its times depend on `sigma_max`.
@@ -139,7 +139,7 @@ class Settings:
     steps: int = 50
     times: tuple[float, ...] | None = None
     shift: float | None = None
-    form: Form | None = None
+    form: SolverForm | None = None
     sigma_max: float = 80.0
     height: int = 480
     width: int = 832

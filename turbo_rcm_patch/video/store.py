@@ -189,7 +189,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
 
 
 @contextmanager
-def in_use(out: str | Path) -> Iterator[None]:
+def lock_folder(out: str | Path) -> Iterator[None]:
     """Lock a folder against other runs, on file systems that support locks.
 
     Raises:

@@ -195,6 +195,35 @@ def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
 
 
 @triton.jit
+def begin(
+    q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM: tl.constexpr,
+):  # fmt: skip
+    """Return q and its scales, those of k, v and the ones that sum rows, and an empty softmax.
+
+    The arguments are those of `attend`. The softmax is acc, l_i and m_i.
+    """
+    offs_d = tl.arange(0, FORM.HEAD_PAD)
+    if FORM.DESCRIPTORS:
+        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
+    else:
+        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
+    m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
+    ones = m_i  # not used without FP8, and None cannot be returned
+    if FORM.FP8:
+        l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
+        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
+        v_head = v_src
+    else:
+        l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
+        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
+    return q, q_scale, k_scales, v_head, ones, acc, l_i, m_i
+
+
+@triton.jit
 def attend(
     q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
     b, h, start_m, FORM: tl.constexpr,
@@ -208,28 +237,12 @@ def attend(
     """
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
-    offs_d = tl.arange(0, FORM.HEAD_PAD)
     limit = n_kv
     if lengths_ptr is not None:
         limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
-    if FORM.DESCRIPTORS:
-        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
-    else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
-        q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
-
-    m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
-    ones = None
-    if FORM.FP8:
-        l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
-        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
-        v_head = v_src
-    else:
-        l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
-        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
+    q, q_scale, k_scales, v_head, ones, acc, l_i, m_i = begin(
+        q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM
+    )
 
     # First the blocks that every row sees whole, then those that need a mask.
     hi = limit

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import PropagateNan
 
 from turbo_rcm_patch.ops import formats
-from turbo_rcm_patch.ops.formats import LOG2_E, NORM_ACROSS, QMAX, Prologue, hadamard_width
+from turbo_rcm_patch.ops.formats import NORM_ACROSS, QMAX, Prologue, QuantizedRows
 from turbo_rcm_patch.ops.hopper_common import (
     copy_async,
     grid_dependency_wait,
@@ -70,43 +70,6 @@ class Rows(NamedTuple):
     weight_ptr: torch.Tensor | None
     bias_ptr: torch.Tensor | None
     strides: tuple[int, int]
-
-
-class Quantized(NamedTuple):
-    """Memory of quantised q or k, as in `formats.Queries` and `formats.Keys`, and its padding."""
-
-    int8_ptr: torch.Tensor
-    scale_ptr: torch.Tensor
-    shift_ptr: torch.Tensor | None
-    n_padded: int
-
-
-class ValueRows(NamedTuple):
-    """v [B, N, H*D], its statistics and the memory of its result; all but v are None without fp8.
-
-    Attributes:
-        ptr: The rows.
-        strides: Their strides of batch and tokens.
-        stats_ptr: fp32 [B, H, 1 + chunks, D]: the mean, then largest magnitudes.
-        error_ptr: `levels_ptr` as int32.
-        levels_ptr: [B, H, 3, D], see `formats.Values`.
-        out_ptr: e4m3 [B, H, D, n_padded].
-    """
-
-    ptr: torch.Tensor
-    strides: tuple[int, int]
-    stats_ptr: torch.Tensor | None
-    error_ptr: torch.Tensor | None
-    levels_ptr: torch.Tensor | None
-    out_ptr: torch.Tensor | None
-
-
-class Factors(NamedTuple):
-    """Numbers of a prologue: on scales of q and on its shift, and epsilon of the norms."""
-
-    q: float
-    shift: float
-    eps: float
 
 
 class Options(NamedTuple):
@@ -638,13 +601,9 @@ def run_prologue(job: Prologue) -> None:
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
     of_q, of_k, of_v = strides(one_sample=batch == 1, q=q, k=k, v=v).values()
-    v_rows = ValueRows(v, of_v, None, None, None, None)
-    if values is not None:
-        errors = values.levels.view(torch.int32)
-        v_rows = ValueRows(v, of_v, empty(1 + chunks), errors, values.levels, values.e4m3)
     common = {
         "k": Rows(k, norms.k, norms.k_bias, of_k),
-        "v": v_rows,
+        "v": job.value_rows(of_v, empty(1 + chunks) if fp8 else None),
         "beside": (mean, a.rotary, a.kv_lengths, counters),
         "n_kv": n_kv,
         "step": job.step,
@@ -679,8 +638,8 @@ def run_prologue(job: Prologue) -> None:
         (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
         device,
         q=Rows(q, norms.q, norms.q_bias, of_q),
-        q_out=Quantized(queries.int8, queries.scale, queries.shift, n_q_padded),
-        k_out=Quantized(keys.int8, keys.scale, None, n_kv_padded),
+        q_out=QuantizedRows(queries.int8, queries.scale, queries.shift, n_q_padded),
+        k_out=QuantizedRows(keys.int8, keys.scale, None, n_kv_padded),
         n_q=n_q,
         n_counters=0 if counters is None else counters.shape[1],
         q_programs=q_programs,
@@ -690,7 +649,7 @@ def run_prologue(job: Prologue) -> None:
         q_group=q_group,
         k_group=k_group,
         tiles=tiles,
-        factors=Factors(a.sm_scale * LOG2_E / hadamard_width(head_dim), a.sm_scale, norms.eps),
+        factors=job.factors,
         maxnreg=128,  # two programs per multiprocessor
         launch_pdl=dependent,
         **common,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.ops import formats
-from turbo_rcm_patch.ops.formats import LOG2_E, QMAX, Prologue, hadamard_width, scale_block
+from turbo_rcm_patch.ops.formats import QMAX, Prologue, QuantizedRows, scale_block
 from turbo_rcm_patch.ops.launch import (
     AMAX_CHUNKS,
     LENGTHS,
@@ -60,42 +60,6 @@ class Rows(NamedTuple):
     weight_words_ptr: torch.Tensor | None
     bias_words_ptr: torch.Tensor | None
     strides: tuple[int, int]
-
-
-class Quantized(NamedTuple):
-    """Memory of quantised q or k.
-
-    Attributes:
-        int8_ptr: [B, H, n_padded, HEAD_PAD], as int64.
-        scale_ptr: fp32 [B, H, n_padded] of q, [B, H, n_scales] of k.
-        shift_ptr: fp32 [B, H, n_padded] of q, or None.
-        n_padded: Padded number of tokens.
-    """
-
-    int8_ptr: torch.Tensor
-    scale_ptr: torch.Tensor
-    shift_ptr: torch.Tensor | None
-    n_padded: int
-
-
-class ValueRows(NamedTuple):
-    """v [B, N, H*D], its statistics and the memory of its result; all but v are None without fp8.
-
-    Attributes:
-        ptr: The rows.
-        strides: Their strides of batch and tokens.
-        stats_ptr: fp32 [B, H, 1 + chunks, HEAD_PAD]: the mean, then largest magnitudes.
-        error_ptr: `levels_ptr` as int32.
-        levels_ptr: [B, H, 3, HEAD_PAD], see `formats.Values`.
-        out_ptr: e4m3 [B, H, HEAD_PAD, n_padded].
-    """
-
-    ptr: torch.Tensor
-    strides: tuple[int, int]
-    stats_ptr: torch.Tensor | None
-    error_ptr: torch.Tensor | None
-    levels_ptr: torch.Tensor | None
-    out_ptr: torch.Tensor | None
 
 
 class Shape(NamedTuple):
@@ -147,14 +111,6 @@ def _as_words(x: torch.Tensor | None) -> torch.Tensor | None:
     if x.device.type != "meta" and x.data_ptr() % 8:
         return None
     return x.view(torch.int64)
-
-
-class Factors(NamedTuple):
-    """Numbers of a prologue: on scales of q and on its shift, and epsilon of the norms."""
-
-    q: float
-    shift: float
-    eps: float
 
 
 # `_load_8`, `_load_16` and `_load_32` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and
@@ -532,9 +488,9 @@ def token_block(
     """Store BLOCK_T tokens of GROUP heads of k (KEYS) or q as int8 with their scales.
 
     Before that, norm, rotary embedding, smoothing and `hadamard` are applied. Tokens from `limit`
-    on are masked. rows: `Rows`; out: `Quantized`, 0 for masked keys; mean [B, H, HEAD_PAD] of k or
-    None, subtracted from k, and for the shift of q, q · mean * factors.shift; rotary: cos, sin
-    [N, D], or None. Scales are of blocks of k, and of rows of q, there times factors.q.
+    on are masked. rows: `Rows`; out: `QuantizedRows`, 0 for masked keys; mean [B, H, HEAD_PAD] of
+    k or None, subtracted from k, and for the shift of q, q · mean * factors.shift; rotary: cos,
+    sin [N, D], or None. Scales are of blocks of k, and of rows of q, there times factors.q.
     """
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
     HEAD_PAD: tl.constexpr = SHAPE.HEAD_PAD
@@ -722,13 +678,9 @@ def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
     mean = empty() if smooth else None
     chunk_tokens = cdiv(cdiv(n_kv, AMAX_CHUNKS), rows) * rows
     chunks = cdiv(n_kv, chunk_tokens)
-    of_v = ValueRows(v, v.stride()[:2], None, None, None, None)
-    if values is not None:
-        errors = values.levels.view(torch.int32)
-        of_v = ValueRows(v, of_v.strides, empty(1 + chunks), errors, values.levels, values.e4m3)
     common = {
         "k": _rows(k, norms.k, norms.k_bias, head_dim),
-        "v": of_v,
+        "v": job.value_rows(v.stride()[:2], empty(1 + chunks) if fp8 else None),
         "rotary": a.rotary,
         "lengths_ptr": a.kv_lengths,
         "n_kv": n_kv,
@@ -760,15 +712,17 @@ def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
         (blocks, cdiv(heads, group), batch),
         device,
         q=_rows(q, norms.q, norms.q_bias, head_dim),
-        q_out=Quantized(queries.int8.view(torch.int64), queries.scale, queries.shift, n_q_padded),
+        q_out=QuantizedRows(
+            queries.int8.view(torch.int64), queries.scale, queries.shift, n_q_padded
+        ),
         counter_ptr=counters,
-        k_out=Quantized(keys.int8.view(torch.int64), keys.scale, None, n_kv_padded),
+        k_out=QuantizedRows(keys.int8.view(torch.int64), keys.scale, None, n_kv_padded),
         mean_ptr=None if mean is None else mean.view(torch.int64),
         n_q=n_q,
         n_counters=0 if counters is None else counters.shape[1],
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        factors=Factors(a.sm_scale * LOG2_E / hadamard_width(head_dim), a.sm_scale, norms.eps),
+        factors=job.factors,
         SHAPE=shape,
         OPTIONS=Options(group, QMAX[a.spec.attention], job.q_norm, job.k_norm, counter_rows),
         num_warps=warps,

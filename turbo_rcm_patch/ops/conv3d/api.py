@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
-from turbo_rcm_patch.ops.conv3d.passes import add_bias_residual
-from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
 from turbo_rcm_patch.ops.register import refuse_gradient
 
-#: What the kernel for sm_90 makes faster, for a warning.
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.launch import Target
+
+#: What the implementations compute, for the report and a warning.
 _WHAT: Final = "convolution of a VAE"
 #: Strides over time, height and width.
 Stride = tuple[int, int, int]
@@ -41,22 +41,6 @@ class Call(NamedTuple):
     stride: Stride
     padding: tuple[int, int]
     impl: Impl = "auto"
-
-
-class Choice(NamedTuple):
-    """One row of the dispatch table.
-
-    Attributes:
-        name: Its name in reports.
-        serves: Returns True for the calls that it runs.
-        run: Computes a call, with its bias, its residual and the dtype of the result.
-        reason: Why it is chosen there.
-    """
-
-    name: str
-    serves: Callable[[Call], bool]
-    run: Callable[[Call, Tensor | None, Tensor | None, torch.dtype], Tensor]
-    reason: str
 
 
 def pack_weight(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,43 +82,10 @@ def pack_phases(packed: Tensor) -> Tensor:
     return pack_weight(torch.cat(phases), packed.dtype)
 
 
-def _is_pointwise(call: Call) -> bool:
-    return call.weight.shape[1:4] == (1, 1, 1) and call.stride == (1, 1, 1)
+def _load_torch() -> ModuleType:
+    from turbo_rcm_patch.ops.conv3d import reference
 
-
-def _linear(
-    call: Call, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    weight = call.weight.flatten(1)
-    if residual is None and dtype == call.x.dtype:
-        return F.linear(call.x, weight, None if bias is None else bias.to(dtype))
-    y = F.linear(call.x, weight)
-    return add_bias_residual(y, bias, residual, dtype=dtype, impl=call.impl)
-
-
-def _torch(call: Call, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Run torch's convolution in its channels-last format.
-
-    On a GPU bias and residual are added in one pass after it, because torch would take two.
-    """
-    x, weight = call.x, call.weight.permute(0, 4, 1, 2, 3)
-    own = None if bias is None or x.is_cuda else bias.to(x.dtype)
-    bias = bias if own is None else None
-    if call.weight.shape[1] == 1 and call.stride[0] == 1:  # cuDNN has more kernels in 2D
-        y = F.conv2d(
-            x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(2), own, call.stride[1:],
-            call.padding,
-        )  # fmt: skip
-        y = y.permute(0, 2, 3, 1)
-        y = y.reshape(*x.shape[:2], *y.shape[1:])
-    else:
-        y = F.conv3d(
-            x.permute(0, 4, 1, 2, 3), weight, own, call.stride, (0, *call.padding)
-        ).permute(0, 2, 3, 4, 1)
-    y = y.contiguous()  # A no-op where torch kept the format.
-    if bias is None and residual is None and dtype == y.dtype:
-        return y
-    return add_bias_residual(y, bias, residual, dtype=dtype, impl=call.impl)
+    return reference
 
 
 def _load_hopper() -> ModuleType:
@@ -143,60 +94,47 @@ def _load_hopper() -> ModuleType:
     return hopper
 
 
-def _on_hopper(call: Call) -> bool:
+def _on_hopper(target: Target, call: Call) -> bool:
     """Return True where the kernel for sm_90 was faster than cuDNN on an H200 (`hopper.py`).
 
     The number of frames has no part in it, so the bits do not depend on how many are decoded at
     once.
     """
     features, *taps, _ = call.weight.shape
-    if not call.x.is_cuda or resolve_impl(call.impl, call.x.device) != "triton":
-        return False
-    from turbo_rcm_patch.ops.gluon import hopper_module
-    from turbo_rcm_patch.ops.launch import target_of
-
     same = call.stride == (1, 1, 1) and call.padding == (taps[1] // 2, taps[2] // 2)
-    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps):
+    if not same or taps[1] != taps[2] or not {1, 3}.issuperset(taps) or max(taps) == 1:
         return False
     if call.x.dtype != torch.float32:
         chosen = features % 256 != 0 or taps[1] == 1
     else:
         chosen = torch.backends.cudnn.allow_tf32 and (features % 128 != 0 or features == 384)
-    return (
-        chosen
-        and target_of(call.x.device) == ("cuda", 90)
-        and hopper_module(_load_hopper, _WHAT) is not None
-    )
+    return chosen and target == ("cuda", 90)
 
 
-def _hopper(
-    call: Call, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    from turbo_rcm_patch.ops.gluon import ran
-
-    made: list[Tensor] = []
-
-    def run(own: Any) -> None:
-        made.append(own.conv3d(call.x, call.weight, bias, residual, out_dtype=dtype))
-
-    return made[0] if ran(_load_hopper, _WHAT, run) else _torch(call, bias, residual, dtype)
-
-
-IMPLEMENTATIONS: Final = [
-    Choice("linear", _is_pointwise, _linear, "a 1x1x1 convolution is one product"),
-    Choice(
-        "hopper",
-        _on_hopper,
-        _hopper,
+IMPLEMENTATIONS: Final = (
+    Implementation(
+        "hopper", _on_hopper,
         "sm_90: up to 2.6 times as fast as cuDNN where Cout is no multiple of its 256 columns",
+        _load_hopper, _WHAT,
     ),
-    Choice("torch", lambda call: True, _torch, "cuDNN's kernels, channels-last"),
-]
+    Implementation("torch", always, "cuDNN's kernels, channels-last", _load_torch, _WHAT),
+)  # fmt: skip
 
 
-def implementation_of(call: Call) -> Choice:
+def implementation_of(call: Call) -> Implementation:
     """Return the implementation that runs a call."""
-    return next(one for one in IMPLEMENTATIONS if one.serves(call))
+    if not _on_kernels(call):
+        return IMPLEMENTATIONS[-1]
+    from turbo_rcm_patch.ops.gluon import hopper_module
+    from turbo_rcm_patch.ops.launch import target_of
+
+    hopper, portable = IMPLEMENTATIONS
+    serves = hopper.serves(target_of(call.x.device), call)
+    return hopper if serves and hopper_module(hopper.load, hopper.what) else portable
+
+
+def _on_kernels(call: Call) -> bool:
+    return call.x.is_cuda and resolve_impl(call.impl, call.x.device) == "triton"
 
 
 def conv3d(
@@ -248,4 +186,13 @@ def conv3d(
         )  # fmt: skip
     refuse_gradient("conv3d", (x, weight, bias, residual))
     call = Call(x, weight, stride, padding, impl)
-    return implementation_of(call).run(call, bias, residual, dtype or x.dtype)
+    made: list[Tensor] = []
+
+    def run(own: Any) -> None:
+        made.append(own.conv3d(call, bias, residual, out_dtype=dtype or x.dtype))
+
+    if _on_kernels(call):
+        run_first(IMPLEMENTATIONS, x.device, call, run)
+    else:
+        run(_load_torch())
+    return made[0]

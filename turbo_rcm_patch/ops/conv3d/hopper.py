@@ -52,6 +52,7 @@ In TF32 it reaches 327, 312 and 361, where cuDNN reaches 141, 243 and 210.
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,9 @@ from turbo_rcm_patch.ops.hopper_common import (
     unpermuted,
 )
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.conv3d.api import Call
 
 _GROUPS = gl.constexpr(3)
 _ROWS = gl.constexpr(2)  # of a group
@@ -356,8 +360,7 @@ def columns_for(features: int) -> tuple[int, int]:
 
 
 def conv3d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    call: Call,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     *,
@@ -366,9 +369,9 @@ def conv3d(
     """Compute a convolution of stride 1 with padding in space and none in time.
 
     Args:
-        x: [B, T + KT - 1, H, W, Cin], dense, bf16, fp16 or fp32, which is rounded to TF32.
-        weight: [Cout, KT, KH, KW, Cin], dense, dtype of x; fp32 as `api.pack_weight` rounds it. KH
-            and KW are 1 or 3.
+        call: x [B, T + KT - 1, H, W, Cin], dense, bf16, fp16 or fp32, which is rounded to
+            TF32; weight [Cout, KT, KH, KW, Cin], dense, of the same dtype; fp32 as
+            `api.pack_weight` rounds it. KH and KW are 1 or 3.
         bias: [Cout] or None.
         residual: [B, T, H, W, Cout], dense, or None.
         out_dtype: dtype of the result.
@@ -376,6 +379,7 @@ def conv3d(
     Returns:
         [B, T, H, W, Cout].
     """
+    x, weight = call.x, call.weight
     features, kt, kh, kw, channels = weight.shape
     if features % 32 or channels % 32:  # few channels at the ends of a model
         x = F.pad(x, (0, -channels % 32)) if channels % 32 else x

@@ -43,8 +43,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.hopper_common import copy_async, cta_barrier
-from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch, strides
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, chunks_of, empty_sums
+from turbo_rcm_patch.ops.launch import LENGTHS, launch, strides
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 _PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _STAGES = 4
@@ -175,30 +175,19 @@ def launch_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
-    batch, n_kv, channels = k.shape
-    head_dim, k_blocks = channels // heads, cdiv(n_kv, block_k)
-    blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
-    sums = empty_sums(k, heads, head_dim, chunks, k_blocks)
+    head_dim = k.shape[2] // heads
+    call = key_pass(
+        k, v, k_mean, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS
+    )
     launch(
         hopper_key_value_kernel,
-        (chunks, heads, batch),
+        call.grid,
         k.device,
-        matrix_ptr=sums.matrix,
-        total_ptr=sums.total,
-        k_pooled_ptr=sums.k_pooled,
-        k_ptr=k,
-        v_ptr=v,
-        k_mean_ptr=k_mean,
-        **strides(one_sample=batch == 1, k=k, v=v),
-        n_kv=n_kv,
-        k_blocks=k_blocks,
-        blocks_a_chunk=blocks_a_chunk,
-        chunks=chunks,
-        heads=heads,
+        **call.arguments,
+        **strides(one_sample=k.shape[0] == 1, k=k, v=v),
         D=head_dim,
-        BLOCK_K=block_k,
         T=64,
         STAGES=_STAGES,
         num_warps=head_dim // 16,
     )
-    return sums
+    return call.sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,16 +24,31 @@ class KeySums(NamedTuple):
     k_pooled: torch.Tensor
 
 
-def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]:
-    """Return blocks of keys per chunk, and the number of chunks, for about `programs` programs."""
-    blocks = cdiv(k_blocks, max(1, programs // batch_heads))
-    return blocks, cdiv(k_blocks, blocks)
+class KeyPass(NamedTuple):
+    """A pass over the keys: its results, and the grid and arguments that every kernel takes."""
+
+    sums: KeySums
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
 
 
-def empty_sums(k: torch.Tensor, heads: int, head_pad: int, chunks: int, k_blocks: int) -> KeySums:
-    """Allocate the sums over k [B, N, H*D]."""
+def key_pass(
+    k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, head_pad: int,
+    block_k: int, programs: int,
+) -> KeyPass:  # fmt: skip
+    """Describe a pass over k and v [B, N, H*D], in about `programs` programs."""
+    batch, n_kv, _ = k.shape
+    k_blocks = cdiv(n_kv, block_k)
+    blocks_a_chunk = cdiv(k_blocks, max(1, programs // (batch * heads)))
+    chunks = cdiv(k_blocks, blocks_a_chunk)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(k.shape[0], heads, *shape, head_pad, dtype=dtype, device=k.device)
+        return torch.empty(batch, heads, *shape, head_pad, dtype=dtype, device=k.device)
 
-    return KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
+    sums = KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
+    arguments = {
+        "matrix_ptr": sums.matrix, "total_ptr": sums.total, "k_pooled_ptr": sums.k_pooled,
+        "k_ptr": k, "v_ptr": v, "k_mean_ptr": k_mean, "n_kv": n_kv, "k_blocks": k_blocks,
+        "blocks_a_chunk": blocks_a_chunk, "chunks": chunks, "heads": heads, "BLOCK_K": block_k,
+    }  # fmt: skip
+    return KeyPass(sums, (chunks, heads, batch), arguments)

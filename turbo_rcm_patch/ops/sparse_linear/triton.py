@@ -17,10 +17,10 @@ import triton.language as tl
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.attention.online_softmax import (
     attention_arguments,
+    begin,
     over_block,
     over_keys,
     register_limit,
-    row_sum_operand,
     row_sums,
     times_v_scale,
     v_correction,
@@ -38,7 +38,7 @@ from turbo_rcm_patch.ops.launch import (
     tile_for,
 )
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, chunks_of, empty_sums
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 #: Number of tokens of k that a program sums.
 _K_TOKENS = 32
@@ -306,42 +306,29 @@ def launch_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D] with contiguous channels."""
-    hopper = target_of(k.device) == ("cuda", 90)
-    batch, n_kv, channels = k.shape
-    head_dim = channels // heads
-    head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)
-    blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
-    sums = empty_sums(k, heads, head_pad, chunks, k_blocks)
+    head_dim = k.shape[2] // heads
+    head_pad = pad_head(head_dim)
+    call = key_pass(
+        k, v, k_mean, heads=heads, head_pad=head_pad, block_k=block_k, programs=_PROGRAMS
+    )
     # With a [D, D] sum, 4-byte tiles leave room for half the keys and no pipeline.
     wide = k.element_size() > 2 and head_pad > 64
-    step = min(_STEP // 2 if wide else _STEP, block_k)
     launch(
         key_value_kernel,
-        (chunks, heads, batch),
+        call.grid,
         k.device,
-        matrix_ptr=sums.matrix,
-        total_ptr=sums.total,
-        k_pooled_ptr=sums.k_pooled,
-        k_ptr=k,
-        v_ptr=v,
-        k_mean_ptr=k_mean,
+        **call.arguments,
         **strides(k=k, v=v),
-        n_kv=n_kv,
-        k_blocks=k_blocks,
-        blocks_a_chunk=blocks_a_chunk,
-        chunks=chunks,
-        heads=heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
-        BLOCK_K=block_k,
-        STEP=step,
+        STEP=min(_STEP // 2 if wide else _STEP, block_k),
         ROWS=16,
         # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain fp32.
-        PRECISION="tf32x3" if hopper else "ieee",
+        PRECISION="tf32x3" if target_of(k.device) == ("cuda", 90) else "ieee",
         num_warps=8 if head_pad > 64 else 4,
         num_stages=1 if wide else 2,
     )
-    return sums
+    return call.sums
 
 
 def linear_branch(
@@ -578,23 +565,9 @@ def sparse_attention_kernel(
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
-    if FORM.DESCRIPTORS:
-        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
-    else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
-        q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
-    m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
-    ones = None
-    if FORM.FP8:
-        l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
-        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
-        v_head = v_src
-    else:
-        l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
-        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
+    q, q_scale, k_scales, v_head, ones, acc, l_i, m_i = begin(
+        q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM
+    )
 
     # Blocks ascend, so only the last chosen one may end past the last key.
     lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count

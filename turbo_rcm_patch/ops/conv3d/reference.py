@@ -1,0 +1,47 @@
+"""The convolution in plain torch, on any device: the CPU's path, and cuDNN's on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch.ops.conv3d.passes import add_bias_residual
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.ops.conv3d.api import Call
+
+
+def conv3d(
+    call: Call, bias: Tensor | None, residual: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """Run torch's convolution in its channels-last format; one of 1x1x1 is one product.
+
+    On a GPU bias and residual are added in one pass after it, because torch would take two.
+    """
+    if call.weight.shape[1:4] == (1, 1, 1) and call.stride == (1, 1, 1):
+        weight = call.weight.flatten(1)
+        if residual is None and out_dtype == call.x.dtype:
+            return F.linear(call.x, weight, None if bias is None else bias.to(out_dtype))
+        y = F.linear(call.x, weight)
+        return add_bias_residual(y, bias, residual, dtype=out_dtype, impl=call.impl)
+    x, weight = call.x, call.weight.permute(0, 4, 1, 2, 3)
+    own = None if bias is None or x.is_cuda else bias.to(x.dtype)
+    bias = bias if own is None else None
+    if call.weight.shape[1] == 1 and call.stride[0] == 1:  # cuDNN has more kernels in 2D
+        y = F.conv2d(
+            x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(2), own, call.stride[1:],
+            call.padding,
+        )  # fmt: skip
+        y = y.permute(0, 2, 3, 1)
+        y = y.reshape(*x.shape[:2], *y.shape[1:])
+    else:
+        y = F.conv3d(
+            x.permute(0, 4, 1, 2, 3), weight, own, call.stride, (0, *call.padding)
+        ).permute(0, 2, 3, 4, 1)
+    y = y.contiguous()  # A no-op where torch kept the format.
+    if bias is None and residual is None and out_dtype == y.dtype:
+        return y
+    return add_bias_residual(y, bias, residual, dtype=out_dtype, impl=call.impl)
