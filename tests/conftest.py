@@ -7,6 +7,7 @@ with the marker `interpreter` run in a process with Triton's interpreter on.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -53,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu:
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays: a collection of garbage, which takes up to a second
+    # over millions of objects, leaves it out from here on.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from turbo_rcm_patch.ops import resolve_pv
 
-__all__ = ["Implementation", "coefficient", "over"]
+__all__ = ["GPU", "Implementation", "coefficient", "over"]
 
 
 class Implementation(NamedTuple):
@@ -34,14 +34,16 @@ class Implementation(NamedTuple):
 
     def skip_without(self, pv: str) -> None:
         """Skip a test of e4m3 p and v on a card that cannot multiply them."""
-        if (
-            self.name == "gpu"
-            and pv == "fp8"
-            and resolve_pv("auto", torch.device("cuda", 0)) != "fp8"
-        ):
+        if self.name == "gpu" and pv == "fp8" and not has_fp8():
             pytest.skip("this GPU has no e4m3 matrix units")
 
 
+def has_fp8() -> bool:
+    """Whether the GPU multiplies e4m3."""
+    return resolve_pv("auto", torch.device("cuda", 0)) == "fp8"
+
+
+GPU = Implementation("gpu", "cuda", "triton")
 _ALL = {
     "reference": (Implementation("reference", "cpu", "reference"), ()),
     "interpreter": (
@@ -49,7 +51,7 @@ _ALL = {
         # numpy computes both sides of a `where`
         (pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")),
     ),
-    "gpu": (Implementation("gpu", "cuda", "triton"), (pytest.mark.gpu,)),
+    "gpu": (GPU, (pytest.mark.gpu,)),
 }
 
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from typing import IO, Any
 
 import pytest
@@ -140,7 +141,37 @@ def _outcome(reports: list[pytest.TestReport]) -> tuple[str, str]:
     return "passed", ""
 
 
+def _patch_once() -> None:
+    """Let Triton patch its language once a launch. At every call of a device function it does so
+    again, which takes half of the interpreter's time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):  # before 3.6
+        return
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    patched: set[str] = set()
+
+    @cache
+    def sees(function: Any) -> set[str]:
+        held = {id(value) for value in function.__globals__.values()}
+        return {one.__name__ for one in (language, language.core) if id(one) in held}
+
+    def once(function: Any) -> Any:
+        if sees(function) <= patched:
+            return nothing
+        scope, begins = patch(function), not patched
+        patched.update(sees(function))
+        if begins:  # a launch; its end takes all of it back
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = once
+
+
 def _main() -> None:
+    _patch_once()
     # pytest redirects the streams themselves, and prints where errors go.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -22,7 +22,7 @@ from typing import Any
 PRELOAD = (
     "accelerate",
     "diffusers.hooks.context_parallel",
-    "diffusers.models.transformers.transformer_cogvideox",
+    "diffusers.models.transformers.cogvideox_transformer_3d",
     "diffusers.pipelines.wan.pipeline_wan",
     "diffusers.schedulers.scheduling_flow_match_euler_discrete",
     "imageio",

@@ -8,10 +8,13 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from diffusers import ContextParallelConfig
 
 from tests import processes
 from tests.processes import server
@@ -44,6 +47,14 @@ def _main(
         dist.barrier()  # nobody leaves while another still needs it
     finally:
         dist.destroy_process_group()
+
+
+def enable_parallelism(model: Any, **degrees: Any) -> None:
+    """Split a model's sequence, as users do. diffusers counts accelerators, of which a CPU machine
+    has none."""
+    count = max(2, torch.accelerator.device_count())
+    with mock.patch.object(torch.accelerator, "device_count", return_value=count):
+        model.enable_parallelism(config=ContextParallelConfig(**degrees))
 
 
 def on_ranks(

@@ -10,7 +10,12 @@ from turbo_rcm_patch.ops import Sparsity
 from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.sparse_linear.reference import block_map
 
-__all__ = ["chosen_blocks", "proj_l"]
+__all__ = ["ELSEWHERE", "FLOOR", "HOPPER", "chosen_blocks", "proj_l"]
+
+
+HOPPER, ELSEWHERE = {"block_q": 64, "block_k": 128}, {"block_q": 128, "block_k": 64}
+#: int8 q and k with 16-bit or e4m3 P and v against exact mathematics, N(0, 1).
+FLOOR = {"bf16": 0.02, "fp8": 0.05}
 
 
 def proj_l(dim: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

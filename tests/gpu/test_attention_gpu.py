@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
 from tests.gpu.common import random, skip_without
 from tests.inputs import attention_inputs
-from tests.measures import relative_l2
+from tests.measures import relative_l2, truth
+from tests.ops.test_sageattn import each_layout, each_view, exact, inputs
 from turbo_rcm_patch import ops, register_backend, sageattn, unregister_backend
-from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
+from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import online_softmax
 from turbo_rcm_patch.ops.attention.api import launch_attention, quantize
-from turbo_rcm_patch.ops.attention.reference import exact_attention, split_heads
 from turbo_rcm_patch.ops.launch import target_of, tile_for
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +59,7 @@ def names_of_kernels() -> Iterator[list[str]]:
         hook.remove(note)
 
 
-def almost_equal(x: torch.Tensor, y: torch.Tensor) -> None:
+def almost_equal(x: Tensor, y: Tensor) -> None:
     """int8 that differ by one step at most, and that in fewer than one of 10,000."""
     apart = (x.int() - y.int()).abs()
     assert apart.max() <= 1
@@ -80,9 +79,7 @@ def test_the_hopper_kernel_equals_the_portable_one(
     """
     device = hopper()
     heads = 3
-    q = torch.randn(batch, n_q, heads * head_dim, device=device, dtype=torch.bfloat16)
-    k = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
-    v = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
+    q, k, v = (random(batch, n, heads * head_dim) for n in (n_q, n_kv, n_kv))
     if lengths is not None:
         lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
     inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, want_lse=True)
@@ -121,36 +118,22 @@ def test_the_hopper_prologue_equals_the_portable_one(
     channels = heads * head_dim
     n = max(n_q, n_kv)
     if fused:  # strided, as one linear makes them
-        both = torch.randn(batch, n, 3 * channels, device=device, dtype=torch.bfloat16)
-        q, k, v = (x[:, :m] for x, m in zip(both.chunk(3, -1), (n_q, n_kv, n_kv), strict=True))
+        both = random(batch, n, 3 * channels).chunk(3, -1)
+        q, k, v = (x[:, :m] for x, m in zip(both, (n_q, n_kv, n_kv), strict=True))
     else:
-        q, k, v = (
-            torch.randn(batch, m, channels, device=device, dtype=torch.bfloat16)
-            for m in (n_q, n_kv, n_kv)
-        )
-        k += 3 * torch.randn(channels, device=device, dtype=torch.bfloat16)
+        q, k, v = (random(batch, m, channels) for m in (n_q, n_kv, n_kv))
+        k += 3 * random(channels)
     size = channels if norm == "across" else head_dim
     weight = torch.rand(size, device=device).bfloat16() + 0.5 if norm else None
-    bias = None
-    if norm == "layer norm per head":
-        bias = torch.randn(head_dim, device=device).bfloat16()
+    bias = random(head_dim) if norm == "layer norm per head" else None
     angle = 6 * torch.rand(n, head_dim // 2, device=device).repeat_interleave(2, -1)
-    common = {
-        "heads": heads,
-        "norm_q": weight,
-        "norm_k": weight,
-        "norm_q_bias": bias,
-        "norm_k_bias": bias,
-        "cos": angle.cos() if rope else None,
-        "sin": angle.sin() if rope else None,
-        "kv_lengths": torch.tensor([n_kv, n_kv // 2], device=device, dtype=torch.int32)
-        if lengths
-        else None,
-        "pv": pv,
-        "attention": {127: "int8", 7: "int4"}[qmax],
-        "want_lse": True,
-    }
-    inputs = attention_inputs(q, k, v, **common)
+    counts = torch.tensor([n_kv, n_kv // 2], device=device, dtype=torch.int32)
+    inputs = attention_inputs(
+        q, k, v, heads=heads, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
+        cos=angle.cos() if rope else None, sin=angle.sin() if rope else None,
+        kv_lengths=counts if lengths else None, pv=pv, want_lse=True,
+        attention={127: "int8", 7: "int4"}[qmax],
+    )  # fmt: skip
     with names_of_kernels() as launched:
         own = quantize(inputs)
     assert len(launched) == 2
@@ -177,7 +160,8 @@ def test_the_hopper_prologue_equals_the_portable_one(
 
 
 def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
-    q = torch.randn(1, 256, 256, device=hopper(), dtype=torch.bfloat16)
+    hopper()
+    q = random(1, 256, 256)
     k, v = torch.zeros_like(q), torch.randn_like(q)
     q[0, 3, 5] = float("nan")
     operands = quantize(attention_inputs(q, k, v, heads=2, sm_scale=0.1))
@@ -188,8 +172,8 @@ def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
 
 def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue() -> None:
     """A row that begins 8 bytes off, as a view into another tensor may."""
-    device = hopper()
-    wide = torch.randn(1, 512, 3 * 128 + 4, device=device, dtype=torch.bfloat16)
+    hopper()
+    wide = random(1, 512, 3 * 128 + 4)
     q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))
     with names_of_kernels() as launched:
         off = quantize(attention_inputs(q, k, v, heads=1, sm_scale=0.1))
@@ -202,15 +186,6 @@ def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue(
 # --- offsets and lengths -------------------------------------------------------------------------
 
 
-def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **more: object
-) -> torch.Tensor:
-    """fp64 attention of [B, N, H*D] tensors without norm and rotary."""
-    scale = (q.shape[-1] // heads) ** -0.5
-    qh, kh, vh = (split_heads(x, heads).double() for x in (q, k, v))
-    return exact_attention(qh, kh, vh, sm_scale=scale, **more)[0].transpose(1, 2).flatten(2)
-
-
 @pytest.mark.parametrize("pv", ["fp8", "bf16"])
 def test_attention_reads_past_two_to_the_31_elements(pv: str) -> None:
     skip_without(pv)
@@ -221,13 +196,13 @@ def test_attention_reads_past_two_to_the_31_elements(pv: str) -> None:
     q, k, v = fused.chunk(3, -1)
     spec = AttentionSpec(heads=40, pv=pv)
     out = attention_skip(q, k[:, :512], v[:, :512], spec, residual=q, c_skip=0.5)[:, -200:]
-    truth = 0.5 * q[:, -200:].double() + exact(q[:, -200:], k[:, :512], v[:, :512], 40)
-    assert relative_l2(out, truth) < FLOOR[pv]
+    exact = 0.5 * q[:, -200:].double() + truth(q[:, -200:], k[:, :512], v[:, :512], 40)
+    assert relative_l2(out, exact) < FLOOR[pv]
     first, last = slice(0, 128), slice(channels - 128, channels)
     out = attention_skip(q[:, :64], k, v, spec)
     for head in (first, last):
-        truth = exact(q[:, :64, head], k[..., head], v[..., head], 1)
-        assert relative_l2(out[..., head], truth) < 0.08
+        exact = truth(q[:, :64, head], k[..., head], v[..., head], 1)
+        assert relative_l2(out[..., head], exact) < 0.08
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -259,10 +234,10 @@ def test_lengths_past_32_bits_and_scales_of_any_sign_are_right(pv: str, dim: int
     for scale in (-0.2, 0.0):
         spec = ops.AttentionSpec(heads=2, pv=pv, sm_scale=scale)  # type: ignore[arg-type]
         exact = ops.AttentionSpec(heads=2, attention="exact", sm_scale=scale)
-        made, truth = (
+        made, expected = (
             ops.attention_skip(q, k, v, s, norm_q=torch.ones_like(q[0, 0])) for s in (spec, exact)
         )
-        assert relative_l2(made, truth) < 0.08
+        assert relative_l2(made, expected) < 0.08
 
 
 @pytest.mark.parametrize("n", [65_537, 200_003])
@@ -276,20 +251,9 @@ def test_long_sequences_against_exact_attention(n: int, dim: int, pv: Any) -> No
     q, k, v = random(1, n, 3 * 2 * dim).chunk(3, -1)
     out = ops.attention_skip(q, k, v, ops.AttentionSpec(heads=2, pv=pv))
     assert bool(out.isfinite().all())
-    parts = [torch.arange(at, at + 64, device="cuda") for at in (0, n // 2, n - 64)]
-    kh, vh = (split_heads(x.contiguous(), 2).double() for x in (k, v))
-    for rows in parts:
-        qh = split_heads(q[:, rows].contiguous(), 2).double()
-        truth = torch.cat(
-            [
-                exact_attention(
-                    qh[:, h : h + 1], kh[:, h : h + 1], vh[:, h : h + 1], sm_scale=dim**-0.5
-                )[0]
-                for h in range(2)
-            ],
-            1,
-        )
-        assert relative_l2(out[:, rows], truth.transpose(1, 2).flatten(2)) < 0.12
+    for at in (0, n // 2, n - 64):
+        rows = slice(at, at + 64)
+        assert relative_l2(out[:, rows], truth(q[:, rows], k, v, 2)) < 0.12
 
 
 # --- constants that are kept between calls, and one launch ---------------------------------------
@@ -345,53 +309,30 @@ def test_the_ones_are_written_before_another_stream_reads_them() -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("form", ["auto", "one-launch", "two-launch"])
-def test_a_fused_attention_compiles_without_a_break(form: str) -> None:
-    q, k, v, residual = (random(1, 300, 256) for _ in range(4))
-    weight, bias, spec = random(256, 256) * 0.06, random(256), AttentionSpec(heads=2)
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return attention_project_skip(
-            x * 2, k, v, weight, bias, spec, residual=residual, form=form
-        )
-
-    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))
-
-
 # --- sageattention -------------------------------------------------------------------------------
 
 #: e4m3 p and v from 4,096 keys on.
 SAGE_FLOOR = {1500: 0.02, 4200: 0.05}
 
 
+@each_layout
+@each_view
 @pytest.mark.parametrize("tokens", SAGE_FLOOR)
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "transposed-view"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sageattn_against_exact_attention(
     tokens: int, layout: str, contiguous: bool, causal: bool, dim: int
 ) -> None:
-    q, k, v = (torch.randn(2, 3, tokens, dim, device="cuda").bfloat16() for _ in range(3))
-    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
-    if layout == "NHD":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # As memory of this layout, or of the other one.
-    if contiguous:
-        q, k, v = (x.contiguous() for x in (q, k, v))
-    else:
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    q, k, v = inputs(layout, 3, 3, tokens, tokens, dim, torch.bfloat16, contiguous, "cuda")
     out, lse = sageattn(q, k, v, layout, causal, return_lse=True)
-    plain = sageattn(q, k, v, layout, causal)
     assert out.shape == q.shape and lse.shape == (2, 3, tokens)
-    for one in (out, plain):
-        one = one if layout == "HND" else one.transpose(1, 2)
-        assert relative_l2(one, exact) < SAGE_FLOOR[tokens]
+    expected = exact(q, k, v, layout, is_causal=causal)
+    for one in (out, sageattn(q, k, v, layout, causal)):
+        assert relative_l2(one, expected) < SAGE_FLOOR[tokens]
 
 
 def test_grouped_queries_and_the_backend() -> None:
-    q = torch.randn(1, 1500, 6, 64, device="cuda").bfloat16()
-    k, v = (torch.randn(1, 1500, 2, 64, device="cuda").bfloat16() for _ in range(2))
+    q, k, v = (random(1, 1500, heads, 64) for heads in (6, 2, 2))
     exact = dispatch_attention_fn(q.float(), k.float(), v.float(), enable_gqa=True)
     name = register_backend()
     try:

@@ -1,5 +1,5 @@
 """Every operation on a GPU: the same bits under load, on several streams and in a captured graph;
-tensors on two devices.
+compilation; tensors on two devices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.common import has_fp8, random
+from tests.gpu.common import random
+from tests.implementations import has_fp8
+from tests.sparse import proj_l
 from turbo_rcm_patch import errors, ops
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +122,25 @@ def test_an_operation_replays_in_a_graph(name: str) -> None:
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["auto", "one-launch", "two-launch", "int8 linear", "sparse"])
+def test_an_operation_compiles_without_a_break(name: str) -> None:
+    n = 1024 if name == "sparse" else 300
+    q, k, v, residual = (random(1, n, 256) for _ in range(4))
+    weight, bias, spec = random(256, 256) * 0.06, random(256), ops.AttentionSpec(heads=2)
+    linear, sparsity = proj_l(128, "cuda"), ops.Sparsity(topk=0.25, block_q=64, block_k=128)
+
+    def block(x: Tensor) -> Tensor:
+        if name == "int8 linear":
+            return ops.int8_linear(x * 2, *ops.quantize_weight(weight))
+        if name == "sparse":
+            return ops.sparse_linear_attention(x * 2, k, v, *linear, spec, sparsity)
+        return ops.attention_project_skip(
+            x * 2, k, v, weight, bias, spec, residual=residual, form=name
+        )
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))
 
 
 def test_tensors_on_the_cpu_beside_the_others_are_refused_by_name() -> None:

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from tests.measures import relative_l2
-from tests.patching.models import ANYFLOWS, COGVIDEOXS, MODELS, WANS, Model, classes, run, wide
+from tests.patching.models import (
+    ANYFLOWS,
+    COGVIDEOXS,
+    MODELS,
+    WANS,
+    Model,
+    classes,
+    mapped,
+    run,
+    wide,
+)
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
 from turbo_rcm_patch.config import Linear
 from turbo_rcm_patch.patching import sla_as_defined
@@ -30,19 +40,8 @@ def settings() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def on_gpu(inputs: dict[str, object]) -> dict[str, object]:
-    def one(value: object) -> object:
-        if isinstance(value, list | tuple):
-            return type(value)(one(part) for part in value)
-        if isinstance(value, dict):
-            return {key: one(part) for key, part in value.items()}
-        return value.to(GPU) if isinstance(value, torch.Tensor) else value
-
-    return {name: one(value) for name, value in inputs.items()}
-
-
 def made(row: Model) -> tuple[torch.nn.Module, dict[str, object]]:
-    return row.model(BF16).to(GPU), on_gpu(row.inputs(dtype=BF16))
+    return row.model(BF16).to(GPU), mapped(row.inputs(dtype=BF16), lambda x: x.to(GPU))
 
 
 @pytest.mark.parametrize("row", [row for row in MODELS if "sla" not in row.name], ids=str)

@@ -8,63 +8,40 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import attention_backend
 
 from tests.measures import relative_l2
-from tests.patching.models import named, run
-from tests.ranks import on_ranks
+from tests.patching.models import mapped, named, run
+from tests.ranks import enable_parallelism, on_ranks
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import parallel, patch_model, patched, register_backend, report_of
 from turbo_rcm_patch.diffusers_backend import BACKEND
-from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.video import generate
 
 NCCL = "cpu:gloo,cuda:nccl"
 #: Case -> options of the patch, degrees, and the relative L2 to one GPU. Sums come in another
 #: order and round to bf16, which decides how some values round to int8.
+_ULYSSES, _UNEVEN = {"ulysses_degree": 2}, {"ulysses_degree": 2, "ulysses_anything": True}
+_INT8 = {"attention": "int8", "guard": False}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    "exact Ulysses": ({"attention": "exact", "guard": False}, {"ulysses_degree": 2}, 1e-2),
-    "int8 Ulysses": ({"attention": "int8", "guard": False}, {"ulysses_degree": 2}, 2e-2),
-    "int8 Linears": (
-        {"attention": "int8", "linear": "int8", "guard": False},
-        {"ulysses_degree": 2},
-        2e-2,
-    ),
-    "guard on": ({"attention": "int8", "guard": True}, {"ulysses_degree": 2}, 2e-2),
-    "uneven heads": (
-        {"attention": "int8", "guard": False},
-        {"ulysses_degree": 2, "ulysses_anything": True},
-        2e-2,
-    ),
-    "uneven heads, guard on": (
-        {"attention": "int8", "guard": True},
-        {"ulysses_degree": 2, "ulysses_anything": True},
-        2e-2,
-    ),
-    "int8 ring": ({"attention": "int8", "guard": False}, {"ring_degree": 2}, 2e-2),
+    "exact Ulysses": ({"attention": "exact", "guard": False}, _ULYSSES, 1e-2),
+    "int8 Ulysses": (_INT8, _ULYSSES, 2e-2),
+    "int8 Linears": (_INT8 | {"linear": "int8"}, _ULYSSES, 2e-2),
+    "guard on": (_INT8 | {"guard": True}, _ULYSSES, 2e-2),
+    "uneven heads": (_INT8, _UNEVEN, 2e-2),
+    "uneven heads, guard on": (_INT8 | {"guard": True}, _UNEVEN, 2e-2),
+    "int8 ring": (_INT8, {"ring_degree": 2}, 2e-2),
 }
-
-
-def _parallel(model: Any, degrees: dict[str, Any]) -> None:
-    # diffusers counts accelerators, of which a CPU machine has none.
-    count = max(2, torch.accelerator.device_count())
-    with mock.patch.object(torch.accelerator, "device_count", return_value=count):
-        model.enable_parallelism(config=ContextParallelConfig(**degrees))
 
 
 def _model(name: str, rank: int, backend: str) -> tuple[Any, Any, dict[str, Any]]:
     """Two models with the same weights, and inputs, on this rank's device."""
     device = torch.device("cuda", rank) if "nccl" in backend else torch.device("cpu")
     row = named(name)
-    inputs = {
-        key: x.to(device) if isinstance(x, torch.Tensor) else x
-        for key, x in row.inputs(dtype=torch.bfloat16).items()
-    }
+    inputs = mapped(row.inputs(dtype=torch.bfloat16), lambda x: x.to(device))
     alone, shared = (row.model(torch.bfloat16).to(device) for _ in range(2))
     return alone, shared, inputs
 
@@ -78,18 +55,11 @@ def _shares(rank: int, backend: str, case: str) -> None:
     register_backend()
     patch_model(shared, **options)
     with attention_backend(BACKEND) if "ring_degree" in degrees else nullcontext():
-        _parallel(shared, degrees)
+        enable_parallelism(shared, **degrees)
         made = run(shared, inputs)
     assert all(words.startswith("fused") for words in report_of(shared).ran().values())
     assert relative_l2(made, expected) <= near
     assert "parallel over 2 ranks" in str(report_of(shared))
-
-
-def _refuses(rank: int, backend: str) -> None:
-    _, model, _ = _model("three-heads-of-24", rank, backend)
-    _parallel(model, {"ulysses_degree": 2})
-    with pytest.raises(ContextParallelError, match="3 heads"):
-        patch_model(model)
 
 
 def _on_two(backend: str, function: Any, *args: object) -> None:
@@ -107,11 +77,6 @@ def _on_two(backend: str, function: Any, *args: object) -> None:
 )
 def test_two_ranks_compute_what_one_does(backend: str, case: str) -> None:
     _on_two(backend, _shares, case)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
-def test_heads_that_the_ranks_do_not_divide_are_refused(backend: str) -> None:
-    _on_two(backend, _refuses)
 
 
 def _halves_a_step(rank: int, backend: str, options: dict[str, Any] | None) -> None:

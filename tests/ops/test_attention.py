@@ -17,6 +17,7 @@ In the interpreter inputs are fp32 and fp16: its bf16 arithmetic and its fp8 cas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.implementations import Implementation, coefficient, over
 from tests.inputs import attention_inputs
-from tests.measures import relative_l2
+from tests.measures import relative_l2, truth
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
 from turbo_rcm_patch.ops.attention.api import norm_rotate, quantize
 from turbo_rcm_patch.ops.attention.emulation import (
@@ -56,13 +57,6 @@ ROUNDING = {"fp8": 0.037, "bf16": 2e-3, "fp16": 2e-3}
 def inputs(batch: int, n_q: int, n_kv: int, channels: int) -> list[Tensor]:
     q, k, v = (torch.randn(batch, n, channels) for n in (n_q, n_kv, n_kv))
     return [q, k + torch.randn(channels), v]
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, heads: int, **more: Any) -> Tensor:
-    """Attention in fp64."""
-    scale = (q.shape[-1] // heads) ** -0.5
-    qh, kh, vh = (split_heads(x, heads).double() for x in (q, k, v))
-    return exact_attention(qh, kh, vh, sm_scale=scale, **more)[0].transpose(1, 2).flatten(2)
 
 
 def rotary(on: Implementation, n: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -553,27 +547,28 @@ _NORMS = {
 def test_normalised_and_rotated_rows_are_rounded_once(
     on: Implementation, heads: int, dim: int, norm: str, rope: bool
 ) -> None:
-    """The operation `norm_rotate`, from a view; and exact attention over such rows."""
+    """The operation `norm_rotate`, from a view; and exact attention over such rows, with a weight
+    for q and one for k."""
     dtype, n = (BF16, 500) if on.name == "gpu" else (FP32, 20)
     q, k, v = on.randn(2, n, 3 * heads * dim, dtype=dtype).chunk(3, -1)
-    weight = bias = None
+    weights, bias = [None, None], None
     if norm != "none":
         size = heads * dim if norm == "across" else dim
-        weight = torch.rand(size, device=on.device).to(dtype) + 0.5
+        weights = [torch.rand(size, device=on.device).to(dtype) + 0.5 for _ in range(2)]
     if norm == "layer":
         bias = on.randn(dim, dtype=dtype)
-    cos, sin = rotary(on, n, dim) if rope else (None, None)
-    made = norm_rotate(
-        q, weight=weight, bias=bias, rotary=(cos, sin) if rope else None, heads=heads, impl=on.impl
-    )
+    table = rotary(on, n, dim) if rope else None
+    cos, sin = table or (None, None)
+    how: Any = {"rotary": table, "heads": heads, "impl": on.impl}
+    made = norm_rotate(q, weight=weights[0], bias=bias, **how)
     assert made.is_contiguous() and made.dtype == dtype
-    wide = {"weight": weight, "bias": bias, "cos": cos, "sin": sin, "eps": 1e-6}
-    qh, kh = (norm_rope(x, heads, **wide, dtype=torch.float64) for x in (q, k))
+    wide = {"bias": bias, "cos": cos, "sin": sin, "eps": 1e-6, "dtype": torch.float64}
+    qh, kh = (norm_rope(x, heads, weight=w, **wide) for x, w in zip((q, k), weights, strict=True))
     assert relative_l2(split_heads(made, heads), qh) < (3e-6 if dtype == FP32 else 2e-3)
     spec = AttentionSpec(heads=heads, attention="exact", impl=on.impl)
     out = attention_skip(
-        q, k, v, spec, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
-        rotary=(cos, sin) if rope else None,
+        q, k, v, spec, norm_q=weights[0], norm_k=weights[1], norm_q_bias=bias, norm_k_bias=bias,
+        rotary=table,
     )  # fmt: skip
     exact, _ = exact_attention(qh, kh, split_heads(v, heads).double(), sm_scale=dim**-0.5)
     # What rounding exact q and k and torch's own attention leave. A bias makes logits larger, and
@@ -646,6 +641,13 @@ def test_rows_may_overlap_in_memory(step: int, attention: str) -> None:
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
+@cache
+def unfused(spec: AttentionSpec, tokens: int, dim: int) -> tuple[list[Tensor], Tensor]:
+    """q, k and v of two samples and heads, and their attention alone."""
+    given = inputs(2, tokens, tokens + 10, 2 * dim)
+    return given, attention_skip(*given, spec).double()
+
+
 _FORMS = ["none", "float", "batch", "channel", "element", "token", "half"]
 
 
@@ -657,16 +659,15 @@ def test_a_skip_in_the_epilogue_is_closed_in_fp32(
     on: Implementation, attention: str, form: str, tokens: int, dim: int
 ) -> None:
     """The fusion alone: at most 3e-6 between fused and unfused over the same attention."""
+    spec = AttentionSpec(heads=2, attention=attention, pv="fp16", impl=on.impl)
+    (q, k, v), branch = unfused(spec, tokens, dim)
     channels = 2 * dim
     c_skip, c_out = (coefficient(on, form, (2, tokens, channels)) for _ in range(2))
-    q, k, v = inputs(2, tokens, tokens + 10, channels)
     residual = None if form == "none" else on.randn(2, tokens, channels)
     c_skip, c_out = (1.0 if c is None else c for c in (c_skip, c_out))
-    spec = AttentionSpec(heads=2, attention=attention, pv="fp16", impl=on.impl)
     out = attention_skip(q, k, v, spec, residual=residual, c_skip=c_skip, c_out=c_out)
     if form == "batch":
         c_skip, c_out = c_skip.view(2, 1, 1), c_out.view(2, 1, 1)
-    branch = attention_skip(q, k, v, spec).double()
     kept = 0.0 if residual is None else c_skip * residual.double()
     assert relative_l2(out, kept + c_out * branch) < 3e-6
 
@@ -687,21 +688,3 @@ def test_keys_that_still_travel_between_ranks_are_waited_for(on: Implementation)
     spec = AttentionSpec(heads=2, attention="int8", pv="fp16", impl=on.impl)
     travelling = [AsyncCollectiveTensor(x) for x in (k, v)]
     assert torch.equal(attention_skip(q, *travelling, spec), attention_skip(q, k, v, spec))
-
-
-@over("interpreter", "gpu")
-@pytest.mark.parametrize("rotary", [True, False])
-def test_exact_attention_norms_q_by_its_weight_and_k_by_its_own(
-    on: Implementation, rotary: bool
-) -> None:
-    q, k, v = (on.randn(1, 40, 64) for _ in range(3))
-    angle = on.randn(40, 16).repeat_interleave(2, -1)
-    norms = {"norm_q": 1 + on.randn(64) / 4, "norm_k": 1 + on.randn(64) / 4}
-    table = (angle.cos(), angle.sin()) if rotary else None
-    made, expected = (
-        attention_skip(
-            q, k, v, AttentionSpec(heads=2, attention="exact", impl=impl), rotary=table, **norms
-        )
-        for impl in (on.impl, "reference")
-    )
-    assert relative_l2(made, expected) <= 1e-5

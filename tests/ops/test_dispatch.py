@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.interpreter import HERE
 from turbo_rcm_patch.errors import DeviceError, Fp8UnsupportedError, MissingPackageError
 from turbo_rcm_patch.ops import (
     FP8_MIN_KEYS,
@@ -20,6 +19,7 @@ from turbo_rcm_patch.ops import (
     resolve_impl,
     resolve_pv,
     resolved,
+    skip,
 )
 from turbo_rcm_patch.ops.dispatch import load_kernels
 
@@ -90,24 +90,12 @@ def test_auto_is_int8_on_a_cpu_at_every_length() -> None:
     assert torch.equal(attention_skip(q, q, q, int8), attention_skip(q, q, q, AUTO))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux")
+@pytest.mark.skipif(HERE, reason="Triton interprets here")
 def test_triton_without_a_gpu_is_refused_with_a_remedy() -> None:
-    """In a process of its own: Triton decides on import whether it interprets."""
-    code = (
-        "import torch\n"
-        "from turbo_rcm_patch.ops import AttentionSpec, attention_skip, skip\n"
-        "from turbo_rcm_patch.errors import DeviceError\n"
-        "x = torch.zeros(1, 4, 8)\n"
-        "for call in (lambda: attention_skip(x, x, x, AttentionSpec(heads=2, impl='triton')),\n"
-        "             lambda: skip(x, x, impl='triton')):\n"
-        "    try:\n"
-        "        call()\n"
-        "    except DeviceError as error:\n"
-        "        assert 'reference' in str(error)\n"
-        "    else:\n"
-        "        raise SystemExit('accepted')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], env={}, check=True, timeout=120)
+    x, spec = torch.zeros(1, 4, 8), AttentionSpec(heads=2, impl="triton")
+    for call in (lambda: attention_skip(x, x, x, spec), lambda: skip(x, x, impl="triton")):
+        with pytest.raises(DeviceError, match="reference"):
+            call()
 
 
 def test_a_gpu_that_nobody_sees_has_no_automatic_pv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -465,14 +465,9 @@ def test_every_operation_that_torch_knows_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTERED)
-def test_schema_fake_and_dispatch_are_right(name: str) -> None:
+def test_schema_fake_and_dispatch_are_right_and_it_compiles_without_a_break(name: str) -> None:
     operation, args, named = _call(name)
     torch.library.opcheck(operation, args, named)
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_an_operation_compiles_without_a_break(name: str) -> None:
-    operation, args, named = _call(name)
     torch.compiler.reset()
     compiled = torch.compile(
         lambda args, named: operation(*args, **named), fullgraph=True, backend="aot_eager"

@@ -38,12 +38,13 @@ def heads_first(x: Tensor, layout: str) -> Tensor:
 
 def inputs(
     layout: str, heads: int = 2, kv_heads: int = 2, n_q: int = 33, n_kv: int = 65, dim: int = 64,
-    dtype: torch.dtype = torch.float32, contiguous: bool = True,
+    dtype: torch.dtype = torch.float32, contiguous: bool = True, device: str = "cpu",
 ) -> list[Tensor]:  # fmt: skip
     """q, k and v of a layout: contiguous, or as transposed views of the other layout."""
     made = []
     for count, tokens in ((heads, n_q), (kv_heads, n_kv), (kv_heads, n_kv)):
-        x = heads_first(torch.randn(2, count, tokens, dim, dtype=dtype), layout).contiguous()
+        x = torch.randn(2, count, tokens, dim, dtype=dtype, device=device)
+        x = heads_first(x, layout).contiguous()
         made.append(x if contiguous else x.transpose(1, 2).contiguous().transpose(1, 2))
     return made
 
@@ -100,6 +101,15 @@ def test_grouped_queries(layout: str, n_kv: int) -> None:
     assert relative_l2(sageattn(q, k, v, layout), exact(q, k, v, layout)) < limit
 
 
+def thrice(*args: Any, **given: Any) -> tuple[list[Tensor], list[str]]:
+    """The results of three equal calls, and what was said about the first."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        made = [sageattn(*args, **given) for _ in range(3)]
+    assert said[0].filename == __file__
+    return made, [str(one.message) for one in said]
+
+
 @each_layout
 @pytest.mark.parametrize("kind", ["boolean", "added"])
 def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
@@ -107,11 +117,8 @@ def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
     q, k, v = inputs(layout, n_kv=LONG)
     mask = torch.randn(2 * 33 * LONG + 3)[3:].view(2, 1, 33, LONG)
     given = mask > 0 if kind == "boolean" else mask
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        made = [sageattn(q, k, v, layout, attn_mask=given) for _ in range(3)]
-    assert [str(one.message) for one in said] == [MASK_WARNING]
-    assert said[0].filename == __file__
+    made, said = thrice(q, k, v, layout, attn_mask=given)
+    assert said == [MASK_WARNING]
     truth = exact(q, k, v, layout, attn_mask=given if kind == "boolean" else given.double())
     assert all(relative_l2(out, truth) < 1e-6 for out in made)
 
@@ -126,10 +133,8 @@ def test_a_wide_head_is_exact_and_said_once(layout: str, kind: str) -> None:
     more: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
     if kind == "masked":
         more["attn_mask"] = torch.rand(64, 64) > 0.5
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        made = [sageattn(q, k, v, layout, **more) for _ in range(3)]
-    assert WIDE_WARNING in [str(one.message) for one in said] and len(said) <= 2
+    made, said = thrice(q, k, v, layout, **more)
+    assert WIDE_WARNING in said and len(said) <= 2
     assert all(relative_l2(out, exact(q, k, v, layout, **more)) < 1e-6 for out in made)
     assert all(out.is_contiguous() for out in made)
 

@@ -10,21 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AnyFlowFARTransformer3DModel,
-    AnyFlowTransformer3DModel,
-    ChronoEditTransformer3DModel,
-    CogVideoXTransformer3DModel,
-    ConsisIDTransformer3DModel,
-    SkyReelsV2Transformer3DModel,
-    WanAnimateTransformer3DModel,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
+from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
 from diffusers.models.attention_processor import FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tests.patching import turbodiffusion
 from tests.patching.turbodiffusion import spread
@@ -93,55 +85,38 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     return output
 
 
+def mapped(inputs: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same inputs with every tensor changed, also those in lists, tuples and dicts."""
+    return tree_map_only(torch.Tensor, by, inputs)
+
+
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same inputs in fp32."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, list):
-            return [one(part) for part in value]
-        if isinstance(value, dict):
-            return {name: one(part) for name, part in value.items()}
-        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.float() if floats else value
-
-    return {name: one(value) for name, value in inputs.items()}
+    made: dict[str, Any] = mapped(inputs, lambda x: x.float() if x.is_floating_point() else x)
+    return made
 
 
 # --- Wan and its relatives -----------------------------------------------------------------------
 
-WAN: dict[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 64,
-    "num_layers": 2,
+_WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4,
+    "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "num_layers": 2,
     "rope_max_seq_len": 32,
-}
+}  # fmt: skip
 I2V: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 128}
 VACE: dict[str, Any] = {"vace_layers": [0, 1], "vace_in_channels": 6}
 ANIMATE: dict[str, Any] = {
-    "in_channels": 12,
-    "latent_channels": 4,
-    "image_dim": None,
-    "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
-    "motion_encoder_size": 16,
-    "motion_style_dim": 8,
-    "motion_dim": 4,
-    "motion_encoder_dim": 16,
-    "face_encoder_hidden_dim": 16,
-    "face_encoder_num_heads": 2,
-    "inject_face_latents_blocks": 2,
-}
+    "in_channels": 12, "latent_channels": 4, "image_dim": None,
+    "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16,
+    "motion_style_dim": 8, "motion_dim": 4, "motion_encoder_dim": 16,
+    "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 2,
+}  # fmt: skip
 
 
 def wan(cls: type[nn.Module] = WanTransformer3DModel, **config: Any) -> Any:
     """A seeded Wan transformer of a class."""
     torch.manual_seed(0)
-    model: Any = cls(**{**WAN, **config})
+    model: Any = cls(**(_WAN | config))
     for block in [*getattr(model, "vace_blocks", ()), *model.blocks]:
         block.scale_shift_table.data[:, (2, 5)] += 0.7  # gates
         block.scale_shift_table.data[:, (1, 4)] *= 3  # scales
@@ -216,11 +191,11 @@ _FORCED = {
 _TOKEN_TIMES = {
     "timestep": lambda noise, batch: torch.tensor([0.0] * 20 + [900.0] * 40).repeat(batch, 1)
 }
-_SKY = SkyReelsV2Transformer3DModel
-_ANIMATE = WanAnimateTransformer3DModel
+_SKY = diffusers.SkyReelsV2Transformer3DModel
+_ANIMATE = diffusers.WanAnimateTransformer3DModel
 _WIDE_HEAD = {"attention_head_dim": 128, "num_attention_heads": 1}
 _ODD_HEADS = {"attention_head_dim": 24, "num_attention_heads": 3}
-_CHRONO = ChronoEditTransformer3DModel
+_CHRONO = diffusers.ChronoEditTransformer3DModel
 
 WANS = [
     _wan_row("t2v", BLOCK * 2),
@@ -233,7 +208,9 @@ WANS = [
     _wan_row("head-dim-128", BLOCK * 2, config=_WIDE_HEAD),
     _wan_row("three-heads-of-24", BLOCK * 2, config=_ODD_HEADS),
     _wan_row("sla", SLA_BLOCK * 2, size=(20, 24), after=with_sla),
-    _wan_row("vace", [*BLOCK * 2, *BLOCK * 2], WanVACETransformer3DModel, VACE, _CONTROL),
+    _wan_row(
+        "vace", [*BLOCK * 2, *BLOCK * 2], diffusers.WanVACETransformer3DModel, VACE, _CONTROL
+    ),
     _wan_row("animate", [*BLOCK * 2, "cross"], _ANIMATE, ANIMATE, _POSE_AND_FACE, left=1),
     _wan_row("chronoedit", BLOCK * 2, _CHRONO),
     _wan_row("chronoedit-i2v", IMAGE_BLOCK * 2, _CHRONO, I2V, after=fused),
@@ -258,45 +235,28 @@ _THIRD_CHUNK = _FRAME_TIMES | {
 }
 _FAR = {"full_chunk_limit": 2, "compressed_patch_size": (1, 4, 4)}
 ANYFLOWS = [
-    _wan_row("anyflow", BLOCK * 2, AnyFlowTransformer3DModel, {}, _FRAME_TIMES),
-    _wan_row("anyflow-far", BLOCK * 2, AnyFlowFARTransformer3DModel, _FAR, _THIRD_CHUNK),
+    _wan_row("anyflow", BLOCK * 2, diffusers.AnyFlowTransformer3DModel, {}, _FRAME_TIMES),
+    _wan_row("anyflow-far", BLOCK * 2, diffusers.AnyFlowFARTransformer3DModel, _FAR, _THIRD_CHUNK),
 ]
 
 # --- CogVideoX and ConsisID ----------------------------------------------------------------------
 
-COGVIDEOX: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "in_channels": 4,
-    "out_channels": 4,
-    "time_embed_dim": 16,
-    "text_embed_dim": 16,
-    "num_layers": 2,
-    "sample_width": 8,
-    "sample_height": 12,
-    "sample_frames": 13,
-    "max_text_seq_length": 7,
-}
+_COGVIDEOX: dict[str, Any] = {
+    "num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4, "out_channels": 4,
+    "time_embed_dim": 16, "text_embed_dim": 16, "num_layers": 2, "sample_width": 8,
+    "sample_height": 12, "sample_frames": 13, "max_text_seq_length": 7,
+}  # fmt: skip
 FACE: dict[str, Any] = {
-    "is_train_face": True,
-    "LFE_id_dim": 16,
-    "LFE_vit_dim": 8,
-    "LFE_depth": 5,
-    "LFE_dim_head": 8,
-    "LFE_num_heads": 2,
-    "LFE_num_id_token": 2,
-    "LFE_num_querie": 3,
-    "LFE_output_dim": 85,
-    "LFE_ff_mult": 2,
-    "cross_attn_dim_head": 16,
-    "cross_attn_num_heads": 2,
-}
+    "is_train_face": True, "LFE_id_dim": 16, "LFE_vit_dim": 8, "LFE_depth": 5, "LFE_dim_head": 8,
+    "LFE_num_heads": 2, "LFE_num_id_token": 2, "LFE_num_querie": 3, "LFE_output_dim": 85,
+    "LFE_ff_mult": 2, "cross_attn_dim_head": 16, "cross_attn_num_heads": 2,
+}  # fmt: skip
 
 
 def cogvideox(cls: type[nn.Module] = CogVideoXTransformer3DModel, **config: Any) -> Any:
     """A seeded CogVideoX transformer of a class."""
     torch.manual_seed(0)
-    model: Any = cls(**{**COGVIDEOX, **config})
+    model: Any = cls(**(_COGVIDEOX | config))
     for block in model.transformer_blocks:
         for norm in (block.norm1, block.norm2):
             nn.init.normal_(norm.linear.bias, 0.3, 0.4)
@@ -356,42 +316,36 @@ COGVIDEOXS = [
     _cogvideox_row("cogvideox-fused-qkv", after=fused),
     _cogvideox_row("cogvideox-no-affine", config={"norm_elementwise_affine": False}, rotary=False),
     _cogvideox_row("cogvideox-geglu", config={"activation_fn": "geglu"}, rotary=False),
-    _cogvideox_row("consisid", ConsisIDTransformer3DModel),
-    _cogvideox_row("consisid-fused-qkv", ConsisIDTransformer3DModel, after=_fused_by_hand),
-    _cogvideox_row("consisid-face", ConsisIDTransformer3DModel, FACE, left=1),
+    _cogvideox_row("consisid", diffusers.ConsisIDTransformer3DModel),
+    _cogvideox_row(
+        "consisid-fused-qkv", diffusers.ConsisIDTransformer3DModel, after=_fused_by_hand
+    ),
+    _cogvideox_row("consisid-face", diffusers.ConsisIDTransformer3DModel, FACE, left=1),
 ]
 
 # --- TurboDiffusion and this library's module ----------------------------------------------------
 
 
-def _turbo_row(name: str, kinds: list[str], make: Callable[[], Any], *, image: bool) -> Model:
+def _turbo_row(name: str, kinds: list[str], make: Callable[[], Any]) -> Model:
     def seeded() -> Any:
         torch.manual_seed(0)
         return make()
 
     def inputs(noise: Noise, batch: int) -> dict[str, Any]:
-        text = 512 + 5 if image else 7
-        return {
-            "x": noise(batch, 200, 16),
-            "e": noise(batch, 6, 128).float(),
-            "context": noise(batch, text, 128),
-        }
+        text = 512 + 5 if "i2v" in name else 7
+        given = {"x": noise(batch, 200, 16), "e": noise(batch, 6, 128).float()}
+        return given | {"context": noise(batch, text, 128)}
 
     return Model(name, kinds, seeded, inputs)
 
 
 _tiny, _sparse = turbodiffusion.tiny, turbodiffusion.with_sparse
 TURBOS = [
-    _turbo_row("turbo", BLOCK * 2, _tiny, image=False),
-    _turbo_row("turbo-i2v", IMAGE_BLOCK * 2, lambda: _tiny(image=True), image=True),
-    _turbo_row("turbo-sla", SLA_BLOCK * 2, lambda: _sparse(_tiny()), image=False),
-    _turbo_row("turbo-sagesla", SLA_BLOCK * 2, lambda: _sparse(_tiny(), sage=True), image=False),
-    _turbo_row(
-        "turbo-fast-norms",
-        BLOCK * 2,
-        lambda: turbodiffusion.with_fast_norms(_tiny()),
-        image=False,
-    ),
+    _turbo_row("turbo", BLOCK * 2, _tiny),
+    _turbo_row("turbo-i2v", IMAGE_BLOCK * 2, lambda: _tiny(image=True)),
+    _turbo_row("turbo-sla", SLA_BLOCK * 2, lambda: _sparse(_tiny())),
+    _turbo_row("turbo-sagesla", SLA_BLOCK * 2, lambda: _sparse(_tiny(), sage=True)),
+    _turbo_row("turbo-fast-norms", BLOCK * 2, lambda: turbodiffusion.with_fast_norms(_tiny())),
 ]
 
 
@@ -415,6 +369,19 @@ MODELS = [*WANS, *ANYFLOWS, *COGVIDEOXS, *TURBOS, *MODULES]
 def named(name: str) -> Model:
     """The row of that name."""
     return next(model for model in MODELS if model.name == name)
+
+
+WAN, COG = named("t2v"), named("cogvideox-5b")
+
+
+def blocks(model: Any) -> Any:
+    """The blocks of a transformer of diffusers."""
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
+
+
+def feed_forward(block: Any) -> Any:
+    """The feed-forward of such a block."""
+    return block.ffn if hasattr(block, "ffn") else block.ff
 
 
 def classes(models: list[Model]) -> tuple[str, ...]:

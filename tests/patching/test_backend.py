@@ -19,14 +19,12 @@ from diffusers import (
     attention_backend,
 )
 from diffusers.models import attention_dispatch
-from diffusers.models.attention_dispatch import (
-    _AttentionBackendRegistry as Registry,
-)
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from tests.measures import relative_l2
 from tests.patching.models import named, run
-from tests.ranks import on_ranks
+from tests.ranks import enable_parallelism, on_ranks
 from turbo_rcm_patch import diffusers_backend as ours
 from turbo_rcm_patch import errors, patch_model, register_backend, unregister_backend
 
@@ -35,16 +33,10 @@ NAME = "turbo_rcm_int8"
 
 def flux() -> tuple[torch.nn.Module, dict[str, Any]]:
     model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
         axes_dims_rope=(4, 4, 8),
-    )
+    )  # fmt: skip
     return model, {
         "hidden_states": torch.randn(1, 16, 4),
         "encoder_hidden_states": torch.randn(1, 12, 32),
@@ -58,15 +50,9 @@ def flux() -> tuple[torch.nn.Module, dict[str, Any]]:
 def qwen_image(padded: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Padded tokens of text, as for prompts of several lengths, bring a mask."""
     model = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
     mask = torch.ones(1, 7, dtype=torch.long)
     mask[:, 7 - padded :] = 0
     return model, {
@@ -141,10 +127,7 @@ def test_registers_once_and_is_undone() -> None:
 @pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
 @pytest.mark.filterwarnings("ignore:attn_mask:UserWarning")
 def test_a_model_without_a_family_runs_through_it(
-    name: str,
-    int8: bool,
-    registered: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, int8: bool, registered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = MODELS[name]()
     exact = forward(model, inputs)
@@ -210,8 +193,9 @@ def test_compiles_without_a_break(registered: str) -> None:
     model, inputs = flux()
     model.set_attention_backend(registered)
     eager = forward(model, inputs)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(forward(compiled, inputs), eager)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.compile(backend="eager", fullgraph=True)
+    assert torch.equal(forward(model, inputs), eager)
     model.reset_attention_backend()
 
 
@@ -266,30 +250,25 @@ def test_a_backend_chosen_for_a_patched_model_is_used_or_named(
 
 
 def parallel_forward(rank: int, degrees: dict[str, int]) -> None:
+    """Also refused is what the ranks cannot share."""
     register_backend()
     one = named("t2v")
     model, inputs = one.make(), one.inputs()
     exact = run(model, inputs)
     model.set_attention_backend(NAME)
-    config = ContextParallelConfig(**degrees)
-    # diffusers counts accelerators, of which a CPU machine has none.
-    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
-        model.enable_parallelism(config=config)
+    enable_parallelism(model, **degrees)
     torch.testing.assert_close(run(model, inputs), exact, rtol=1e-3, atol=1e-4)
     with mock.patch("turbo_rcm_patch.ops.sageattn.INT8_MIN_KEYS", 1):
         error = relative_l2(run(model, inputs), exact)
     assert 1e-5 < error < 2e-2
 
-
-def refuses_what_the_ranks_cannot_share(rank: int, degrees: dict[str, int]) -> None:
     class Parallel:
         context_parallel_config = ContextParallelConfig(**degrees)
 
     q = torch.randn(1, 8, 2, 32, requires_grad=True)
-    ring = "ring_degree" in degrees
     with pytest.raises(errors.MaskError, match="causal"):
         dispatch_attention_fn(q, q, q, is_causal=True, backend=NAME, parallel_config=Parallel())
-    if ring:
+    if "ring_degree" in degrees:
         with pytest.raises(errors.MaskError, match="ring"):
             dispatch_attention_fn(
                 q, q, q, attn_mask=torch.ones(8, 16).bool(), backend=NAME,
@@ -297,13 +276,8 @@ def refuses_what_the_ranks_cannot_share(rank: int, degrees: dict[str, int]) -> N
             )  # fmt: skip
 
 
-def both(rank: int, degrees: dict[str, int]) -> None:
-    parallel_forward(rank, degrees)
-    refuses_what_the_ranks_cannot_share(rank, degrees)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
 def test_context_parallelism_on_two_ranks(degree: str) -> None:
-    on_ranks(2, both, {degree: 2})
+    on_ranks(2, parallel_forward, {degree: 2})

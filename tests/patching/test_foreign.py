@@ -13,25 +13,22 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import CogVideoXLayerNormZero, FP32LayerNorm
 from diffusers.models.transformers import transformer_wan
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.measures import relative_l2
-from tests.patching.models import MODELS, named, run
+from tests.patching.models import COG, WAN, blocks, named, run
+from tests.patching.test_changes import (
+    TIGHT,
+    first,
+    hook,
+    larger,
+    offload,
+    replace_processor,
+    wrap,
+)
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NothingToPatchError
-
-TIGHT = 3e-6
-WAN, COG = named("t2v"), named("cogvideox-5b")
-
-
-def blocks(model: Any) -> Any:
-    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
-
-
-def larger(made: Any) -> Any:
-    return tuple(x * 1.25 for x in made) if isinstance(made, tuple) else made * 1.25
-
 
 # --- on a class ----------------------------------------------------------------------------------
 
@@ -61,10 +58,17 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("linear", ["as-is", "int8"])
+#: Classes beside a Linear: int8 copies and rows depend on them.
+_BESIDE_LINEARS = (FeedForward, FP32LayerNorm, GELU, nn.RMSNorm, nn.Linear, CogVideoXLayerNormZero,
+                   nn.LayerNorm)  # fmt: skip
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["replaced-first", "patched-first"])
 @pytest.mark.parametrize(
-    ("one", "cls", "name"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", str(x))
+    ("one", "cls", "name", "linear"),
+    [(*one, "as-is") for one in FUNCTIONS]
+    + [(*one, "int8") for one in FUNCTIONS if one[1] in _BESIDE_LINEARS],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_function_that_replaced_a_classs_is_called(
     one: Any, cls: Any, name: str, first: bool, linear: Any, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +77,7 @@ def test_a_function_that_replaced_a_classs_is_called(
 
     def mine(self: Any, *args: Any, **named: Any) -> Any:
         calls.append(self)
-        return larger(own(self, *args, **named))
+        return larger(self, args, own(self, *args, **named))
 
     unpatched, model, inputs = one.model(), one.model(), one.inputs()
     before = run(unpatched, inputs)
@@ -100,13 +104,6 @@ def test_a_function_that_replaced_a_classs_is_called(
         == sum(pair.runs != "as-written" for pair in report.pairs)
         == len(report.pairs)
     )
-
-
-@pytest.mark.parametrize("one", MODELS, ids=str)
-def test_no_function_of_a_served_class_is_taken_for_a_strangers(one: Any) -> None:
-    model = one.model()
-    report = patch_model(model, guard=False)
-    assert len(report.pairs) - report.fused == one.left, str(report)
 
 
 def set_on(path: str, name: str, value: Any) -> Any:
@@ -182,74 +179,53 @@ class Counts(nn.Module):
         return self.inner(*args, **named) * (1 + 0.1 * self.calls)
 
 
-def count_calls(model: Any) -> None:
+def count_calls(block: Any) -> None:
     calls = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         calls.append(1)
         return output * (1 + 0.1 * len(calls))
 
-    blocks(model)[0].attn1.to_out[0].register_forward_hook(hook)
+    block.attn1.to_out[0].register_forward_hook(hook)
 
 
-def draw_numbers(model: Any) -> None:
-    linear = blocks(model)[1].attn1.to_v
-    linear.register_forward_pre_hook(lambda module, args: (args[0] * torch.rand(()),))
-
-
-def wrap(path: str) -> Any:
-    def change(model: Any) -> None:
-        parent, _, name = path.rpartition(".")
-        holder: Any = blocks(model)[0].get_submodule(parent)
-        holder._modules[name] = Counts(holder._modules[name])
-
-    return change
-
-
-def replace_forward(model: Any) -> None:
-    linear, calls = blocks(model)[0].attn1.to_v, []
-    own = linear.forward
-
-    def forward(x: Tensor) -> Tensor:
-        calls.append(1)
-        made: Tensor = own(x) * len(calls)
-        return made
-
-    linear.forward = forward
+def replace_forward(block: Any) -> None:
+    calls: list[int] = []
+    own = block.attn1.to_v.forward
+    block.attn1.to_v.forward = lambda x: own(x) * (calls.append(1) or len(calls))
 
 
 def cache_taylor(model: Any) -> None:
     from diffusers import TaylorSeerCacheConfig
 
+    config = {"cache_interval": 3, "disable_cache_before_step": 1}
     model.enable_cache(
-        TaylorSeerCacheConfig(
-            cache_identifiers=[r"blocks\.\d+\.ffn\.net\.2"],
-            cache_interval=3,
-            disable_cache_before_step=1,
-        )
+        TaylorSeerCacheConfig(cache_identifiers=[r"blocks\.\d+\.ffn\.net\.2"], **config)
     )
 
 
 STATES = {
-    "hook": count_calls,
-    "random": draw_numbers,
-    "to_out.0": wrap("attn1.to_out.0"),
-    "norm2": wrap("norm2"),
-    "forward": replace_forward,
+    "hook": first(count_calls),
+    "random": lambda model: blocks(model)[1].attn1.to_v.register_forward_pre_hook(
+        lambda module, args: (args[0] * torch.rand(()),)
+    ),
+    "to_out.0": wrap("attn1.to_out.0", Counts),
+    "norm2": wrap("norm2", Counts),
+    "forward": first(replace_forward),
     "taylor": cache_taylor,
 }
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["changed-first", "patched-first"])
+@pytest.mark.parametrize("order", ["changed first", "patched first"])
 @pytest.mark.parametrize("name", STATES)
-def test_what_keeps_a_state_inside_a_block_runs_once_a_call(name: str, first: bool) -> None:
+def test_what_keeps_a_state_inside_a_block_runs_once_a_call(name: str, order: str) -> None:
     made = []
     for is_ours in (False, True):
         model, inputs = WAN.model(), WAN.inputs()
-        if is_ours and not first:
+        if is_ours and order == "patched first":
             patch_model(model, attention="exact")
         STATES[name](model)
-        if is_ours and first:
+        if is_ours and order == "changed first":
             patch_model(model, attention="exact")
         torch.manual_seed(3)
         outputs = []
@@ -278,8 +254,7 @@ def test_a_block_is_compared_once_nothing_foreign_is_inside() -> None:
 
 def test_offloading_and_casting_are_no_states() -> None:
     model, inputs = WAN.model(), WAN.inputs()
-    cpu = torch.device("cpu")
-    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    offload("leaf_level")(model)
     report = patch_model(model, attention="exact")
     run(model, inputs)
     assert not report.guard.skipped
@@ -289,20 +264,19 @@ def test_offloading_and_casting_are_no_states() -> None:
 # --- in the place of a function ------------------------------------------------------------------
 
 
-def attention_of(name: str) -> tuple[Any, str]:
-    if name == "dispatch":
-        return transformer_wan, "dispatch_attention_fn"
-    return F, "scaled_dot_product_attention"
-
-
-@pytest.mark.parametrize("name", ["dispatch", "torch"])
-@pytest.mark.parametrize("model_name", ["t2v", "i2v", "cogvideox-5b", "turbo"])
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute"),
+    [
+        *[(name, transformer_wan, "dispatch_attention_fn") for name in ("t2v", "i2v")],
+        *[(name, F, "scaled_dot_product_attention")
+          for name in ("t2v", "i2v", "cogvideox-5b", "turbo")],
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
+)  # fmt: skip
 def test_a_replaced_attention_is_called_where_attention_is_exact(
-    model_name: str, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "dispatch" and model_name not in ("t2v", "i2v"):
-        pytest.skip("its author calls torch's")
-    one, (owner, attribute) = named(model_name), attention_of(name)
+    one = named(name)
     own, calls = getattr(owner, attribute), []
 
     def mine(*args: Any, **named: Any) -> Any:
@@ -329,13 +303,15 @@ def test_a_replaced_attention_is_called_where_attention_is_exact(
     assert not report.guard.decisions
 
 
-@pytest.mark.parametrize("name", ["gelu", "linear", "layer_norm", "rms_norm"])
-@pytest.mark.parametrize("one", [WAN, COG], ids=str)
+@pytest.mark.parametrize(
+    ("one", "name"),
+    [(one, name) for one in (WAN, COG) for name in ("gelu", "linear", "layer_norm")]
+    + [(WAN, "rms_norm")],
+    ids=str,
+)
 def test_a_replaced_function_of_torch_is_called(
     one: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if one is COG and name == "rms_norm":
-        pytest.skip("it has none")
     unpatched, model, inputs = one.model(), one.model(), one.inputs()
     patch_model(model, attention="exact")
     before, own = run(model, inputs), getattr(F, name)
@@ -368,58 +344,20 @@ def test_a_function_mode_sees_what_the_author_calls(linear: Any) -> None:
 # --- compiled ------------------------------------------------------------------------------------
 
 
-def hook_attention(model: Any) -> None:
-    blocks(model)[0].attn1.register_forward_hook(lambda module, args, output: output * 1.25)
+CHANGES = {"hook-feed-forward": hook("ffn"), "processor": replace_processor, "hook": hook("attn1")}
 
 
-class Own:
-    """A processor of the user's."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        rotary = rotary_emb if image_rotary_emb is None else image_rotary_emb
-        return larger(
-            self.inner(attn, hidden_states, encoder_hidden_states, attention_mask, rotary)
-        )
-
-
-def replace_processor(model: Any) -> None:
-    attn = blocks(model)[0].attn1
-    attn.processor = Own(attn.processor)
-
-
-def hook_feed_forward(model: Any) -> None:
-    block = blocks(model)[0]
-    part = block.ffn if hasattr(block, "ffn") else block.ff
-    part.register_forward_hook(lambda module, args, output: output * 1.25)
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("change", [hook_feed_forward, replace_processor, hook_attention])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("one", [WAN, COG], ids=str)
-def test_a_compiled_model_keeps_hooks_and_processors(
-    one: Any, change: Any, fullgraph: bool
-) -> None:
-    if one is COG and change is hook_attention:
-        change = replace_processor  # its attention returns two tensors
+def test_a_compiled_model_keeps_hooks_and_processors(one: Any, change: str) -> None:
     unpatched, model, inputs = one.model(), one.model(), one.inputs()
     before = run(unpatched, inputs)
-    change(unpatched)
-    change(model)
+    for each in (unpatched, model):
+        CHANGES[change](each)
     expected = run(unpatched, inputs)
     assert relative_l2(expected, before) > 100 * TIGHT
     patch_model(model, attention="exact", guard=False)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert relative_l2(run(compiled, inputs), expected) <= TIGHT
     torch._dynamo.reset()

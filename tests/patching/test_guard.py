@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.measures import relative_l2
-from tests.patching.models import MODELS, classes, named, run, wan, wide
+from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
+from tests.processes import run_fresh
 from turbo_rcm_patch import PatchConfig, PatchReport, ops, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
@@ -80,13 +80,13 @@ class Fault:
         monkeypatch.setattr(owner, self.operation, self.wrong(right))
 
 
-def other_arguments(change: Callable[[list[Any]], Any]) -> Callable[[Wrong], Wrong]:
+def wrongly(change: Callable[[list[Any], dict[str, Any]], Any]) -> Callable[[Wrong], Wrong]:
     """The right operation on changed arguments."""
 
     def wrong(right: Wrong) -> Wrong:
         def run(*args: Any, **named: Any) -> Any:
             changed = list(args)
-            change(changed)
+            change(changed, named)
             return right(*changed, **named)
 
         return run
@@ -97,49 +97,31 @@ def other_arguments(change: Callable[[list[Any]], Any]) -> Callable[[Wrong], Wro
 def change(*numbers: int, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
     """Some arguments changed, where they are there."""
 
-    def one(args: list[Any]) -> None:
+    def one(args: list[Any], named: Any) -> None:
         for number in numbers:
             if args[number] is not None:
                 args[number] = by(args[number])
 
-    return other_arguments(one)
+    return wrongly(one)
 
 
 def given(name: str, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
     """A keyword argument changed, where it is there."""
 
-    def wrong(right: Wrong) -> Wrong:
-        def run(*args: Any, **named: Any) -> Any:
-            if named.get(name) is not None:
-                named[name] = by(named[name])
-            return right(*args, **named)
+    def one(args: Any, named: dict[str, Any]) -> None:
+        if named.get(name) is not None:
+            named[name] = by(named[name])
 
-        return run
-
-    return wrong
+    return wrongly(one)
 
 
 def logits(by: float) -> Callable[[Wrong], Wrong]:
-    def wrong(right: Wrong) -> Wrong:
-        def run(q: Tensor, *args: Any, spec: ops.AttentionSpec, **named: Any) -> Any:
-            scale = by * spec.scale_of(q.shape[2] // spec.heads)
-            return right(q, *args, spec=replace(spec, sm_scale=scale), **named)
+    def scaled(args: Any, named: dict[str, Any]) -> None:
+        spec = named["spec"]
+        scale = by * spec.scale_of(args[0].shape[2] // spec.heads)
+        named["spec"] = replace(spec, sm_scale=scale)
 
-        return run
-
-    return wrong
-
-
-def put(*values: tuple[int, Any]) -> Callable[[Wrong], Wrong]:
-    """Some arguments replaced."""
-    return other_arguments(lambda args: [args.__setitem__(*one) for one in values])
-
-
-def swap(i: int, j: int) -> Callable[[Wrong], Wrong]:
-    def both(args: list[Any]) -> None:
-        args[i], args[j] = args[j], args[i]
-
-    return other_arguments(both)
+    return wrongly(scaled)
 
 
 def result(number: int, by: Callable[[Tensor], Tensor]) -> Callable[[Wrong], Wrong]:
@@ -230,6 +212,7 @@ def modulation_in_another_order(right: Wrong) -> Wrong:
     return lambda self, temb: (*right(self, temb)[3:], *right(self, temb)[:3])
 
 
+BF16 = torch.bfloat16
 INT8 = {"linear": "int8"}
 ONE_LAUNCH = {"form": "one-launch"}
 
@@ -243,7 +226,7 @@ WAN_FAULTS = [
     Fault("residual twice", "skip_norm", change(0, by=lambda x: 2 * x)),
     Fault("branch twice", "skip_norm", change(1, by=lambda y: 2 * y)),
     Fault("branch lost", "skip_norm", change(1, by=torch.zeros_like)),
-    Fault("residual for branch", "skip_norm", swap(0, 1)),
+    Fault("residual for branch", "skip_norm", wrongly(lambda args, named: args.reverse())),
     Fault("rows one off", "skip_norm", change(1, by=lambda y: y.roll(1, 1))),
     Fault("scale for shift", "skip_norm", given("norm", scale_for_shift)),
     Fault("offset lost", "skip_norm", norm(shift=nothing, bias=nothing)),
@@ -348,6 +331,12 @@ def test_a_planted_fault_is_seen_and_the_block_is_right_in_the_same_call(
         assert report.fused == 0  # its author computes it
 
 
+def narrow(layers: int) -> Any:
+    """A model with many blocks or tokens, and few channels."""
+    size = {"num_attention_heads": 1, "attention_head_dim": 16, "ffn_dim": 16}
+    return wan(num_layers=layers, **size).eval().requires_grad_(False)
+
+
 def scaled(rows: slice, by: float) -> Callable[[Tensor], Tensor]:
     def wrong(x: Tensor) -> Tensor:
         x = x.clone()
@@ -372,9 +361,7 @@ def test_faults_of_few_rows_are_seen_in_a_long_sequence(
     fault: Fault | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third of 4,185 rows is compared, which skips the last two, and so are the last 64."""
-    model = wan(num_layers=1, num_attention_heads=1, attention_head_dim=16, ffn_dim=16)
-    model.eval().requires_grad_(False)
-    inputs = named("t2v").inputs()
+    model, inputs = narrow(1), WAN.inputs()
     generator = torch.Generator().manual_seed(2)
     inputs["hidden_states"] = torch.randn(2, 4, 5, 62, 54, generator=generator)
     before = run(model, inputs)
@@ -393,7 +380,7 @@ def test_of_smaller_faults_those_that_can_be_seen_fail_a_comparison(
     fault: Fault, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = named(fault.model)
-    model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
+    model, inputs = one.model(BF16), one.inputs(dtype=BF16)
     truth = run(copy.deepcopy(model).float(), wide(inputs))
     unpatched = relative_l2(run(model, inputs).float(), truth)
     report = patch_model(model, attention="exact", fidelity=None)
@@ -407,8 +394,12 @@ def test_of_smaller_faults_those_that_can_be_seen_fail_a_comparison(
 @pytest.mark.parametrize("one", MODELS, ids=str)
 def test_nothing_is_decided_about_a_sound_model(one: Any) -> None:
     model, inputs = one.model(), one.inputs()
+    before = run(model, inputs)
     report = patch_model(model, attention="int8", fidelity=None)
     made = run(model, inputs)
+    if one.name != "sla":  # its author's code is dense
+        assert 0 < relative_l2(made, before) <= 0.03 or one.name == "skyreels-masked"
+    assert all(words.startswith("fused") for words in report.ran().values())
     assert not report.guard.decisions, str(report.guard)
     compared = {record.path for record in report.guard}
     assert len(compared) == len(report.ran())
@@ -421,8 +412,7 @@ def test_nothing_is_decided_about_a_sound_model(one: Any) -> None:
 
 def bits(linear: Any, fidelity: float, count: int) -> list[Tensor]:
     """What the first forwards of a model return; the guard decides in the first."""
-    one = named("t2v")
-    model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
+    model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
     report = patch_model(model, attention="int8", linear=linear, fidelity=fidelity)
     made = [run(model, inputs) for _ in range(count)]
     assert report.guard.decisions
@@ -445,29 +435,24 @@ def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
         "import torch; from tests.patching.test_guard import bits;"
         f"torch.save([bits(*way, 2)[1] for way in {ways}], {str(file)!r})"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    run_fresh(code)
     made = [bits(*way, 1)[0] for way in ways]
     assert all(map(torch.equal, made, torch.load(file)))
 
 
-def test_a_target_that_int8_misses_makes_blocks_exact_in_the_call_that_decides() -> None:
-    one = named("t2v")
-    model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
-    report = patch_model(model, attention="int8", fidelity=0.01)
+@pytest.mark.parametrize(
+    ("linear", "verdict"),
+    [("as-is", "exact attention"), ("int8", "exact attention, Linears in 16 bits")],
+)
+def test_what_misses_the_target_is_exact_from_the_call_that_decides(
+    linear: Any, verdict: str
+) -> None:
+    model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
+    report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
-    assert {record.verdict for record in report.guard.decisions} == {"exact attention"}
+    assert report.guard.decisions[-1].verdict == verdict
     assert all("exact" in words for words in report.ran().values())
-    unpatch_model(model)
-    patch_model(model, attention="exact", guard=False)
-    assert torch.equal(run(model, inputs), made)
-
-
-def test_int8_linears_go_back_to_16_bits_for_the_target() -> None:
-    one = named("t2v")
-    model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
-    report = patch_model(model, attention="int8", linear="int8", fidelity=0.01)
-    made = run(model, inputs)
-    assert report.guard.decisions[-1].verdict == "exact attention, Linears in 16 bits"
+    assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)
     patch_model(model, attention="exact", guard=False)
     assert torch.equal(run(model, inputs), made)
@@ -484,8 +469,7 @@ def test_a_fault_that_begins_at_the_second_step_is_found_in_all_blocks(
 ) -> None:
     """Of 30 blocks and 4 steps: by the last step's comparison, where the steps are known, or by a
     sampled block, after which every block is compared."""
-    model = wan(num_layers=30).eval().requires_grad_(False)
-    inputs = named("t2v").inputs(batch=1)
+    model, inputs = narrow(30), WAN.inputs(batch=1)
     scheduler = SimpleNamespace(_step_index=0, timesteps=[4, 3, 2, 1])
     pipe = Pipeline(transformer=model, scheduler=scheduler)
     report = patch_model(pipe if pipeline else model, attention="exact", fidelity=None)
@@ -515,7 +499,7 @@ def test_each_expert_is_compared_on_its_own_last_step(guided: int) -> None:
         config=SimpleNamespace(num_train_timesteps=1000),
     )
     report = patch_model(pipe, attention="exact", fidelity=None)
-    inputs = named("t2v").inputs(batch=1)
+    inputs = WAN.inputs(batch=1)
     for step in range(5):
         scheduler._step_index = step
         for _ in range(guided):
@@ -526,7 +510,7 @@ def test_each_expert_is_compared_on_its_own_last_step(guided: int) -> None:
 
 
 def test_one_block_in_four_forwards_is_sampled_in_both_halves_of_guidance() -> None:
-    model, inputs = wan(num_layers=3).eval(), named("t2v").inputs(batch=1)
+    model, inputs = wan(num_layers=3).eval(), WAN.inputs(batch=1)
     report = patch_model(model, attention="exact", fidelity=None)
     found = [0]
     for _ in range(33):
@@ -537,8 +521,8 @@ def test_one_block_in_four_forwards_is_sampled_in_both_halves_of_guidance() -> N
     assert sampled == [4, 7, 12, 15, 20, 23, 28, 31]
 
 
-#: Rows, channels and relative rounding of a block's streams, made up.
-ROWS, CHANNELS, EPS = 4185, 8, 2.0**-8
+#: Rows and channels of a block's streams, made up.
+ROWS, CHANNELS = 4185, 8
 
 
 def streams(*rows: int) -> list[tuple[Tensor, ...]]:
@@ -590,7 +574,7 @@ def test_roundings_of_the_model_are_no_error() -> None:
     author = [tuple(100 * x for x in streams(200)[0]), *streams(200)[1:]]
     author = [author[0], *(tuple(x + author[0][0] for x in stage) for stage in author[1:])]
     fast = [author[0], *(tuple(x.bfloat16().float() for x in stage) for stage in author[1:])]
-    assert measure.measure(fast, author, [200], torch.bfloat16).error < 0.5 * BUDGET
+    assert measure.measure(fast, author, [200], BF16).error < 0.5 * BUDGET
     assert measure.measure(fast, author, [200], torch.float32).error > BUDGET
 
 
@@ -637,8 +621,8 @@ def test_an_attentions_error_is_what_it_is(
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.bfloat16, {"attention": "exact"}), (torch.bfloat16, {"attention": "int8"}),
-     (torch.bfloat16, {"attention": "int8", "linear": "int8"}),
+    [(BF16, {"attention": "exact"}), (BF16, {"attention": "int8"}),
+     (BF16, {"attention": "int8", "linear": "int8"}),
      (torch.float16, {"attention": "exact"})],
     ids=str,
 )  # fmt: skip
@@ -656,10 +640,9 @@ def test_the_prediction_is_the_networks_error(name: str, dtype: Any, options: An
 @pytest.mark.parametrize("count", [1, 2, 14])
 def test_samples_reach_every_block(count: int) -> None:
     """Also of a multiple of 7, as CogVideoX-5B's 42."""
-    model = wan(num_layers=count, num_attention_heads=1, attention_head_dim=16, ffn_dim=16)
-    model.eval().requires_grad_(False)
+    model = narrow(count)
     report = patch_model(model, attention="exact", fidelity=None)
-    inputs = named("t2v").inputs(batch=1)
+    inputs = WAN.inputs(batch=1)
     inputs["hidden_states"] = inputs["hidden_states"][:, :, :1, :4, :4]
     for _ in range(4 * count + 4):
         run(model, inputs)
@@ -670,8 +653,7 @@ def test_samples_reach_every_block(count: int) -> None:
 def test_a_late_fault_of_stale_int8_weights_is_mended_and_not_decided() -> None:
     """Three rows of a weight are written where no element is compared: the guard finds them, makes
     the copies anew, and leaves the blocks as they are."""
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="exact", linear="int8", fidelity=None)
     run(model, inputs)
     for block in model.blocks:
@@ -687,8 +669,7 @@ def test_a_late_fault_of_stale_int8_weights_is_mended_and_not_decided() -> None:
 
 
 def test_check_next_compares_every_block() -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
     run(model, inputs)
     before = len(report.guard)
@@ -698,19 +679,17 @@ def test_check_next_compares_every_block() -> None:
 
 
 def test_another_length_with_another_attention_is_compared_again() -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
     run(model, inputs)
     run(model, {**inputs, "hidden_states": inputs["hidden_states"][:, :, :2]})
     assert len(report.guard) == 2
-    run(model.bfloat16(), one.inputs(dtype=torch.bfloat16))
+    run(model.bfloat16(), WAN.inputs(dtype=BF16))
     assert len(report.guard) == 4
 
 
 def test_an_input_that_is_not_finite_is_an_error_of_its_own() -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     patch_model(model, attention="int8")
     inputs["hidden_states"][0, 0, 0, 0, 0] = float("nan")
     with pytest.raises(NonFiniteInputError, match="NaN or infinity"):
@@ -719,8 +698,7 @@ def test_an_input_that_is_not_finite_is_an_error_of_its_own() -> None:
 
 def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
     """Later forwards have NaN from their second block on, as of one latent that went wrong."""
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
     with pytest.raises(NonFiniteInputError):
         run(model, {**inputs, "hidden_states": inputs["hidden_states"] * float("nan")})
@@ -751,15 +729,11 @@ CANNOT = [
 def test_what_cannot_run_is_reported_once_and_compared_later(
     place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
 
-    def fails(*args: object, **named: object) -> None:
-        raise error
-
     with monkeypatch.context() as context:
-        context.setattr(guard, place, fails)
+        context.setattr(guard, place, mock.Mock(side_effect=error))
         made = [run(model, inputs) for _ in range(3)]
     assert [(r.path, r.verdict) for r in report.guard] == [("blocks.0", "not compared")]
     assert str(error) in str(report.guard)
@@ -774,14 +748,10 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
 def test_another_error_of_the_authors_code_is_raised(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
 
-    def call(self: object, *args: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr(guard, place, call)
+    monkeypatch.setattr(guard, place, mock.Mock(side_effect=error))
     for _ in range(2):
         with pytest.raises(type(error), match=str(error.args[0])):
             run(model, inputs)
@@ -805,7 +775,7 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
     larger than this model, so it is switched off."""
     monkeypatch.setattr(measure, "_LEAST", 0)
     monkeypatch.setattr(guard, "_ROWS", 1024)
-    inputs = named("t2v").inputs(batch=1, dtype=torch.bfloat16)
+    inputs = WAN.inputs(batch=1, dtype=BF16)
     inputs["hidden_states"] = torch.randn(1, 4, 5, 62, 54).bfloat16()
     peaks = []
     for guarded in (False, True):
@@ -818,8 +788,7 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_guard_leaves_no_hooks() -> None:
-    one = named("cogvideox-5b")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = COG.model(), COG.inputs()
     patch_model(model, attention="int8")
     run(model, inputs)
     for module in model.modules():
@@ -828,8 +797,7 @@ def test_the_guard_leaves_no_hooks() -> None:
 
 
 def test_without_a_guard_nothing_is_compared() -> None:
-    one = named("t2v")
-    model, inputs = one.model(), one.inputs()
+    model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, guard=False)
     run(model, inputs)
     assert not len(report.guard)
@@ -851,7 +819,7 @@ def test_keys_that_are_not_smoothed_are_an_error_the_guard_measures() -> None:
     one = named("t2v")
     predictions = []
     for smooth in (True, False):
-        model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
+        model, inputs = one.model(BF16), one.inputs(dtype=BF16)
         for block in model.blocks:
             block.attn1.to_k.bias.data[::16] += 8
             block.attn1.norm_k.weight.data[::16] *= 4

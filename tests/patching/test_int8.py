@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import nn
 
 from tests.implementations import over
 from tests.measures import relative_l2
-from tests.patching.models import named, run
+from tests.patching.models import WAN, run
+from tests.patching.test_changes import offload
 from tests.ranks import on_ranks
 from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
@@ -25,7 +27,6 @@ from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 from turbo_rcm_patch.patching.int8_weights import Int8Linear, attach_int8
 
 BF16 = torch.bfloat16
-WAN = named("t2v")
 
 
 def linears(model: Any) -> list[Any]:
@@ -39,6 +40,13 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return ops.int8_linear(x, *ops.quantize_weight(linear.weight), linear.bias)
 
 
+def with_a_linear(**options: Any) -> tuple[Any, Any, torch.Tensor]:
+    """A patched model, a Linear of it, and that one's input."""
+    model = WAN.model()
+    patch_model(model, **{"linear": "int8"} | options)
+    return model, model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+
+
 def test_a_linear_computes_the_int8_product() -> None:
     model = WAN.model(BF16)
     patch_model(model, linear="int8")
@@ -50,40 +58,31 @@ def test_a_linear_computes_the_int8_product() -> None:
             assert torch.equal(linear(x[0]), made[0])
 
 
-def changes() -> dict[str, Any]:
-    def in_place(linear: Any) -> None:
-        with torch.no_grad():
-            linear.weight.mul_(-2)
-
-    def other_parameter(linear: Any) -> None:
-        linear.weight = nn.Parameter(-2 * linear.weight.detach(), requires_grad=False)
-
-    def other_memory(linear: Any) -> None:
-        linear.weight.data = -2 * linear.weight.data
-
-    def other_bias(linear: Any) -> None:
-        linear.bias.data.add_(1)
-
-    return {f.__name__: f for f in (in_place, other_parameter, other_memory, other_bias)}
+def other_parameter(linear: Any) -> None:
+    linear.weight = nn.Parameter(-2 * linear.weight.detach(), requires_grad=False)
 
 
-@pytest.mark.parametrize("name", changes())
+CHANGES: dict[str, Any] = {
+    "in place": torch.no_grad()(lambda linear: linear.weight.mul_(-2)),
+    "other parameter": other_parameter,
+    "other memory": lambda linear: setattr(linear.weight, "data", -2 * linear.weight.data),
+    "other bias": lambda linear: linear.bias.data.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_copy_follows_its_weight(name: str) -> None:
-    model = WAN.model()
-    patch_model(model, linear="int8")
-    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    model, linear, x = with_a_linear()
     with torch.no_grad():
         before = linear(x)
-        changes()[name](linear)
+        CHANGES[name](linear)
         made = linear(x)
     assert relative_l2(made, before) > 0.1
     assert torch.equal(made, product(linear, x))
 
 
 def test_a_write_into_a_few_elements_through_data_needs_refresh() -> None:
-    model = WAN.model()
-    patch_model(model, linear="int8")
-    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    model, linear, x = with_a_linear()
     with torch.no_grad():
         linear(x)
         linear.weight.data[1, 1] = 20
@@ -94,31 +93,28 @@ def test_a_write_into_a_few_elements_through_data_needs_refresh() -> None:
 # --- writes that leave a weight's version as it was ----------------------------------------------
 
 
+def weights(model: Any) -> list[nn.Parameter]:
+    of_block = [(block.attn1.to_q, block.attn1.to_v, block.ffn.net[2]) for block in model.blocks]
+    return [one.weight for several in of_block for one in several]
+
+
 def moved(model: Any) -> list[torch.Tensor]:
     """Other weights of the same Linears."""
     generator = torch.Generator().manual_seed(5)
-    return [
-        one.weight + 0.1 * torch.randn(one.weight.shape, generator=generator).to(one.weight)
-        for block in model.blocks
-        for one in (block.attn1.to_q, block.attn1.to_v, block.ffn.net[2])
-    ]
+    return [w + 0.1 * torch.randn(w.shape, generator=generator).to(w) for w in weights(model)]
 
 
-def weights(model: Any) -> list[nn.Parameter]:
-    return [
-        one.weight
-        for block in model.blocks
-        for one in (block.attn1.to_q, block.attn1.to_v, block.ffn.net[2])
-    ]
+def both(model: Any) -> Any:
+    return zip(weights(model), moved(model), strict=True)
 
 
 def data_copy(model: Any) -> None:
-    for weight, other in zip(weights(model), moved(model), strict=True):
+    for weight, other in both(model):
         weight.data.copy_(other)
 
 
 def data_add(model: Any) -> None:
-    for weight, other in zip(weights(model), moved(model), strict=True):
+    for weight, other in both(model):
         weight.data += other - weight
 
 
@@ -145,7 +141,7 @@ def fused_adamw(model: Any) -> None:
 
 def adamw_without_a_forward(model: Any) -> None:
     """Gradients from elsewhere, as an accumulating trainer has them."""
-    for weight, other in zip(weights(model), moved(model), strict=True):
+    for weight, other in both(model):
         weight.grad = weight.detach() - other
     torch.optim.AdamW(weights(model), lr=0.1, fused=True).step()
     for weight in weights(model):
@@ -165,7 +161,7 @@ def merge_lora(model: Any) -> None:
 
 def collective(name: str) -> Any:
     def change(model: Any) -> None:
-        for weight, other in zip(weights(model), moved(model), strict=True):
+        for weight, other in both(model):
             if name == "broadcast":
                 weight.data[:] = other if dist.get_rank() == 0 else weight.data
                 dist.broadcast(weight, 0)
@@ -197,14 +193,14 @@ def test_the_next_forward_has_copies_of_weights_that_were_written(write: Any, gu
     follows(write, guard)
 
 
-def follows_a_collective(rank: int, name: str) -> None:
-    follows(collective(name), guard=True)
+def follows_collectives(rank: int) -> None:
+    for name in ("broadcast", "all_reduce"):
+        follows(collective(name), guard=True)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("name", ["broadcast", "all_reduce"])
-def test_the_next_forward_has_copies_of_weights_that_came_from_other_ranks(name: str) -> None:
-    on_ranks(2, follows_a_collective, name)
+def test_the_next_forward_has_copies_of_weights_that_came_from_other_ranks() -> None:
+    on_ranks(2, follows_collectives)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
@@ -323,9 +319,7 @@ def test_a_lora_beside_int8_is_nearer_than_one_fused_and_quantised() -> None:
 
 def test_an_offloaded_weight_keeps_no_copy() -> None:
     """A weight that moves on every call would hold int8 memory beside what offloading frees."""
-    model = WAN.model()
-    patch_model(model, linear="int8")
-    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    model, linear, x = with_a_linear()
     forward = linear.forward.__self__
     made = []
     with torch.no_grad():
@@ -398,27 +392,53 @@ def test_a_weight_that_is_int8_alone_can_be_read_and_not_written() -> None:
         linear.weight.data = weight
 
 
-LOST = {
-    "data": lambda w, x: w.data.copy_(x),
-    "data-add": lambda w, x: w.data.add_(x),
-    "set": lambda w, x: w.set_(x),
-    "init": lambda w, x: nn.init.normal_(w),
-    "foreach": lambda w, x: torch._foreach_copy_([w.data], [x]),
-    "out": lambda w, x: torch.add(x, x, out=w.data),
-    "row": lambda w, x: w.unbind(0)[0].zero_(),
-    "flat": lambda w, x: w.flatten().__setitem__(0, 1.0),
-    "view": lambda w, x: w.detach().T.chunk(2)[0].zero_(),
-    "vector": lambda w, x: nn.utils.vector_to_parameters(x.flatten(), [w]),
+@cache
+def int8_alone() -> tuple[Any, Any, torch.Tensor]:
+    """One for all refusals, which change nothing."""
+    return with_a_linear(linear="int8-only")
+
+
+#: Writes into a weight that is int8 alone, and what other quantisers do with it, by the words of
+#: the refusal.
+LOST: dict[str, dict[str, Any]] = {
+    "int8 alone": {
+        "data": lambda w, x: w.data.copy_(x),
+        "data-add": lambda w, x: w.data.add_(x),
+        "set": lambda w, x: w.set_(x),
+        "init": lambda w, x: nn.init.normal_(w),
+        "foreach": lambda w, x: torch._foreach_copy_([w.data], [x]),
+        "out": lambda w, x: torch.add(x, x, out=w.data),
+        "row": lambda w, x: w.unbind(0)[0].zero_(),
+        "flat": lambda w, x: w.flatten().__setitem__(0, 1.0),
+        "view": lambda w, x: w.detach().T.chunk(2)[0].zero_(),
+        "vector": lambda w, x: nn.utils.vector_to_parameters(x.flatten(), [w]),
+    },
+    "Let other quantisers leave": {  # as optimum-quanto does
+        "taken": lambda w, x: setattr(nn.Linear(128, 128), "weight", w),
+        "registered": lambda w, x: nn.Linear(128, 128).register_parameter("weight", w),
+    },
 }
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_a_write_that_would_be_lost_is_refused(name: str) -> None:
-    model = WAN.model()
-    patch_model(model, linear="int8-only")
-    weight: Any = model.blocks[0].attn1.to_q.weight
-    with pytest.raises(DroppedWeightError, match="int8 alone"):
-        LOST[name](weight, torch.ones(128, 128))
+@pytest.mark.parametrize(
+    ("words", "name"), [(words, name) for words, several in LOST.items() for name in several]
+)
+def test_a_write_that_would_be_lost_is_refused(words: str, name: str) -> None:
+    _, linear, x = int8_alone()
+    expected, weight = linear(x), linear.weight
+    assert weight.type() == "torch.FloatTensor"
+    with pytest.raises(DroppedWeightError, match=words):
+        LOST[words][name](weight, torch.ones(128, 128))
+    assert torch.equal(linear(x), expected)
+
+
+@pytest.mark.parametrize("write", [setattr, lambda one, *given: one.register_parameter(*given)])
+def test_another_quantiser_cannot_replace_a_dropped_weight(write: Any) -> None:
+    _, linear, x = int8_alone()
+    expected = linear(x)
+    with pytest.raises(DroppedWeightError, match="quantised already"):
+        write(linear, "weight", nn.Parameter(torch.zeros(2, 2)))
+    assert torch.equal(linear(x), expected)
 
 
 def refuses_collectives(rank: int) -> None:
@@ -492,8 +512,7 @@ def test_weights_that_a_checkpoint_brought_are_kept_alone() -> None:
 
 def test_int8_only_is_refused_under_offloading() -> None:
     model = WAN.model()
-    cpu = torch.device("cpu")
-    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    offload("leaf_level")(model)
     with pytest.raises(OffloadedError, match="enable"):
         patch_model(model, linear="int8-only")
     assert not any(type(module) is Int8Linear for module in model.modules())

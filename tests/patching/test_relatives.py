@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.measures import relative_l2
 from tests.patching import turbodiffusion
 from tests.patching.models import ANYFLOWS, classes, dicts, named, run, wan
-from tests.patching.test_changes import CHANGES, check
+from tests.patching.test_changes import NAMED, check
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
 
@@ -104,8 +104,7 @@ def test_anyflow_runs_the_backend_and_the_form_that_were_chosen(one: Any) -> Non
                                   "hook-attention", "hook-norm-of-q", "other-norm"])  # fmt: skip
 @pytest.mark.parametrize("one", ANYFLOWS, ids=str)
 def test_a_patched_relative_follows_a_change(one: Any, name: str, linear: str) -> None:
-    change = next(change for change in CHANGES if change.name == name)
-    check(one, [change], linear, "patch first")
+    check(one, [NAMED[name]], linear, "patch first")
 
 
 def test_lucy_edit_is_wans_class_with_twice_the_channels() -> None:

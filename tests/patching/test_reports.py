@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from tests.patching.models import named, run
 from turbo_rcm_patch import patch_model, unpatch_model
-from turbo_rcm_patch.errors import DroppedWeightError
 from turbo_rcm_patch.ops import dispatch, launch
 from turbo_rcm_patch.ops.dispatch import Implementation, always, run_first
 
@@ -74,40 +72,6 @@ def test_a_report_can_be_pickled() -> None:
     before = str(report)
     unpatch_model(model)
     assert str(kept) == before != str(report)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda one: setattr(one, "weight", nn.Parameter(torch.zeros(2, 2))),
-        lambda one: one.register_parameter("weight", nn.Parameter(torch.zeros(2, 2))),
-    ],
-)
-def test_another_quantiser_cannot_replace_a_dropped_weight(write: Any) -> None:
-    model, inputs = named("t2v").model(), named("t2v").inputs()
-    patch_model(model, linear="int8-only")
-    expected = run(model, inputs)
-    with pytest.raises(DroppedWeightError, match="quantised already"):
-        write(model.blocks[0].attn1.to_q)
-    assert torch.equal(run(model, inputs), expected)
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda weight: setattr(nn.Linear(128, 128), "weight", weight),  # as optimum-quanto does
-        lambda weight: nn.Linear(128, 128).register_parameter("weight", weight),
-    ],
-)
-def test_another_quantiser_cannot_take_a_dropped_weight(take: Any) -> None:
-    model, inputs = named("t2v").model(), named("t2v").inputs()
-    patch_model(model, linear="int8-only")
-    expected = run(model, inputs)
-    weight = model.blocks[0].attn1.to_q.weight
-    assert weight.type() == "torch.FloatTensor"
-    with pytest.raises(DroppedWeightError, match="Let other quantisers leave"):
-        take(weight)
-    assert torch.equal(run(model, inputs), expected)
 
 
 def test_a_report_names_the_kernels_that_ran_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

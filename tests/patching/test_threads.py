@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.measures import relative_l2
-from tests.patching.models import named, run, wan
+from tests.patching.models import WAN, run, wan
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
 from turbo_rcm_patch.patching import patch as patching
 from turbo_rcm_patch.patching.families.wan import WanBlock
-
-WAN = named("t2v")
 
 
 def together(count: int, work: Callable[[int], None]) -> None:
@@ -73,6 +71,20 @@ def test_the_first_forwards_of_several_threads_decide_as_one_does(
     assert all(torch.equal(output, expected) for output in outputs.values())
     assert report.ran() == words
     assert torch.equal(run(model, inputs), expected)
+
+
+def test_threads_share_a_patched_model() -> None:
+    model = WAN.model()
+    report = patch_model(model, attention="int8", linear="int8", fidelity=None)
+    given = [WAN.inputs(batch) for batch in (1, 2)] * 2
+    alone = [run(model, inputs) for inputs in given]
+
+    def work(index: int) -> None:
+        for _ in range(4):
+            assert torch.equal(run(model, given[index]), alone[index])
+
+    together(4, work)
+    assert not report.guard.decisions
 
 
 def test_a_thread_goes_on_while_another_unpatches() -> None:

@@ -3,6 +3,7 @@ CPU."""
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,13 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.measures import relative_l2
 from tests.patching.models import named, run, wan
-from tests.ranks import on_ranks
+from tests.ranks import enable_parallelism, on_ranks
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops.residual import api as residual
@@ -27,27 +26,31 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 NEAR = 2e-5
 
 
-def enable(model: Any, ulysses: int = 2, ring: int = 1, anything: bool = False) -> None:
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    config = ContextParallelConfig(
-        ring_degree=ring, ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
-    )
-    # diffusers counts accelerators, of which a CPU machine has none.
-    with mock.patch.object(torch.accelerator, "device_count", return_value=2):
-        model.enable_parallelism(config=config)
+def patch_and_split(
+    model: Any, options: Any, patch_first: bool, ranks: int = 2, **more: Any
+) -> None:
+    if patch_first:
+        patch_model(model, **options)
+    enable_parallelism(model, ulysses_degree=ranks, **more)
+    if not patch_first:
+        patch_model(model, **options)
 
 
-def equals_one_rank(rank: int, name: str, options: dict[str, Any], patch_first: bool) -> None:
+#: Attention, and whether the patch comes before the sequence is split.
+WAYS = list(product(("exact", "int8"), (True, False)))
+
+
+def each_way(rank: int, ways: Any, function: Any, *given: Any) -> None:
+    for attention, patch_first in ways:
+        function({"attention": attention, "guard": False}, patch_first, *given)
+
+
+def equals_one_rank(options: dict[str, Any], patch_first: bool, name: str) -> None:
     one = named(name)
     alone, model, inputs = one.model(), one.model(), one.inputs()
     patch_model(alone, **options)
     expected = run(alone, inputs)
-    if patch_first:
-        patch_model(model, **options)
-        enable(model)
-    else:
-        enable(model)
-        patch_model(model, **options)
+    patch_and_split(model, options, patch_first)
     made = run(model, inputs)
     assert all(words.startswith("fused") for words in report_of(model).ran().values())
     # int8's scales are those of blocks of keys and of rows, so they are the same on every rank.
@@ -60,11 +63,9 @@ def equals_one_rank(rank: int, name: str, options: dict[str, Any], patch_first: 
 @pytest.mark.supports(
     ("WanTransformer3DModel", "ChronoEditTransformer3DModel"), "context parallel"
 )
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("attention", ["exact", "int8"])
 @pytest.mark.parametrize("name", ["t2v", "i2v", "chronoedit"])
-def test_two_ranks_compute_what_one_does(name: str, attention: str, patch_first: bool) -> None:
-    on_ranks(2, equals_one_rank, name, {"attention": attention, "guard": False}, patch_first)
+def test_two_ranks_compute_what_one_does(name: str) -> None:
+    on_ranks(2, each_way, WAYS if name == "t2v" else WAYS[::3], equals_one_rank, name)
 
 
 def equals_one_rank_with_sla(rank: int) -> None:
@@ -72,8 +73,7 @@ def equals_one_rank_with_sla(rank: int) -> None:
     alone, model, inputs = one.model(), one.model(), one.inputs()
     options: Any = {"attention": "int8", "guard": False, "sla_topk": 0.5}
     patch_model(alone, **options)
-    patch_model(model, **options)
-    enable(model)
+    patch_and_split(model, options, True)
     assert relative_l2(run(model, inputs), run(alone, inputs)) <= 5e-3
 
 
@@ -87,7 +87,7 @@ def decides_alike(rank: int) -> None:
     model, inputs = one.model(), one.inputs()
     expected = run(model, inputs)
     report = patch_model(model, attention="int8")
-    enable(model)
+    enable_parallelism(model, ulysses_degree=2)
     right = residual.skip_norm
 
     def wrong(*args: Any, **named: Any) -> Any:
@@ -104,37 +104,26 @@ def test_ranks_decide_together() -> None:
     on_ranks(2, decides_alike)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    model = named("three-heads-of-24").model()
-    split = SimpleNamespace(ulysses_degree=2, ring_degree=1)
-    config = SimpleNamespace(context_parallel_config=split)
-    for block in model.blocks:
-        block.attn1.processor._parallel_config = config
-    with pytest.raises(ContextParallelError, match="3 heads"):
-        patch_model(model)
-
-
-def refuses_uneven_heads(rank: int, name: str, options: dict[str, Any]) -> None:
-    model, inputs = named(name).model(), named(name).inputs()
-    enable(model)
-    with pytest.raises((RuntimeError, ValueError)):
-        run(model, inputs)
-    model = named(name).model()
-    patch_model(model, **options)
-    enable(model)
-    for _ in range(2):
-        with pytest.raises(ContextParallelError, match=r"ulysses_anything=True"):
+def refuses_uneven_heads(rank: int, name: str) -> None:
+    for attention, guard in product(("exact", "int8"), (True, False)):
+        options: Any = {"attention": attention, "guard": guard}
+        model, inputs = named(name).model(), named(name).inputs()
+        enable_parallelism(model, ulysses_degree=2)
+        with pytest.raises((RuntimeError, ValueError)):
             run(model, inputs)
+        with pytest.raises(ContextParallelError, match=r"[13] heads?"):
+            patch_model(model, **options)
+        model = named(name).model()
+        patch_and_split(model, options, True)
+        for _ in range(2):
+            with pytest.raises(ContextParallelError, match=r"ulysses_anything=True"):
+                run(model, inputs)
 
 
 @pytest.mark.parametrize("name", ["three-heads-of-24", "head-dim-128"])
-@pytest.mark.parametrize("attention", ["exact", "int8"])
-@pytest.mark.parametrize("guard", [True, False])
-def test_heads_that_ranks_cannot_share_are_refused_whatever_came_first(
-    name: str, attention: str, guard: bool
-) -> None:
+def test_heads_that_ranks_cannot_share_are_refused_whatever_came_first(name: str) -> None:
     """Without `ulysses_anything` the unpatched model raises too."""
-    on_ranks(2, refuses_uneven_heads, name, {"attention": attention, "guard": guard})
+    on_ranks(2, refuses_uneven_heads, name)
 
 
 def gather_uneven(outputs: list[Tensor], x: Tensor, group: Any = None) -> None:
@@ -146,21 +135,14 @@ def gather_uneven(outputs: list[Tensor], x: Tensor, group: Any = None) -> None:
 
 
 @mock.patch.object(dist, "all_gather", gather_uneven)
-def serves_uneven_parts(
-    rank: int, heads: int, ranks: int, options: dict[str, Any], first: bool
-) -> None:
+def serves_uneven_parts(options: dict[str, Any], first: bool, heads: int, ranks: int) -> None:
     """Equals one process, for two lengths one after the other, and one again."""
     alone, model = (
         wan(num_attention_heads=heads, attention_head_dim=24).eval().requires_grad_(False)
         for _ in range(2)
     )
     patch_model(alone, **options)
-    if first:
-        patch_model(model, **options)
-        enable(model, ranks, anything=True)
-    else:
-        enable(model, ranks, anything=True)
-        patch_model(model, **options)
+    patch_and_split(model, options, first, ranks, ulysses_anything=True)
     for width, batch in ((10, 1), (14, 2), (10, 1)):
         inputs = named("t2v").inputs(batch)
         noise = torch.Generator().manual_seed(3)
@@ -181,24 +163,22 @@ def serves_uneven_parts(
         assert {"blocks.0", "blocks.1"} <= set(compared)
 
 
-@pytest.mark.parametrize("attention", ["exact", "int8"])
-@pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (1, 2), (2, 3)])
-def test_uneven_heads_and_lengths_are_served(
-    heads: int, ranks: int, attention: str, patch_first: bool
-) -> None:
-    options: dict[str, Any] = {"attention": attention, "guard": False}
-    on_ranks(ranks, serves_uneven_parts, heads, ranks, options, patch_first)
+def test_uneven_heads_and_lengths_are_served(heads: int, ranks: int) -> None:
+    on_ranks(ranks, each_way, WAYS, serves_uneven_parts, heads, ranks)
+
+
+def serves(rank: int, *given: Any) -> None:
+    serves_uneven_parts(*given)
 
 
 @pytest.mark.parametrize("heads", [3, 1])
 def test_the_guard_compares_uneven_heads_also_where_diffusers_refuses_them(heads: int) -> None:
-    options = {"attention": "int8", "guard": True, "fidelity": None}
-    on_ranks(2, serves_uneven_parts, heads, 2, options, True)
+    on_ranks(2, serves, {"attention": "int8", "guard": True, "fidelity": None}, True, heads, 2)
 
 
 def test_twelve_heads_on_eight_ranks() -> None:
-    on_ranks(8, serves_uneven_parts, 12, 8, {"attention": "int8", "guard": False}, True)
+    on_ranks(8, serves, {"attention": "int8", "guard": False}, True, 12, 8)
 
 
 def test_another_parallelism_is_refused() -> None:
@@ -212,7 +192,7 @@ def rings(rank: int) -> None:
     one = named("t2v")
     model, inputs = one.model(), one.inputs()
     patch_model(model, attention="int8", guard=False)
-    enable(model, ulysses=1, ring=2)
+    enable_parallelism(model, ring_degree=2)
     called = []
 
     def ring(*args: Any, **named: Any) -> Tensor:

@@ -15,7 +15,7 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 from tests.measures import relative_l2
-from tests.patching.models import MODELS, classes, dicts, named, run, wan
+from tests.patching.models import MODELS, WAN, classes, dicts, run, wan
 from turbo_rcm_patch import (
     is_patched,
     keep_int8_only,
@@ -33,8 +33,6 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.patching.plain import is_own
 from turbo_rcm_patch.patching.record import holds_replacements
-
-WAN = named("t2v")
 
 
 @pytest.mark.supports(classes(MODELS), "unpatched, bit-equal")

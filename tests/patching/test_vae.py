@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,18 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.implementations import over
+from tests.patching import models
+from tests.patching.test_threads import together
 from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL, conv_in_float64
-from turbo_rcm_patch import (
-    is_patched,
-    patch_model,
-    patched,
-    report_of,
-    unpatch_model,
-)
-from turbo_rcm_patch.errors import (
-    AlreadyPatchedError,
-    UnknownArchitectureError,
-)
+from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
+from turbo_rcm_patch.errors import AlreadyPatchedError, UnknownArchitectureError
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
@@ -59,9 +51,18 @@ def encode(model: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def both(model: Any, z: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return decode(model, z), encode(model, x)
+
+
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape and a.dtype == b.dtype
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def assert_near(found: Any, expected: Any, limit: float = FUSION) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) < limit
 
 
 def as_before(model: nn.Module) -> dict[str, Any]:
@@ -88,10 +89,9 @@ def test_the_video_is_the_authors(
     x = vae.frames({1: 1, 2: 8 if vae is COGVIDEOX else 5, 5: 17}[frames], batch=batch)
     if batch > 1 and "residual" not in vae.name:  # those shortcuts need whole squares
         x = x[..., :11, :13]
-    expected = decode(model, z), encode(model, x)
+    expected = both(model, z, x)
     report = patch_model(model, guard=False)
-    assert error(decode(model, z), expected[0]) < FUSION
-    assert error(encode(model, x), expected[1]) < FUSION
+    assert_near(both(model, z, x), expected)
     assert report.fused == len(report.pairs) == vae.pairs
     assert all(how.startswith("channels-last") for how in report.ran().values())
     assert len(report.ran()) == 2
@@ -129,18 +129,18 @@ def test_tiles_and_slices_are_the_authors(vae: VAE) -> None:
     else:
         model.enable_tiling(2 * vae.scale, 2 * vae.scale, vae.scale, vae.scale)
     model.enable_slicing()
-    z, x = vae.latent(3, 6, 7, 2), vae.frames(9, 5, 6, 2)
-    expected = decode(model, z), encode(model, x)
+    height, width = (5, 6) if vae is COGVIDEOX else (3, 4)
+    z, x = vae.latent(3, height, width, 2), vae.frames(9, height, width, 2)
+    expected = both(model, z, x)
     report = patch_model(model)
-    assert error(decode(model, z), expected[0]) < FUSION
-    assert error(encode(model, x), expected[1]) < FUSION
+    assert_near(both(model, z, x), expected)
     assert all(how.startswith("channels-last") for how in report.ran().values())
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None:
-    model, z, x = vae.model(dtype), vae.latent(2, batch=3), vae.frames(1)
+    model, z, x = vae.model(dtype), vae.latent(2, 2, 3, 3), vae.frames(1, 1, 2)
     truth, given = decode(vae.model(torch.float64), z.double()), z.to(dtype)
     unpatched = decode(model, given)
     report = patch_model(model)
@@ -167,10 +167,9 @@ def test_the_kernels_make_the_authors_video(on: Any, vae: VAE) -> None:
     torch.backends.cudnn.allow_tf32 = False
     model, z, x = vae.model().to(on.device), vae.latent(2, 2, 3), vae.frames(5, 1, 2)
     z, x = z.to(on.device), x[:, :, : 1 if vae is COGVIDEOX else 5].to(on.device)
-    expected = decode(model, z), encode(model, x)
+    expected = both(model, z, x)
     patch_model(model, impl=on.impl)
-    assert error(decode(model, z), expected[0]) < FUSION
-    assert error(encode(model, x), expected[1]) < FUSION
+    assert_near(both(model, z, x), expected)
 
 
 # --- undo ----------------------------------------------------------------------------------------
@@ -216,12 +215,8 @@ def test_patched_twice_or_of_an_unknown_class_it_is_refused() -> None:
 # --- what the author's code runs -----------------------------------------------------------------
 
 
-def _hook(model: Any) -> None:
-    model.decoder.mid_block.register_forward_hook(lambda *_: None)
-
-
-def _outer_hook(model: Any) -> None:
-    model.decoder.register_forward_hook(lambda *_: None)
+def hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
 
 
 def _forward(model: Any) -> None:
@@ -251,19 +246,15 @@ def _other_block(model: Any) -> None:
     model.decoder.up_blocks[0].resnets[1] = _Same()
 
 
-def _compiled(model: Any) -> None:
-    model.decoder.compile(backend="eager")
-
-
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "hook": (_hook, "mid_block has torch hooks"),
-    "outer-hook": (_outer_hook, "decoder has torch hooks"),
+    "hook": (lambda model: hooked(model.decoder.mid_block), "mid_block has torch hooks"),
+    "outer-hook": (lambda model: hooked(model.decoder), "decoder has torch hooks"),
     "forward": (_forward, "conv_out has a replaced forward"),
     "no-norm": (_no_norm, "its layers are not the author's"),
     "no-silu": (_no_silu, "its layers are not the author's"),
     "no-end": (_no_end, "its blocks are not the author's"),
     "other-block": (_other_block, "is a _Same, which is not supported"),
-    "compiled": (_compiled, "the decoder is compiled"),
+    "compiled": (lambda model: model.decoder.compile(backend="eager"), "the decoder is compiled"),
 }
 
 
@@ -271,7 +262,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_an_unknown_module_is_left_to_its_author(name: str, before: bool) -> None:
     change, words = CHANGES[name]
-    model, twin, z = WAN.model(), WAN.model(), WAN.latent()
+    model, twin, z = WAN.model(), WAN.model(), WAN.latent(2, 2, 3)
     change(twin)
     if before:
         change(model)
@@ -320,7 +311,7 @@ def test_the_coder_called_by_itself_is_the_authors() -> None:
 
 
 def test_a_compiled_decode_runs() -> None:
-    model, z = WAN.model(), WAN.latent(2)
+    model, z = WAN.model(), WAN.latent(2, 2, 3)
     expected = decode(model, z)
     patch_model(model)
     compiled = torch.compile(model._decode, backend="eager")
@@ -386,19 +377,12 @@ def test_videos_of_other_sizes_and_threads_do_not_meet(vae: VAE) -> None:
     given = [vae.latent(3, 4, 6), vae.latent(2, 3, 4), vae.latent(1, 5, 5, 2)]
     expected = [decode(model, z) for z in given]
     patch_model(model)
-    found: dict[int, torch.Tensor] = {}
 
     def run(i: int) -> None:
         with torch.no_grad():
-            found[i] = decode(model, given[i])
+            assert error(decode(model, given[i]), expected[i]) < FUSION
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, one in enumerate(expected):
-        assert error(found[i], one) < FUSION
+    together(3, run)
 
 
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
@@ -499,10 +483,7 @@ def test_the_peak_of_memory_is_the_unpatched_ones(
 
 
 def pipeline(vae: Any) -> Any:
-    from tests.patching.models import MODELS
-
-    transformer = next(one for one in MODELS if one.cls == "WanTransformer3DModel").model()
-    return SimpleNamespace(transformer=transformer, vae=vae)
+    return SimpleNamespace(transformer=models.WAN.model(), vae=vae)
 
 
 def test_a_pipeline_is_patched_with_its_vae_in_one_report() -> None:

@@ -4,24 +4,18 @@ here as an oracle. The real one needs packages and a GPU; a test runs it from a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-__all__ = ["WanModel", "spread", "tiny", "tiny_inputs", "with_fast_norms", "with_sparse"]
+__all__ = ["WanModel", "spread", "tiny", "with_fast_norms", "with_sparse"]
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale).transpose(1, 2)
@@ -30,29 +24,10 @@ def attention(
 class MinimalA2AAttnOp(nn.Module):
     def __init__(self, local_attn: Any = attention) -> None:
         super().__init__()
-        self.local_attn = local_attn
-        self.pg = None
-        self.stream = None
-
-    def set_context_parallel_group(self, process_group: Any, ranks: Any, stream: Any) -> None:
-        self.pg, self.stream = process_group, stream
+        self.local_attn, self.pg, self.stream = local_attn, None, None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
-        if self.pg is None or self.pg.size() < 2:
-            return self.local_attn(query, key, value).flatten(2)
-        parts = self.pg.size()
-        # Every rank gets its share of the heads of all tokens, and gives the output back.
-        by_head = (exchanged(x.chunk(parts, 2), self.pg) for x in (query, key, value))
-        out = self.local_attn(*(torch.cat(list(x), 1) for x in by_head))
-        return torch.cat(exchanged(out.chunk(parts, 1), self.pg), 2).flatten(2)
-
-
-def exchanged(pieces: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The n-th piece of this rank goes to rank n; pieces are of one shape."""
-    sent = torch.stack([piece.contiguous() for piece in pieces])
-    came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent, group=group)
-    return list(came.unbind())
+        return self.local_attn(query, key, value).flatten(2)
 
 
 class WanRMSNorm(nn.Module):
@@ -115,13 +90,12 @@ def rotated(x: Tensor, freqs: Tensor) -> Tensor:
 
 
 class WanSelfAttention(nn.Module):
-    def __init__(self, dim: int, num_heads: int, qk_norm: bool, eps: float) -> None:
+    def __init__(self, dim: int, num_heads: int, eps: float) -> None:
         super().__init__()
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
-        self.qk_norm, self.eps = qk_norm, eps
+        self.qk_norm, self.eps = True, eps
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q = WanRMSNorm(dim, eps) if qk_norm else nn.Identity()
-        self.norm_k = WanRMSNorm(dim, eps) if qk_norm else nn.Identity()
+        self.norm_q, self.norm_k = WanRMSNorm(dim, eps), WanRMSNorm(dim, eps)
         self.attn_op = MinimalA2AAttnOp()
 
     def heads(self, x: Tensor) -> Tensor:
@@ -140,10 +114,10 @@ class WanT2VCrossAttention(WanSelfAttention):
 
 
 class WanI2VCrossAttention(WanSelfAttention):
-    def __init__(self, dim: int, num_heads: int, qk_norm: bool, eps: float) -> None:
-        super().__init__(dim, num_heads, qk_norm, eps)
+    def __init__(self, dim: int, num_heads: int, eps: float) -> None:
+        super().__init__(dim, num_heads, eps)
         self.k_img, self.v_img = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.norm_k_img = WanRMSNorm(dim, eps) if qk_norm else nn.Identity()
+        self.norm_k_img = WanRMSNorm(dim, eps)
         self.attn_op_image = MinimalA2AAttnOp()
 
     def forward(self, x: Tensor, context: Tensor, context_lens: Any) -> Tensor:
@@ -156,15 +130,13 @@ class WanI2VCrossAttention(WanSelfAttention):
 
 
 class WanAttentionBlock(nn.Module):
-    def __init__(
-        self, cross: type, dim: int, ffn_dim: int, num_heads: int, qk_norm: bool, cross_norm: bool
-    ) -> None:
+    def __init__(self, cross: type, dim: int, ffn_dim: int, num_heads: int) -> None:
         super().__init__()
         eps = 1e-6
         self.norm1 = WanLayerNorm(dim, eps)
-        self.self_attn = WanSelfAttention(dim, num_heads, qk_norm, eps)
-        self.norm3 = WanLayerNorm(dim, eps, True) if cross_norm else nn.Identity()
-        self.cross_attn = cross(dim, num_heads, qk_norm, eps)
+        self.self_attn = WanSelfAttention(dim, num_heads, eps)
+        self.norm3 = WanLayerNorm(dim, eps, True)
+        self.cross_attn = cross(dim, num_heads, eps)
         self.norm2 = WanLayerNorm(dim, eps)
         self.ffn = nn.Sequential(
             nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim)
@@ -184,24 +156,15 @@ class WanAttentionBlock(nn.Module):
 
 class WanModel(nn.Module):
     def __init__(
-        self,
-        *,
-        image: bool = False,
-        dim: int = 128,
-        num_heads: int = 2,
-        layers: int = 2,
-        qk_norm: bool = True,
-        cross_norm: bool = True,
+        self, *, image: bool = False, dim: int = 128, num_heads: int = 2, layers: int = 2,
         checkpoint: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.num_heads = dim, num_heads
-        self._cp_group: Any = None
         cross = WanI2VCrossAttention if image else WanT2VCrossAttention
         self.patch_embedding = nn.Linear(16, dim)
         self.blocks = nn.ModuleList(
-            WanAttentionBlock(cross, dim, 2 * dim, num_heads, qk_norm, cross_norm)
-            for _ in range(layers)
+            WanAttentionBlock(cross, dim, 2 * dim, num_heads) for _ in range(layers)
         )
         self.head = nn.Linear(dim, 16)
         if checkpoint:
@@ -211,36 +174,12 @@ class WanModel(nn.Module):
     def forward(self, x: Tensor, e: Tensor, context: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device).float()
         rates = torch.logspace(0, -3, self.dim // self.num_heads // 2, device=x.device)
-        freqs, group = torch.outer(places, rates), self._cp_group
-        if group is not None:
-            x, freqs = (
-                x.chunk(group.size(), 1)[group.rank()],
-                freqs.chunk(group.size())[group.rank()],
-            )
         hidden = self.patch_embedding(x)
-        given = {
-            "e": e,
-            "seq_lens": torch.tensor([hidden.shape[1]] * len(x)),
-            "freqs": freqs,
-            "context": context,
-            "context_lens": None,
-        }
+        given = {"e": e, "seq_lens": torch.tensor([hidden.shape[1]] * len(x))}
+        given |= {"freqs": torch.outer(places, rates), "context": context, "context_lens": None}
         for block in self.blocks:
             hidden = block(hidden, **given)
-        out = self.head(hidden)
-        if group is not None:
-            parts = [torch.empty_like(out) for _ in range(group.size())]
-            dist.all_gather(parts, out.contiguous(), group=group)
-            out = torch.cat(parts, 1)
-        return out
-
-    def enable_context_parallel(self, process_group: Any = None) -> None:
-        for block in self.blocks:
-            block.self_attn.attn_op.set_context_parallel_group(process_group, None, None)
-        self._cp_group = process_group
-
-    def disable_context_parallel(self) -> None:
-        self.enable_context_parallel(None)
+        return self.head(hidden)
 
 
 class SparseLinearAttention(nn.Module):
@@ -336,23 +275,3 @@ def with_fast_norms(model: WanModel) -> WanModel:
         if fast is not None:
             model.blocks.set_submodule(name, fast(module))
     return model
-
-
-def tiny_inputs(
-    *,
-    batch: int = 1,
-    tokens: int = 60,
-    image: bool = False,
-    dim: int = 128,
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "x": noise(batch, tokens, 16).to(dtype),
-        "e": noise(batch, 6, dim) * 0.3,
-        "context": noise(batch, 519 if image else 7, dim).to(dtype),
-    }
