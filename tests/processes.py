@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -87,6 +88,17 @@ class Script:
         """End it at once."""
         self._process.kill()
         self._process.join()
+
+    def until(self, happened: Callable[[], object], seconds: float = 120.0) -> None:
+        """Wait until something has happened, while it runs.
+
+        Raises:
+            AssertionError: It ended before, or it takes longer; with what it printed.
+        """
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert self.code is None and time.monotonic() < deadline, self.out + self.err
+            time.sleep(0.02)
 
     def wait(self, seconds: float = LIMIT) -> Done:
         """Wait for its end.

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -22,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from tests import processes
 from tests.checkpoints.wan_model import Options, save, state_dict
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_checkpoint
@@ -36,6 +35,7 @@ KEY = "blocks.0.ffn.0.weight"
 
 @pytest.fixture
 def pth(tmp_path: Path) -> Path:
+    """A smaller one than elsewhere."""
     save(TINY, tmp_path / "in.pth")
     return tmp_path / "in.pth"
 
@@ -160,10 +160,7 @@ def test_a_zip_bomb_is_refused_unread(tmp_path: Path) -> None:
                     file.write(b"]" * 2**22)
             archive.writestr("archive/version", "3")
         assert paths[-1].stat().st_size < 2**20
-    done = subprocess.run(
-        [sys.executable, "-c", BOMB, *map(str, paths)], capture_output=True, text=True, check=True
-    )
-    *texts, grown = done.stdout.strip().splitlines()
+    *texts, grown = processes.run(BOMB, *map(str, paths)).out.strip().splitlines()
     assert ["would unpack to more bytes than the file has" in text for text in texts] == [True] * 2
     assert int(grown) < 64 * 2**10, f"{grown} KiB"
 
@@ -252,8 +249,10 @@ def test_a_distributed_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None
     for folder in (tmp_path / "step", tmp_path / "step" / "model"):
         with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch DIR FILE"):
             read_checkpoint(folder)
-    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
-    subprocess.run([*command, str(folder), str(tmp_path / "in.pth")], check=True)
+    command = "import runpy, sys; sys.argv[:1] = ['']; runpy.run_module('{}', run_name='__main__')"
+    command = command.format("torch.distributed.checkpoint.format_utils")
+    done = processes.run(command, "dcp_to_torch", str(folder), str(tmp_path / "in.pth"))
+    assert done.code == 0, done.err
     assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
 
 
