@@ -42,10 +42,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("name", "only", "case", "missing"), RUNS, ids=lambda one: str(one)[:20])
-def test_every_method_is_checked_and_timed(
-    name: str, only: str, case: str, missing: set[str], tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, capfd) -> None:
     code, document = run(name, only, tmp_path)
     said = capfd.readouterr().out
     assert code == 0, said
@@ -155,9 +152,7 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_bad_arguments_change_nothing(
-    given: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_change_nothing(given: list[str], words: str, tmp_path, capsys) -> None:
     plain = ["attention", "--micro", "--device", "cpu", "--out", str(tmp_path)]
     assert main([*plain, *given]) == 2
     assert words in capsys.readouterr().err and not any(tmp_path.iterdir())
@@ -169,9 +164,7 @@ def test_real_sizes_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("text", ['{"mine": 1}', "no JSON", '{"benchmark": "sparse"}'])
-def test_a_file_of_another_origin_is_kept(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_origin_is_kept(text: str, tmp_path, capsys) -> None:
     path = tmp_path / "attention.json"
     path.write_text(text)
     assert main(["attention", "--micro", "--device", "cpu", "--out", str(tmp_path)]) == 2
@@ -181,9 +174,7 @@ def test_a_file_of_another_origin_is_kept(
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def test_parts_of_one_machine_and_code_come_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_one_machine_and_code_come_together(tmp_path, monkeypatch) -> None:
     run("attention", f"{CASE},torch", tmp_path)
     _, document = run("attention", f"{CASE},fused int8", tmp_path)
     assert set(document["cases"][CASE]["methods"]) == {"torch", "fused int8"}
@@ -193,17 +184,13 @@ def test_parts_of_one_machine_and_code_come_together(
     assert set(document["cases"][CASE]["methods"]) == {"fused int8"}, "other code"
 
 
-def test_the_limit_is_kept_and_what_it_cuts_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_limit_is_kept_and_what_it_cuts_is_named(tmp_path, capsys) -> None:
     _, document = run("attention", CASE, tmp_path, "--limit", "0")
     assert document["cases"] == {} and document["runs"][0]["left_out"] == [CASE]
     assert f"left out, no time: {CASE}" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_keeps_what_it_had(tmp_path, monkeypatch) -> None:
     def interrupted(heads: int, *_: torch.Tensor) -> None:
         raise KeyboardInterrupt
 

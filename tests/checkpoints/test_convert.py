@@ -35,9 +35,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o.name)
-def test_every_option_becomes_what_diffusers_makes_of_it_and_back(
-    options: Options, tmp_path: Path
-) -> None:
+def test_every_option_becomes_what_diffusers_makes_of_it_and_back(options, tmp_path) -> None:
     state = save(options, tmp_path / "in.pth")
     written = convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
     model = load(tmp_path / "folder")

@@ -93,9 +93,7 @@ def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:
     assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
 
 
-def test_a_whole_a14b_through_the_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> None:
     """As on a card of 24 GiB: two -quant experts converted to int8 alone, then a video from an
     image with every component offloaded, SLA and the rCM sampler. A CPU stands for the card."""
     base = base_folder(tmp_path / "base", experts=True)
@@ -154,9 +152,7 @@ def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "arguments", ["--back --dtype float16", "--copy", "--low-noise x", "--back --base x"]
 )
-def test_arguments_that_do_not_go_together(
-    arguments: str, pth: Path, tmp_path: Path, capsys
-) -> None:
+def test_arguments_that_do_not_go_together(arguments: str, pth: Path, tmp_path, capsys) -> None:
     assert main(["convert", str(pth), str(tmp_path / "out"), *arguments.split()]) == 2
     assert "expected: not to be given here" in capsys.readouterr().err
 

@@ -235,9 +235,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("loaded", DTYPES, ids=str)
 @pytest.mark.parametrize("written", DTYPES, ids=str)
-def test_a_folder_in_any_dtype_is_loaded_in_any_and_saved(
-    written: torch.dtype, loaded: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_folder_in_any_dtype_is_loaded_in_any_and_saved(written, loaded, tmp_path) -> None:
     """Two roundings: one to the folder's dtype, and one to the model's."""
     folder = converted(replace(QUANT, layers=1), tmp_path, dtype=written)
     model = load(folder, loaded)

@@ -11,7 +11,6 @@ import threading
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +202,7 @@ def test_archives_that_torch_did_not_write(pth: Path, tmp_path: Path) -> None:
     ],
     ids=["expanded", "meta", "sparse", "nested"],
 )
-def test_tensors_without_their_bytes_are_refused(
-    make: Callable[[], torch.Tensor], tmp_path: Path
-) -> None:
+def test_tensors_without_their_bytes_are_refused(make, tmp_path) -> None:
     torch.save(state_dict(TINY) | {KEY: make()}, tmp_path / "in.pth")
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "in.pth")
@@ -302,9 +299,7 @@ CHOICES: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("form", CHOICES)
-def test_the_log_says_which_network_is_taken(
-    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_which_network_is_taken(form: str, tmp_path, caplog) -> None:
     make, first, other = CHOICES[form]
     states = [state_dict(TINY, seed) for seed in (1, 2)]
     torch.save(make(*states), tmp_path / "in.pth")
@@ -332,9 +327,7 @@ def test_two_that_could_be_meant_are_refused(names: tuple[str, str], tmp_path: P
     assert torch.equal(stored["proj_out.weight"], states[1]["head.head.weight"])
 
 
-def test_weights_beside_a_network_are_left_out_only_if_it_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_beside_a_network_are_left_out_only_if_it_is_named(tmp_path, caplog) -> None:
     state, weight, path = state_dict(TINY), torch.ones(4, 256), tmp_path / "in.pth"
     harmless = {
         "optimizer": {"state": {0: {"exp_avg": weight}}},
@@ -370,9 +363,7 @@ def sharded(pth: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "a\\..\\b", 3, ".."])
-def test_an_index_does_not_lead_out_of_its_folder(
-    name: Any, sharded: Path, tmp_path: Path
-) -> None:
+def test_an_index_does_not_lead_out_of_its_folder(name: Any, sharded: Path, tmp_path) -> None:
     index = sharded / f"{WEIGHTS}.safetensors.index.json"
     listing = json.loads(index.read_text())
     listing["weight_map"]["proj_out.weight"] = name

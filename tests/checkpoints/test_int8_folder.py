@@ -39,9 +39,7 @@ def tensor_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("option", QUANTS, ids=lambda option: option.name)
-def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(
-    option: Options, tmp_path: Path
-) -> None:
+def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(option: Options, tmp_path) -> None:
     folder = converted(option, tmp_path, int8_only=True)
     state = torch.load(tmp_path / "in.pth", weights_only=True)
     assert tensor_bytes(folder) == sum(tensor.nbytes for tensor in state.values())

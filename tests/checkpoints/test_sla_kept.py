@@ -98,9 +98,7 @@ def test_two_experts_get_their_own(tmp_path: Path) -> None:
         load_extra(wrong, root / "transformer")
 
 
-def test_folders_that_others_converted(
-    folder: Path, expected: torch.Tensor, tmp_path: Path
-) -> None:
+def test_folders_that_others_converted(folder: Path, expected: torch.Tensor, tmp_path) -> None:
     published_by_others(folder)
     model = load(folder)
     load_extra(model, folder)
@@ -192,9 +190,7 @@ def test_a_copy_saves_its_own(folder: Path, tmp_path: Path) -> None:
     assert "save_pretrained" not in model.__dict__
 
 
-def test_going_back_without_it_is_warned_about(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_going_back_without_it_is_warned_about(folder: Path, tmp_path, caplog) -> None:
     (folder / EXTRA_FILE).unlink()
     write_checkpoint(folder, tmp_path / "back.pth")
     assert "says that the model has SLA" in caplog.text

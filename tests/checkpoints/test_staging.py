@@ -67,9 +67,7 @@ def test_a_real_write_that_fails(pth: Path, tmp_path: Path) -> None:
     ids=["python", "torch", "shutil", "safetensors", "interrupt", "typed", "other"],
 )  # fmt: skip
 @pytest.mark.parametrize("folder", [True, False])
-def test_a_failure_leaves_what_was_there(
-    error: BaseException, folder: bool, tmp_path: Path
-) -> None:
+def test_a_failure_leaves_what_was_there(error: BaseException, folder: bool, tmp_path) -> None:
     target = tmp_path / "target"
     if folder:
         target.mkdir()
@@ -163,9 +161,7 @@ def test_the_working_folder_can_be_written(pth: Path, tmp_path: Path, monkeypatc
     assert listing(tmp_path) == ["here", "in.pth"]
 
 
-def test_a_disk_without_links_asks_for_copies(
-    pth: Path, whole: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_disk_without_links_asks_for_copies(pth, whole, tmp_path, monkeypatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EINVAL, "a required privilege is not held by the client")
 
@@ -190,9 +186,7 @@ def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("links", ["folders", "files"])
-def test_a_base_that_links_into_the_target_is_refused(
-    links: str, whole: Path, pth: Path, tmp_path: Path
-) -> None:
+def test_a_base_that_links_into_the_target_is_refused(links, whole, pth, tmp_path) -> None:
     main_folder, other = tmp_path / "main", tmp_path / "other"
     convert_pipeline(pth, main_folder, base=whole, copy=True)
     weights = main_folder / "vae" / "diffusion_pytorch_model.safetensors"

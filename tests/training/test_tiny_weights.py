@@ -47,18 +47,14 @@ def test_it_is_small_and_every_part_loads(name: str) -> None:
 
 
 @each
-def test_held_out_prompts_become_what_they_say(
-    name: str, judges: dict[str, Evaluation], tmp_path: Path
-) -> None:
+def test_held_out_prompts_become_what_they_say(name, judges, tmp_path) -> None:
     """One of four may miss each attribute; guessing gets one of eight."""
     found = judges[name].judge(judges[name].frames(steps=4), tmp_path / "sheet.png")
     assert all(found[one] >= 3 / 4 for one in ATTRIBUTES), found
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
-def test_without_an_attention_it_does_not(
-    judges: dict[str, Evaluation], attention: str, tmp_path: Path
-) -> None:
+def test_without_an_attention_it_does_not(judges, attention, tmp_path) -> None:
     """Most of the time goes into decoding, so it is one video."""
     few = judges["wan"].first(1)
     with zeroed(few.pipe.transformer.blocks, attention):

@@ -430,9 +430,7 @@ def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None
         assert (again.network is not None) == wanted
 
 
-def test_a_number_that_cannot_be_measured_is_not_unchanged(
-    pipe, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 

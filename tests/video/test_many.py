@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests import processes
 from tests.ranks import on_ranks
-from tests.video.test_cli import QUICK
+from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import generation
@@ -71,9 +71,7 @@ def test_the_environment_of_torchrun() -> None:
     ("given", "device"),
     [(None, "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")],
 )
-def test_each_process_has_the_gpu_of_its_number(
-    given: str | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_has_the_gpu_of_its_number(given, device, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Ranks(3, 4, 1).device(given) == device
@@ -82,9 +80,7 @@ def test_each_process_has_the_gpu_of_its_number(
         Ranks(3, 4, 2).device("cuda")
 
 
-def test_an_address_that_is_missing_is_told(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_that_is_missing_is_told(command: list[str], monkeypatch, capsys) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -251,9 +247,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_two_processes_make_one_report(
-    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_make_one_report(micro_folder: Path, tmp_path, capsys) -> None:
     """The numbers of one process; a process that fails ends both; what was made is kept."""
     given = ["compare", "--model", str(micro_folder), *QUICK]
     given += ["--prompts", str(listing(tmp_path)), "--out"]

@@ -23,7 +23,7 @@ from torch import nn
 from tests.measures import relative_l2
 from tests.patching.test_ulysses import gather_uneven
 from tests.ranks import on_ranks
-from tests.video.micro import SMALL, micro_pipe, micro_video_pipe, skyreels
+from tests.video.micro import QUICK, SMALL, micro_pipe, micro_video_pipe, options, skyreels
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_sources import CASES, UNUSUAL, film
 from turbo_rcm_patch import is_patched, parallel, patch_model, patched, report_of, unpatch_model
@@ -279,10 +279,8 @@ def test_what_would_go_wrong_is_refused_in_words() -> None:
 
 
 def generates_together(rank: int, folder: str, out: str) -> None:
-    given = ["generate", "--model", folder, "--prompt", PROMPT, "--prompt", "a blue square"]
-    small = {"--height": 32, "--width": 32, "--num-frames": 5, "--max-sequence-length": 16}
-    more = {"--sampler": "scheduler", "--steps": 3, "--guidance-scale": 5, "--device": "cpu"}
-    given += [str(x) for pair in (small | more).items() for x in pair]
+    given = ["generate", *QUICK, "--prompt", PROMPT, "--prompt", "a blue square"]
+    given += options(model=folder, sampler="scheduler", steps=3, guidance_scale=5)
     environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     alone = [*given, "--out", f"{out}/alone{rank}"]
     assert main(alone) == 0
@@ -301,9 +299,7 @@ def test_generate_makes_each_video_on_all_processes(micro_folder: Path, tmp_path
     on_ranks(2, generates_together, os.fspath(micro_folder), os.fspath(tmp_path))
 
 
-def test_generate_alone_is_told_to_use_torchrun(
-    micro_folder: Path, tmp_path: Path, capsys
-) -> None:
+def test_generate_alone_is_told_to_use_torchrun(micro_folder: Path, tmp_path, capsys) -> None:
     given = ["generate", "--model", os.fspath(micro_folder), "--prompt", PROMPT, "--ulysses", "2"]
     assert main([*given, "--out", os.fspath(tmp_path / "out"), "--device", "cpu"]) == 2
     assert "torchrun --nproc-per-node 2" in " ".join(capsys.readouterr().err.split())
