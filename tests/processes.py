@@ -10,11 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -153,6 +154,23 @@ def run_fresh(code: str, *arguments: str, cwd: Path | None = None) -> None:
     """
     done = run(code, *arguments, cwd=cwd)
     assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+
+
+def together(
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> list[Done]:  # fmt: skip
+    """Run `code` in two processes that find each other, as torchrun starts them; but neither is
+    ended when the other fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ExitStack() as started:
+        both = []
+        for rank in map(str, range(2)):
+            own = place | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+            how = start(code, *arguments, env=os.environ | own | dict(env or {}), cwd=cwd)
+            both.append(started.enter_context(how))
+        return [one.wait() for one in both]
 
 
 def _script(

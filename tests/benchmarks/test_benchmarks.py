@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
-from benchmarks import attention, network, runner
+from benchmarks import attention, network, pipeline, runner
 from benchmarks.__main__ import main
 from benchmarks.models import build_wan
 from benchmarks.runner import Plan
 from benchmarks.ways import WAYS
+from tests.processes import server
 
 CASE = "H12-N2048-D128"
 
@@ -25,6 +29,15 @@ def run(benchmark: str, only: str, out: Path, *more: str) -> tuple[int, dict[str
     code = main(given)
     path = out / f"{benchmark}.json"
     return code, json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh processes come from a server that has imported torch and diffusers."""
+    context = server()
+    monkeypatch.setattr(pipeline.multiprocessing, "get_context", lambda _: context)
+    spawned = partial(start_processes, start_method="forkserver")
+    monkeypatch.setattr(importlib.import_module("benchmarks.parallel"), "spawn", spawned)
 
 
 #: Benchmark -> names for --only, the case, and the methods that this machine cannot run.
@@ -41,6 +54,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("name", "only", "case", "missing"), RUNS, ids=lambda one: str(one)[:20])
 def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, capfd) -> None:
     code, document = run(name, only, tmp_path)

@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("name", MODELS)
 
 @pytest.fixture(scope="module")
 def judges() -> dict[str, Evaluation]:
-    load = {"count": 4, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
+    load = {"count": 2, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
     return {name: Evaluation.load(row[0], **load) for name, row in MODELS.items()}
 
 
@@ -48,9 +48,9 @@ def test_it_is_small_and_every_part_loads(name: str) -> None:
 
 @each
 def test_held_out_prompts_become_what_they_say(name, judges, tmp_path) -> None:
-    """One of four may miss each attribute; guessing gets one of eight."""
+    """Guessing gets one of eight."""
     found = judges[name].judge(judges[name].frames(steps=4), tmp_path / "sheet.png")
-    assert all(found[one] >= 3 / 4 for one in ATTRIBUTES), found
+    assert all(found[one] == 1 for one in ATTRIBUTES), found
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])

@@ -136,7 +136,7 @@ def test_a_full_disk_under_what_is_printed() -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> None:
-    """A real signal to a real process, in the middle of the work; then the same command again."""
+    """A real signal to a real process, in the middle of the work. `test_fresh.py` goes on."""
     out = tmp_path / "out"
     prompts = [argument for i in range(6) for argument in ("--prompt", f"a red circle {i}")]
     given = ["compare", "--model", str(micro_folder), *QUICK, *prompts, "--out", str(out)]
@@ -148,9 +148,4 @@ def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> No
     assert "the same command goes on" in done.err
     assert "Traceback" not in done.err
     assert not [path for path in out.rglob(".*") if path.is_file()]
-    finished = {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/record.json")}
-    assert 0 < len(finished) < 6
-    # In a process of its own again: results depend on the number of threads, and so do folders.
-    assert processes.run(processes.COMMAND, *given).code in (0, 1)
-    assert (out / "report.html").is_file()
-    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
+    assert 0 < len(list(out.glob("prompts/*/record.json"))) < 6

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.browser import MISSING, browser, find_chromium
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
-from turbo_rcm_patch.video import filters, judging, verdict
+from turbo_rcm_patch.video import clips, filters, judging, verdict
 from turbo_rcm_patch.video.judging import Judged, judge_folders, read_clip
 from turbo_rcm_patch.video.video import as_bytes, write_mp4
 
@@ -429,7 +429,8 @@ def test_flip_is_zero_for_equal_videos_and_grows_with_the_error() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_works_with_and_without_control_and_for_latents(tmp_path: Path) -> None:
+def test_the_page_works_with_and_without_control_and_for_latents(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(clips, "write_mp4", write_mp4)
     program = find_chromium()
     if program is None:
         pytest.skip(MISSING)
