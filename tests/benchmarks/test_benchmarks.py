@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 from collections.abc import Callable
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,22 @@ def run(benchmark: str, only: str, out: Path, *more: str) -> tuple[int, dict[str
     return code, json.loads(path.read_text()) if path.exists() else {}
 
 
+def _printing_to(rank: int, path: Path, function: Callable[..., None], *given: object) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    function(rank, *given)
+
+
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fresh processes come from a server that has imported torch and diffusers."""
-    context = server()
+    context, said = server(), tmp_path / "said"
+
+    def spawned(function: Callable[..., None], given: tuple[object, ...], **how: Any) -> None:
+        start_processes(_printing_to, (said, function, *given), start_method="forkserver", **how)
+        print(said.read_text())
+
     monkeypatch.setattr(pipeline.multiprocessing, "get_context", lambda _: context)
-    spawned = partial(start_processes, start_method="forkserver")
-    monkeypatch.setattr(importlib.import_module("benchmarks.parallel"), "spawn", spawned)
+    monkeypatch.setattr(import_module("benchmarks.parallel"), "spawn", spawned)
 
 
 #: Benchmark -> names for --only, the case, and the methods that this machine cannot run.

@@ -332,7 +332,13 @@ def test_a_backend_is_refused_where_it_would_change_nothing(pipe, tmp_path: Path
 @pytest.mark.supports("CogVideoXTransformer3DModel", "its pipeline")
 def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
     pipe = load_pipeline("tiny-cogvideox", device="cpu")
-    given: dict[str, Any] = {"steps": 1, "sampler": "scheduler", "num_frames": 5, "height": 64, "width": 64}
+    given: dict[str, Any] = {
+        "steps": 1,
+        "sampler": "scheduler",
+        "num_frames": 5,
+        "height": 64,
+        "width": 64,
+    }
     before = generate(pipe, DEMO_PROMPTS[0], **given).latents
     with patched(pipe):
         assert 0 < relative_l2(generate(pipe, DEMO_PROMPTS[0], **given).latents, before) < 0.05
