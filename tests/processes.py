@@ -156,11 +156,12 @@ def run_fresh(code: str, *arguments: str, cwd: Path | None = None) -> None:
     assert done.code == 0, done.out[-2000:] + done.err[-4000:]
 
 
-def together(
+@contextmanager
+def pair(
     code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> list[Done]:  # fmt: skip
-    """Run `code` in two processes that find each other, as torchrun starts them; but neither is
-    ended when the other fails."""
+) -> Iterator[list[Script]]:  # fmt: skip
+    """Run `code` in two processes that find each other, as torchrun starts them, while the body
+    runs; but neither is ended when the other fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -170,6 +171,12 @@ def together(
             own = place | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
             how = start(code, *arguments, env=os.environ | own | dict(env or {}), cwd=cwd)
             both.append(started.enter_context(how))
+        yield both
+
+
+def together(code: str, *arguments: str, **how: Any) -> list[Done]:
+    """Run `code` in such a pair of processes to their ends."""
+    with pair(code, *arguments, **how) as both:
         return [one.wait() for one in both]
 
 
