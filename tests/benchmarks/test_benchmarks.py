@@ -88,6 +88,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
             assert record.get("same_bits", True) and seconds > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     alone = ["one GPU eager", "one GPU patched"]
     split = ["CFG eager", "CFG patched", "CFG patched decoded together"]
