@@ -172,13 +172,7 @@ def from_here() -> None:
     for name in ("parameterized", "requests_mock"):  # of other models' tests, which are imported
         if find_spec(name) is None:
             sys.modules[name] = MagicMock()
-    from transformers import (
-        AutoConfig,
-        AutoTokenizer,
-        ByT5Tokenizer,
-        T5Config,
-        T5EncoderModel,
-    )
+    from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
 
     def stand_in(cls: Any, make: Callable[[], Any]) -> None:
         load = cls.from_pretrained

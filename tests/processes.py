@@ -10,10 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -88,6 +90,17 @@ class Script:
         self._process.kill()
         self._process.join()
 
+    def until(self, happened: Callable[[], object], seconds: float = 120.0) -> None:
+        """Wait until something has happened, while it runs.
+
+        Raises:
+            AssertionError: It ended before, or it takes longer; with what it printed.
+        """
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert self.code is None and time.monotonic() < deadline, self.out + self.err
+            time.sleep(0.02)
+
     def wait(self, seconds: float = LIMIT) -> Done:
         """Wait for its end.
 
@@ -141,6 +154,30 @@ def run_fresh(code: str, *arguments: str, cwd: Path | None = None) -> None:
     """
     done = run(code, *arguments, cwd=cwd)
     assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+
+
+@contextmanager
+def pair(
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[list[Script]]:  # fmt: skip
+    """Run `code` in two processes that find each other, as torchrun starts them, while the body
+    runs; but neither is ended when the other fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ExitStack() as started:
+        both = []
+        for rank in map(str, range(2)):
+            own = place | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+            how = start(code, *arguments, env=os.environ | own | dict(env or {}), cwd=cwd)
+            both.append(started.enter_context(how))
+        yield both
+
+
+def together(code: str, *arguments: str, **how: Any) -> list[Done]:
+    """Run `code` in such a pair of processes to their ends."""
+    with pair(code, *arguments, **how) as both:
+        return [one.wait() for one in both]
 
 
 def _script(

@@ -47,9 +47,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("values", "options", "words"), WRONG)
-def test_what_is_no_field_is_explained_alike_everywhere(
-    values: tuple[object, ...], options: dict[str, object], words: str
-) -> None:
+def test_what_is_no_field_is_explained_alike_everywhere(values, options, words) -> None:
     model = nn.Linear(2, 2)
     calls = {
         "PatchConfig": lambda: PatchConfig(*values, **options),

@@ -21,9 +21,7 @@ def test_all_lists_every_error_of_the_module() -> None:
 
 
 @pytest.mark.parametrize("error", LEAVES, ids=lambda e: e.__name__)
-def test_every_error_is_documented_and_says_what_came_and_what_to_do(
-    error: type[TurboRCMError],
-) -> None:
+def test_every_error_is_documented_and_says_what_came_and_what_to_do(error) -> None:
     """A leaf is also a built-in, so that `except ValueError` keeps working."""
     assert issubclass(error, TurboRCMError) and error.__doc__
     builtin = (ValueError, RuntimeError, TypeError, OSError, ImportError)

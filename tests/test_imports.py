@@ -133,6 +133,26 @@ sys.path.insert(0, "integrations")
 import comfyui
 assert comfyui.NODE_CLASS_MAPPINGS
 """
+HELP = """
+import contextlib, io, sys
+from turbo_rcm_patch.__main__ import main
+told = io.StringIO()
+with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+    assert main(["compare", "--help"]) == 0 and main(["generate"]) == 2
+assert "expected: --prompt TEXT or --prompts FILE" in told.getvalue()
+heavy = {"torch", "diffusers", "transformers", "triton"} & {*sys.modules}
+assert not heavy, heavy
+"""
+TIMES = """
+import sys
+from turbo_rcm_patch.video.settings import Settings
+made = Settings(sampler="lightning", steps=4)
+assert made.few_steps["times"][1] == 937.5
+assert "torch" not in sys.modules
+from turbo_rcm_patch.video.rcm_times import rcm_times
+assert rcm_times(4)[-1] == 0
+assert not {"diffusers", "transformers", "huggingface_hub", "triton"} & {*sys.modules}
+"""
 EVERY_NAME = """
 import importlib.machinery, inspect
 from turbo_rcm_patch.errors import MissingPackageError, TurboRCMError
@@ -195,6 +215,10 @@ for name, extra in (("transformers", "video"), ("peft", "lora"), ("imageio-ffmpe
 #: Codes that see the same packages: what these are, what is imported before, and what each code
 #: shows.
 TOGETHER: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
+    "where everything is": (
+        (), "",
+        {"help and a missing prompt load nothing": HELP, "times of steps need torch alone": TIMES},
+    ),
     "without triton and diffusers": (
         ("triton", "diffusers", "transformers", "huggingface_hub", "comfy", "folder_paths"),
         "import torch",

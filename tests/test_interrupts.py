@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import processes
+from tests.files import stub_ffmpeg
 from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.cli.exit_codes import run_command
 from turbo_rcm_patch.errors import ModelFolderError
@@ -118,14 +119,6 @@ def test_an_interruption_waits_until_the_block_ends() -> None:
     assert done
 
 
-def ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put a script in the place of ffmpeg; $OUT is the file that it is to write."""
-    path = tmp_path / "ffmpeg"
-    path.write_text(f'#!/bin/sh\nfor last; do :; done; OUT="${{last#file:}}"\n{script}\n')
-    path.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(path))
-
-
 def is_running(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
@@ -139,7 +132,7 @@ def test_a_ctrl_c_while_ffmpeg_is_being_started_leaves_no_process_and_no_file(
 ) -> None:
     """The signal comes when the child runs and its handle does not exist yet."""
     out, started = tmp_path / "out", tmp_path / "pid"
-    ffmpeg(tmp_path, monkeypatch, f'echo $$ >{started}; sleep 1; echo late >"$OUT"; sleep 60')
+    stub_ffmpeg(tmp_path, monkeypatch, f'echo $$ >{started}; sleep 1; echo late >"$OUT"; sleep 60')
 
     class Pressed(subprocess.Popen[bytes]):
         def __init__(self, *given: Any, **more: Any) -> None:
@@ -156,13 +149,11 @@ def test_a_ctrl_c_while_ffmpeg_is_being_started_leaves_no_process_and_no_file(
     assert not any(out.iterdir())
 
 
-def test_a_ctrl_c_while_ffmpeg_runs_keeps_the_old_video(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_while_ffmpeg_runs_keeps_the_old_video(tmp_path, monkeypatch) -> None:
     out = tmp_path / "out" / "v.mp4"
     out.parent.mkdir()
     out.write_text("old")
-    ffmpeg(tmp_path, monkeypatch, f'echo half >"$OUT"; touch {tmp_path}/began; sleep 60')
+    stub_ffmpeg(tmp_path, monkeypatch, f'echo half >"$OUT"; touch {tmp_path}/began; sleep 60')
     code = (
         "import os, sys, numpy; from pathlib import Path\n"
         "from turbo_rcm_patch.cli.exit_codes import run_command\n"
@@ -172,10 +163,7 @@ def test_a_ctrl_c_while_ffmpeg_runs_keeps_the_old_video(
         "sys.exit(run_command(lambda: write_mp4(frames, Path(sys.argv[1]), 16), interrupted='.'))"
     )
     with processes.start(code, str(out)) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "began").exists():
-            assert process.code is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        process.until((tmp_path / "began").exists)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(30).code == 130
     assert [path.name for path in out.parent.iterdir()] == ["v.mp4"] and out.read_text() == "old"
@@ -209,9 +197,7 @@ def test_a_stream_that_is_closed_is_no_obstacle(tmp_path: Path) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_every_failure_has_a_sentence_and_is_not_called_changed(
-    error: Exception, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_failure_has_a_sentence_and_is_not_called_changed(error, told, capsys) -> None:
     """An uncaught error would be exit code 1, which says "changed"."""
 
     def run() -> int:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints.wan_model import Options, save
+from tests.checkpoints.wan_model import SLA, converted
+from tests.files import everything
 from tests.killed import killed_at
 from turbo_rcm_patch.checkpoints import write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
@@ -23,7 +24,6 @@ from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import write_mp4
 
-TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
 FRAMES = np.zeros((5, 32, 32, 3), dtype=np.uint8)
 
 
@@ -68,36 +68,29 @@ def test_a_video(tmp_path: Path) -> None:
     )
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
-
-
 def test_a_converted_folder_that_replaces_another(tmp_path: Path) -> None:
     """Between two renames the old one may lie beside its place; the next run puts it back."""
-    save(TINY, tmp_path / "in.pth")
     out = tmp_path / "here" / "out"
-    convert_transformer(tmp_path / "in.pth", tmp_path / "new")
-    new = contents(tmp_path / "new")
+    new = everything(converted(SLA, tmp_path, "new"))
     out.parent.mkdir()
     convert_transformer(tmp_path / "in.pth", out, dtype=torch.float32)
-    old = contents(out)
+    old = everything(out)
     assert old != new
 
     def whole() -> None:
         places = [out, *out.parent.glob(".out.partial/old")]
-        found = [contents(place) for place in places if place.exists()]
+        found = [everything(place) for place in places if place.exists()]
         assert old in found or new in found
 
     every_step(
         out.parent, lambda: convert_transformer(tmp_path / "in.pth", out, force=True), whole,
         least=6,
     )  # fmt: skip
-    assert [path.name for path in out.parent.iterdir()] == ["out"] and contents(out) == new
+    assert [path.name for path in out.parent.iterdir()] == ["out"] and everything(out) == new
 
 
 def test_a_checkpoint_that_is_written_back(tmp_path: Path) -> None:
-    save(TINY, tmp_path / "in.pth")
-    convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
+    folder = converted(SLA, tmp_path)
     path = tmp_path / "here" / "back.pth"
     path.parent.mkdir()
     path.write_bytes(b"old")
@@ -108,7 +101,7 @@ def test_a_checkpoint_that_is_written_back(tmp_path: Path) -> None:
             assert torch.load(path, weights_only=True)
 
     every_step(
-        path.parent, lambda: write_checkpoint(tmp_path / "folder", path, force=True), whole,
+        path.parent, lambda: write_checkpoint(folder, path, force=True), whole,
         least=4,
     )  # fmt: skip
     assert [one.name for one in path.parent.iterdir()] == ["back.pth"]

@@ -13,18 +13,9 @@ from turbo_rcm_patch.patching.find import FAMILIES, STRUCTURES
 PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-WORDS = {
-    "errors",
-    "extras",
-    "config",
-    "lazy",
-    "skip",
-    "boundary",
-    "output",
-    "interrupts",
-}
+WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "output", "interrupts"}
 BELOW_VIDEO = WORDS | {
-    *("ops", "models", "patching", "checkpoints", "diffusers_backend", "diffusers_parallel"),
+    *("ops", "models", "patching", "checkpoints", "diffusers_backend", "diffusers_parallel")
 }
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import everything
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, merged
-
-
-def everything(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +28,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, failure: BaseException)
     with pytest.raises(expected), atomic(path) as partial:
         partial.write_text("half")
         raise failure
-    assert everything(tmp_path) == {"a.json": "old"}
+    assert everything(tmp_path) == {"a.json": b"old"}
 
 
 def test_a_disk_that_is_full_only_when_it_is_flushed(tmp_path: Path, monkeypatch) -> None:
@@ -45,12 +42,10 @@ def test_a_disk_that_is_full_only_when_it_is_flushed(tmp_path: Path, monkeypatch
     told = r"a\.json cannot be written.*No space.*another disk"
     with pytest.raises(OutputError, match=told), atomic(path) as partial:
         partial.write_text("new")
-    assert everything(tmp_path) == {"a.json": "old"}
+    assert everything(tmp_path) == {"a.json": b"old"}
 
 
-def test_a_file_is_flushed_through_a_descriptor_that_may_write(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_file_is_flushed_through_a_descriptor_that_may_write(tmp_path, monkeypatch) -> None:
     """Windows refuses any other, and has none for folders."""
     fcntl = pytest.importorskip("fcntl")
 
@@ -65,7 +60,7 @@ def test_a_file_is_flushed_through_a_descriptor_that_may_write(
     with merged(tmp_path / "folder") as folder:
         (folder / "b").write_text("new")
     check_writable(tmp_path / "c")
-    assert everything(tmp_path) == {"a.json": "new", "folder/b": "new"}
+    assert everything(tmp_path) == {"a.json": b"new", "folder/b": b"new"}
 
 
 def test_a_typed_error_is_passed_on(tmp_path: Path) -> None:
@@ -104,7 +99,7 @@ def test_two_writers_of_one_process_do_not_meet(tmp_path: Path) -> None:
         assert one != other
         one.write_text("one")
         other.write_text("other")
-    assert everything(tmp_path) == {"a.txt": "one"}
+    assert everything(tmp_path) == {"a.txt": b"one"}
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["whole", "ctrl-c"])
@@ -129,7 +124,7 @@ def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -
         assert everything(tmp_path) == before
     else:
         write()
-        assert everything(target) == {"card.md": "mine", "vae/w": "new", "index": "new"}
+        assert everything(target) == {"card.md": b"mine", "vae/w": b"new", "index": b"new"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -139,7 +134,7 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"z\.mp4 cannot be written"):
         check_writable(tmp_path / "file" / "z.mp4")
-    assert everything(tmp_path) == {"file": ""}
+    assert everything(tmp_path) == {"file": b""}
 
 
 def test_a_file_system_without_room_is_told_before_the_work(tmp_path: Path) -> None:

@@ -27,24 +27,6 @@ def test_a_command_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["pairs", "--model", "tiny"]) == 0
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux has such a folder")
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["generate", "--prompt", "a", "--out", "/proc/self/out/v.mp4"],
-        ["compare", "--prompt", "a", "--out", "/proc/self/out"],
-        ["demo", "--out", "/proc/self/out"],
-        ["convert", str(ROOT / "README.md"), "/proc/self/out"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_folder_that_takes_no_files(command: list[str], capsys: Any) -> None:
-    """Told before anything is loaded, whoever asks: /proc takes no files of root either."""
-    assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and ("/proc/self" in said or "README.md" in said)
-
-
 def test_no_compiler_is_needed_on_a_cpu(tmp_path: Path) -> None:
     """Triton builds its launcher with a C compiler: without one nothing may ask for it here."""
     code = (

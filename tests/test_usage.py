@@ -89,9 +89,7 @@ def test_an_option_reads_what_its_field_holds(given: str, read: dict[str, Any]) 
         (["--no-force"], "unrecognized arguments: --no-force"),
     ],
 )
-def test_what_a_field_does_not_hold_is_refused(
-    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_field_does_not_hold_is_refused(given: list[str], told: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(given)
     assert told in capsys.readouterr().err

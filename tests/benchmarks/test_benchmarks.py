@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
-from benchmarks import attention, network, runner
+from benchmarks import attention, network, pipeline, runner
 from benchmarks.__main__ import main
 from benchmarks.models import build_wan
 from benchmarks.runner import Plan
 from benchmarks.ways import WAYS
+from tests.processes import server
 
 CASE = "H12-N2048-D128"
 
@@ -25,6 +29,24 @@ def run(benchmark: str, only: str, out: Path, *more: str) -> tuple[int, dict[str
     code = main(given)
     path = out / f"{benchmark}.json"
     return code, json.loads(path.read_text()) if path.exists() else {}
+
+
+def _printing_to(rank: int, path: Path, function: Callable[..., None], *given: object) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    function(rank, *given)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fresh processes come from a server that has imported torch and diffusers."""
+    context, said = server(), tmp_path / "said"
+
+    def spawned(function: Callable[..., None], given: tuple[object, ...], **how: Any) -> None:
+        start_processes(_printing_to, (said, function, *given), start_method="forkserver", **how)
+        print(said.read_text())
+
+    monkeypatch.setattr(pipeline.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(import_module("benchmarks.parallel"), "spawn", spawned)
 
 
 #: Benchmark -> names for --only, the case, and the methods that this machine cannot run.
@@ -41,11 +63,9 @@ RUNS = [
 ]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("name", "only", "case", "missing"), RUNS, ids=lambda one: str(one)[:20])
-def test_every_method_is_checked_and_timed(
-    name: str, only: str, case: str, missing: set[str], tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, capfd) -> None:
     code, document = run(name, only, tmp_path)
     said = capfd.readouterr().out
     assert code == 0, said
@@ -68,6 +88,7 @@ def test_every_method_is_checked_and_timed(
             assert record.get("same_bits", True) and seconds > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     alone = ["one GPU eager", "one GPU patched"]
     split = ["CFG eager", "CFG patched", "CFG patched decoded together"]
@@ -155,9 +176,7 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_bad_arguments_change_nothing(
-    given: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_change_nothing(given: list[str], words: str, tmp_path, capsys) -> None:
     plain = ["attention", "--micro", "--device", "cpu", "--out", str(tmp_path)]
     assert main([*plain, *given]) == 2
     assert words in capsys.readouterr().err and not any(tmp_path.iterdir())
@@ -169,9 +188,7 @@ def test_real_sizes_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("text", ['{"mine": 1}', "no JSON", '{"benchmark": "sparse"}'])
-def test_a_file_of_another_origin_is_kept(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_origin_is_kept(text: str, tmp_path, capsys) -> None:
     path = tmp_path / "attention.json"
     path.write_text(text)
     assert main(["attention", "--micro", "--device", "cpu", "--out", str(tmp_path)]) == 2
@@ -181,9 +198,7 @@ def test_a_file_of_another_origin_is_kept(
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def test_parts_of_one_machine_and_code_come_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_one_machine_and_code_come_together(tmp_path, monkeypatch) -> None:
     run("attention", f"{CASE},torch", tmp_path)
     _, document = run("attention", f"{CASE},fused int8", tmp_path)
     assert set(document["cases"][CASE]["methods"]) == {"torch", "fused int8"}
@@ -193,17 +208,13 @@ def test_parts_of_one_machine_and_code_come_together(
     assert set(document["cases"][CASE]["methods"]) == {"fused int8"}, "other code"
 
 
-def test_the_limit_is_kept_and_what_it_cuts_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_limit_is_kept_and_what_it_cuts_is_named(tmp_path, capsys) -> None:
     _, document = run("attention", CASE, tmp_path, "--limit", "0")
     assert document["cases"] == {} and document["runs"][0]["left_out"] == [CASE]
     assert f"left out, no time: {CASE}" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_keeps_what_it_had(tmp_path, monkeypatch) -> None:
     def interrupted(heads: int, *_: torch.Tensor) -> None:
         raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import wan_model
-from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, save, state_dict
+from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, converted, save, state_dict
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint, write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.keys import sizes_of
@@ -35,9 +35,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o.name)
-def test_every_option_becomes_what_diffusers_makes_of_it_and_back(
-    options: Options, tmp_path: Path
-) -> None:
+def test_every_option_becomes_what_diffusers_makes_of_it_and_back(options, tmp_path) -> None:
     state = save(options, tmp_path / "in.pth")
     written = convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
     model = load(tmp_path / "folder")
@@ -108,16 +106,11 @@ def test_published_sizes_are_inferred(model: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_shards_and_dtype(tmp_path: Path) -> None:
-    save(I2V_21, tmp_path / "in.pth")
-    folder = tmp_path / "folder"
-    seen = []
-    convert_transformer(
-        tmp_path / "in.pth",
-        folder,
-        dtype=torch.bfloat16,
-        shard_bytes=2**20,
+    seen: list[Any] = []
+    folder = converted(
+        I2V_21, tmp_path, dtype=torch.bfloat16, shard_bytes=2**20,
         progress=lambda *update: seen.append(update),
-    )
+    )  # fmt: skip
     shards = sorted(folder.glob("*-of-*.safetensors"))
     assert len(shards) > 2 and all(p.stat().st_size < 2**20 + 2**16 for p in shards)
     index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
@@ -198,9 +191,7 @@ def test_heads_are_told_or_asked_for(tmp_path: Path) -> None:
 
 def test_going_back_refuses_a_changed_weight(tmp_path: Path) -> None:
     """It is not the product of its int8 weight any more; without those it goes back as it is."""
-    save(Options(quant=True, sla=True), tmp_path / "in.pth")
-    folder = tmp_path / "folder"
-    convert_transformer(tmp_path / "in.pth", folder)
+    folder = converted(Options(quant=True, sla=True), tmp_path)
     file = folder / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     tensors["blocks.0.attn1.to_q.weight"] *= 1.02
@@ -218,9 +209,7 @@ def test_going_back_refuses_a_changed_weight(tmp_path: Path) -> None:
 
 
 def test_going_back_refuses_other_models(tmp_path: Path) -> None:
-    save(Options(sla=True), tmp_path / "in.pth")
-    folder = tmp_path / "folder"
-    convert_transformer(tmp_path / "in.pth", folder)
+    folder = converted(Options(sla=True), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     for change, text in (
         ({"patch_size": [1, 1, 1]}, "patch_size"),

@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from PIL import Image
 
 from tests.checkpoints.wan_model import Options, save
+from tests.files import everything
 from tests.measures import relative_l2
 from tests.video import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
@@ -21,7 +22,7 @@ from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.video import generation, load, load_pipeline
 
-TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
+PROMPT = "a red circle"
 CONFIG: dict[str, Any] = dict(
     num_attention_heads=2, attention_head_dim=128, text_dim=32, freq_dim=32, ffn_dim=320,
     num_layers=2, rope_max_seq_len=64,
@@ -32,14 +33,8 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.fixture
-def pth(tmp_path: Path) -> Path:
-    save(TINY, tmp_path / "in.pth")
-    return tmp_path / "in.pth"
-
-
 def base_folder(folder: Path, *, experts: bool = False) -> Path:
-    """A pipeline of the sizes of `TINY`, as a hub would have it."""
+    """A pipeline of the sizes of `SLA`, as a hub would have it."""
     pipe = micro.micro_image_pipe(experts=True) if experts else micro.micro_pipe()
     inputs = 12 if experts else 4
     for name in ("transformer", "transformer_2") if experts else ("transformer",):
@@ -57,9 +52,10 @@ def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
     pipe = load_pipeline(out, dtype=torch.float32, device="cpu")
     assert isinstance(pipe.scheduler, RCMScheduler) and pipe.scheduler.config.sigma_max == 80
     assert attached_int8(pipe.transformer.blocks[0].attn1.to_q) is not None
-    call = dict(prompt="a red circle", num_inference_steps=2, guidance_scale=1.0,
-                output_type="latent", height=32, width=32, num_frames=5,
-                max_sequence_length=16)  # fmt: skip
+    call = dict(
+        prompt=PROMPT, num_inference_steps=2, guidance_scale=1.0, output_type="latent",
+        **micro.SMALL,
+    )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
 
     def generated() -> torch.Tensor:
@@ -70,11 +66,9 @@ def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
         int8 = generated()
     assert plain.isfinite().all() and not torch.equal(plain, int8)
     assert relative_l2(int8, plain) < 0.1
-    small = ["--height", "32", "--width", "32", "--num-frames", "5", "--device", "cpu"]
-    small += ["--max-sequence-length", "16", "--steps", "1", "--linear", "int8"]
     video = tmp_path / "video.mp4"
-    prompt = ["--prompt", "a red circle", "--out", str(video)]
-    assert main(["generate", "--model", str(out), *small, *prompt]) == 0
+    given = micro.options(model=out, prompt=PROMPT, steps=1, linear="int8", out=video)
+    assert main(["generate", *micro.QUICK, *given]) == 0
     assert video.stat().st_size > 500
     loaded = load_pipeline(out, dtype=torch.float32, device="cpu", int8=False)
     assert attached_int8(loaded.transformer.blocks[0].attn1.to_q) is None
@@ -99,13 +93,7 @@ def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:
     assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
 
 
-def is_hooked(part: torch.nn.Module) -> bool:
-    return any("_hf_hook" in vars(m) or "_diffusers_hook" in vars(m) for m in part.modules())
-
-
-def test_a_whole_a14b_through_the_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> None:
     """As on a card of 24 GiB: two -quant experts converted to int8 alone, then a video from an
     image with every component offloaded, SLA and the rCM sampler. A CPU stands for the card."""
     base = base_folder(tmp_path / "base", experts=True)
@@ -129,17 +117,14 @@ def test_a_whole_a14b_through_the_commands(
         for part in experts:
             linears = [m for m in part.blocks.modules() if type(m) is torch.nn.Linear]
             assert not linears, "no 16-bit weight of a block is left"
-        modules = {n: m for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
-        hooked.append({name: is_hooked(part) for name, part in modules.items()})
+        hooked.append(micro.hooked(pipe))
         made = real(pipe, *given, **named)
         latents.append(made.latents)
         return made
 
     monkeypatch.setattr(generation, "generate", generate)
-    asked = ["generate", "--model", str(out), "--linear", "int8-only", "--image", str(picture)]
-    asked += ["--height", "32", "--width", "32", "--num-frames", "5", "--device", "cpu"]
-    asked += ["--max-sequence-length", "16", "--sampler", "rcm", "--steps", "4", "--no-guard"]
-    asked += ["--prompt", "a red circle"]
+    asked = micro.options(model=out, linear="int8-only", image=picture, prompt=PROMPT, steps=4)
+    asked = ["generate", *micro.QUICK, *asked, "--sampler", "rcm", "--no-guard"]
     for offload in ("none", "group", "model"):
         video = tmp_path / f"{offload}.mp4"
         assert main([*asked, "--offload", offload, "--out", str(video)]) == 0, capsys.readouterr()
@@ -167,9 +152,7 @@ def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "arguments", ["--back --dtype float16", "--copy", "--low-noise x", "--back --base x"]
 )
-def test_arguments_that_do_not_go_together(
-    arguments: str, pth: Path, tmp_path: Path, capsys
-) -> None:
+def test_arguments_that_do_not_go_together(arguments: str, pth: Path, tmp_path, capsys) -> None:
     assert main(["convert", str(pth), str(tmp_path / "out"), *arguments.split()]) == 2
     assert "expected: not to be given here" in capsys.readouterr().err
 
@@ -177,10 +160,10 @@ def test_arguments_that_do_not_go_together(
 def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     assert main(["convert", str(pth), str(out)]) == 0
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    before = everything(out)
     assert main(["convert", str(pth), str(out), "--dtype", "float16"]) == 2
     assert "pass --force" in capsys.readouterr().err
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert everything(out) == before
     assert main(["convert", str(pth), str(out), "--dtype", "float16", "--force"]) == 0
     assert (out / EXTRA_FILE).read_bytes() == before[EXTRA_FILE]
     name = "diffusion_pytorch_model.safetensors"

@@ -4,58 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
-from tests.checkpoints.wan_model import Options, save
+from tests.checkpoints.wan_model import QUANT, SLA, Options, converted, load, run
 from tests.measures import relative_l2
 from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patched, refresh, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L, write_checkpoint
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l, held_proj_l
 
-QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
-SLA = Options("sla-quant", quant=True, sla=True, dtype=torch.bfloat16)
 INT8 = PatchConfig(linear="int8", guard=False, impl="reference")
 PLAIN = PatchConfig(guard=False, impl="reference")
 #: Relative L2 in fp32: the same sums in another order; and what int8 q and k cost.
 BOTH_FUSED, INT8_OFF = 2e-6, 0.02
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("converted")
-    save(QUANT, place / "in.pth")
-    convert_transformer(place / "in.pth", place / "folder")
-    return place / "folder"
-
-
-@pytest.fixture(scope="module")
-def sla_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sla")
-    save(SLA, place / "in.pth")
-    convert_transformer(place / "in.pth", place / "folder")
-    return place / "folder"
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return WanTransformer3DModel.from_pretrained(
-        folder, torch_dtype=dtype, local_files_only=True
-    ).eval()
-
-
-@torch.no_grad()
-def run(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(1, 4, 3, 8, 8, generator=generator).to(dtype)
-    text = torch.randn(1, 7, 24, generator=generator).to(dtype)
-    return model(x, torch.tensor([500]), text, return_dict=False)[0]
 
 
 def test_attaching_changes_nothing_until_int8_is_asked_for(folder: Path) -> None:
@@ -66,30 +31,30 @@ def test_attaching_changes_nothing_until_int8_is_asked_for(folder: Path) -> None
     assert len(extra.int8) == 20 and len(extra.proj_l) == 0
     assert "int8 weights of 20 Linears" in str(extra)
     assert torch.equal(run(model), before) and list(model.state_dict()) == keys
-    with patched(model, PatchConfig(guard=False, impl="reference")):
+    with patched(model, PLAIN):
         as_is = run(model)
     unload_extra(model)
     for name, module in model.named_modules():
         assert module.__dict__.keys() == inside[name].keys()
         assert not module._non_persistent_buffers_set - {"freqs_cos", "freqs_sin"}
         assert not any("turbo" in buffer for buffer in module._buffers)
-    with patched(model, PatchConfig(guard=False, impl="reference")):
+    with patched(model, PLAIN):
         assert torch.equal(run(model), as_is)
 
 
-def test_their_scales_and_ours_err_alike(sla_folder: Path) -> None:
+def test_their_scales_and_ours_err_alike(tmp_path: Path) -> None:
     """Measured here against the dequantised weights, fp32: 0.0051 of the output with the file's
     integers (activations alone are rounded), 0.0068 if they are quantised again by row."""
-    model = load(sla_folder)
+    folder = converted(replace(SLA, text=24), tmp_path)
+    model = load(folder)
     unload_extra(model)  # Dense attention is meant.
     exact = run(model)
-    plain = PatchConfig(guard=False, impl="reference", attention="exact")
-    int8 = PatchConfig(guard=False, impl="reference", attention="exact", linear="int8")
+    plain, int8 = (replace(one, attention="exact") for one in (PLAIN, INT8))
     with patched(model, plain):
         assert relative_l2(run(model), exact) < 1e-5
     with patched(model, int8):
         again = relative_l2(run(model), exact)
-    load_extra(model, sla_folder, proj_l=False)
+    load_extra(model, folder, proj_l=False)
     with patched(model, int8):
         direct = relative_l2(run(model), exact)
     assert 0 < direct < 0.006 and direct < again < 0.008
@@ -112,18 +77,6 @@ def test_it_is_used_whenever_it_is_attached(folder: Path, moment: str) -> None:
         if moment == "after a forward":
             unload_extra(model)
             assert torch.equal(run(model), own)
-
-
-def test_scales_survive_a_cast_of_the_model(folder: Path) -> None:
-    model = load(folder)
-    load_extra(model, folder)
-    before = attached_int8(model.blocks[0].attn1.to_q)
-    model.to(torch.bfloat16)
-    after = attached_int8(model.blocks[0].attn1.to_q)
-    assert before is not None and after is not None
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    with patched(model, INT8):
-        assert run(model, torch.bfloat16).isfinite().all()
 
 
 def test_weights_that_changed_run_as_they_are_now(folder: Path) -> None:
@@ -150,23 +103,28 @@ def test_weights_that_changed_run_as_they_are_now(folder: Path) -> None:
         assert torch.equal(run(model), again) and not torch.equal(out, again)
 
 
-@pytest.mark.parametrize("cast", [False, True], ids=["as-loaded", "cast-to-bf16"])
-def test_sla_lies_at_its_attention(sla_folder: Path, cast: bool) -> None:
-    """In fp32 whatever the model is cast to, as TurboDiffusion keeps it."""
+def test_sla_and_scales_lie_at_their_modules_in_whatever_dtype(sla_folder: Path) -> None:
+    """In fp32 after a cast of the model too, as TurboDiffusion keeps them."""
     model = load(sla_folder)
     before, keys = run(model), list(model.state_dict())
     extra = load_extra(model, sla_folder)
     assert len(extra.proj_l) == 2 and len(extra.int8) == 20
     assert torch.equal(run(model), before) and list(model.state_dict()) == keys
-    if cast:
-        model.to(torch.bfloat16)
     state = torch.load(sla_folder.parent / "in.pth", weights_only=True)
-    for i, block in enumerate(model.blocks):
-        held = attached_proj_l(block.attn1)
-        assert held is not None and attached_proj_l(block.attn2) is None
-        for ours, part in zip(held, ("weight", "bias"), strict=True):
-            theirs = state[f"blocks.{i}.self_attn.attn_op.local_attn.proj_l.{part}"]
-            assert theirs.dtype == torch.float32 and torch.equal(ours, theirs)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for i, block in enumerate(model.blocks):
+            own, q = f"blocks.{i}.self_attn", attached_int8(block.attn1.to_q)
+            held = attached_proj_l(block.attn1)
+            assert held is not None and q is not None and attached_proj_l(block.attn2) is None
+            for ours, name in (
+                *zip(held, ("weight", "bias"), strict=True), (q[0], "int8_weight"), (q[1], "scale")
+            ):  # fmt: skip
+                place = "q" if ours is q[0] or ours is q[1] else "attn_op.local_attn.proj_l"
+                theirs = state[f"{own}.{place}.{name}"]
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    with patched(model, INT8):
+        assert run(model, torch.bfloat16).isfinite().all()
     unload_extra(model)
     assert not any(name.endswith(PROJ_L) for name, _ in model.named_buffers())
 
@@ -199,11 +157,10 @@ def test_taking_sla_away_from_a_patched_model_leaves_it_dense(sla_folder: Path) 
 def test_the_converted_class_runs_what_theirs_runs(tmp_path: Path, head_dim: int) -> None:
     """A block of TurboDiffusion's WanModel (the stand-in of the patcher tests) and the converted
     one, with the same weights, both patched: fp32, exact but for int8 q and k in both."""
-    options = Options(sla=True, head_dim=head_dim)
-    state = save(options, tmp_path / "in.pth")
-    convert_transformer(tmp_path / "in.pth", tmp_path / "out", heads=256 // head_dim)
-    ours = load(tmp_path / "out")
-    load_extra(ours, tmp_path / "out")
+    out = converted(Options(sla=True, head_dim=head_dim), tmp_path, heads=256 // head_dim)
+    state = torch.load(tmp_path / "in.pth", weights_only=True)
+    ours = load(out)
+    load_extra(ours, out)
     theirs = stand_in.WanModel(dim=256, num_heads=256 // head_dim, layers=2, checkpoint=False)
     for block in theirs.blocks:
         block.ffn = torch.nn.Sequential(
@@ -244,23 +201,16 @@ def test_the_converted_class_runs_what_theirs_runs(tmp_path: Path, head_dim: int
 
 
 def test_what_does_not_belong_together_is_refused(folder: Path, tmp_path: Path) -> None:
-    save(QUANT, tmp_path / "other.pth", seed=1)
-    convert_transformer(tmp_path / "other.pth", tmp_path / "other")
     model = load(folder)
-    with pytest.raises(CheckpointError, match="is not the product"):
-        load_extra(model, tmp_path / "other")
-    save(replace(QUANT, ffn=256), tmp_path / "narrow.pth")
-    convert_transformer(tmp_path / "narrow.pth", tmp_path / "narrow")
-    with pytest.raises(CheckpointError, match="expected a Linear"):
-        load_extra(model, tmp_path / "narrow")
-    save(Options(head_dim=64, sla=True), tmp_path / "heads.pth")
-    convert_transformer(tmp_path / "heads.pth", tmp_path / "heads")
-    with pytest.raises(CheckpointError, match="heads of 64"):
-        load_extra(model, tmp_path / "heads")
-    save(Options(), tmp_path / "plain.pth")
-    convert_transformer(tmp_path / "plain.pth", tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=f"no {EXTRA_FILE}"):
-        load_extra(model, tmp_path / "plain")
+    for options, seed, text in (
+        (QUANT, 1, "is not the product"),
+        (replace(QUANT, ffn=256), 0, "expected a Linear"),
+        (Options(head_dim=64, sla=True), 0, "heads of 64"),
+        (Options(), 0, f"no {EXTRA_FILE}"),
+    ):
+        other = converted(options, tmp_path / text, seed=seed)
+        with pytest.raises(CheckpointError, match=text):
+            load_extra(model, other)
     assert not any("turbo" in name for name, _ in model.named_buffers())
 
 
@@ -285,14 +235,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("loaded", DTYPES, ids=str)
 @pytest.mark.parametrize("written", DTYPES, ids=str)
-def test_a_folder_in_any_dtype_is_loaded_in_any_and_saved(
-    written: torch.dtype, loaded: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_folder_in_any_dtype_is_loaded_in_any_and_saved(written, loaded, tmp_path) -> None:
     """Two roundings: one to the folder's dtype, and one to the model's."""
-    save(replace(QUANT, layers=1), tmp_path / "in.pth")
-    convert_transformer(tmp_path / "in.pth", tmp_path / "folder", dtype=written)
-    model = load(tmp_path / "folder", loaded)
-    assert len(load_extra(model, tmp_path / "folder").int8) == 10
+    folder = converted(replace(QUANT, layers=1), tmp_path, dtype=written)
+    model = load(folder, loaded)
+    assert len(load_extra(model, folder).int8) == 10
     model.save_pretrained(tmp_path / "saved")
     write_checkpoint(tmp_path / "saved", tmp_path / "back.pth")
     source, back = (torch.load(tmp_path / f"{n}.pth", weights_only=True) for n in ("in", "back"))

@@ -7,13 +7,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from tests import processes
 from tests.checkpoints.wan_model import Options, save, state_dict
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_checkpoint
@@ -36,6 +34,7 @@ KEY = "blocks.0.ffn.0.weight"
 
 @pytest.fixture
 def pth(tmp_path: Path) -> Path:
+    """A smaller one than elsewhere."""
     save(TINY, tmp_path / "in.pth")
     return tmp_path / "in.pth"
 
@@ -160,10 +159,7 @@ def test_a_zip_bomb_is_refused_unread(tmp_path: Path) -> None:
                     file.write(b"]" * 2**22)
             archive.writestr("archive/version", "3")
         assert paths[-1].stat().st_size < 2**20
-    done = subprocess.run(
-        [sys.executable, "-c", BOMB, *map(str, paths)], capture_output=True, text=True, check=True
-    )
-    *texts, grown = done.stdout.strip().splitlines()
+    *texts, grown = processes.run(BOMB, *map(str, paths)).out.strip().splitlines()
     assert ["would unpack to more bytes than the file has" in text for text in texts] == [True] * 2
     assert int(grown) < 64 * 2**10, f"{grown} KiB"
 
@@ -206,9 +202,7 @@ def test_archives_that_torch_did_not_write(pth: Path, tmp_path: Path) -> None:
     ],
     ids=["expanded", "meta", "sparse", "nested"],
 )
-def test_tensors_without_their_bytes_are_refused(
-    make: Callable[[], torch.Tensor], tmp_path: Path
-) -> None:
+def test_tensors_without_their_bytes_are_refused(make, tmp_path) -> None:
     torch.save(state_dict(TINY) | {KEY: make()}, tmp_path / "in.pth")
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "in.pth")
@@ -252,8 +246,10 @@ def test_a_distributed_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None
     for folder in (tmp_path / "step", tmp_path / "step" / "model"):
         with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch DIR FILE"):
             read_checkpoint(folder)
-    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
-    subprocess.run([*command, str(folder), str(tmp_path / "in.pth")], check=True)
+    command = "import runpy, sys; sys.argv[:1] = ['']; runpy.run_module('{}', run_name='__main__')"
+    command = command.format("torch.distributed.checkpoint.format_utils")
+    done = processes.run(command, "dcp_to_torch", str(folder), str(tmp_path / "in.pth"))
+    assert done.code == 0, done.err
     assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
 
 
@@ -303,9 +299,7 @@ CHOICES: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("form", CHOICES)
-def test_the_log_says_which_network_is_taken(
-    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_which_network_is_taken(form: str, tmp_path, caplog) -> None:
     make, first, other = CHOICES[form]
     states = [state_dict(TINY, seed) for seed in (1, 2)]
     torch.save(make(*states), tmp_path / "in.pth")
@@ -333,9 +327,7 @@ def test_two_that_could_be_meant_are_refused(names: tuple[str, str], tmp_path: P
     assert torch.equal(stored["proj_out.weight"], states[1]["head.head.weight"])
 
 
-def test_weights_beside_a_network_are_left_out_only_if_it_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_beside_a_network_are_left_out_only_if_it_is_named(tmp_path, caplog) -> None:
     state, weight, path = state_dict(TINY), torch.ones(4, 256), tmp_path / "in.pth"
     harmless = {
         "optimizer": {"state": {0: {"exp_avg": weight}}},
@@ -371,9 +363,7 @@ def sharded(pth: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "a\\..\\b", 3, ".."])
-def test_an_index_does_not_lead_out_of_its_folder(
-    name: Any, sharded: Path, tmp_path: Path
-) -> None:
+def test_an_index_does_not_lead_out_of_its_folder(name: Any, sharded: Path, tmp_path) -> None:
     index = sharded / f"{WEIGHTS}.safetensors.index.json"
     listing = json.loads(index.read_text())
     listing["weight_map"]["proj_out.weight"] = name

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints.test_extra import QUANT, SLA, run
-from tests.checkpoints.wan_model import OPTIONS, Options, save
+from tests.checkpoints.wan_model import OPTIONS, QUANT, SLA, Options, converted, load, run
 from turbo_rcm_patch import load_extra, patch_model, patched
 from turbo_rcm_patch.checkpoints import (
     EXTRA_FILE,
@@ -21,7 +19,6 @@ from turbo_rcm_patch.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.folder import folder_bytes
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
@@ -36,21 +33,13 @@ def storages(tensors: Iterable[torch.Tensor]) -> int:
     return sum(found.values())
 
 
-def converted(option: Options, place: Path, **options: Any) -> Path:
-    save(option, place / "in.pth")
-    convert_transformer(place / "in.pth", place / "folder", **options)
-    return place / "folder"
-
-
 def tensor_bytes(folder: Path) -> int:
     files = folder.glob("*.safetensors")
     return sum(t.nbytes for path in files for t in load_file(path).values())
 
 
 @pytest.mark.parametrize("option", QUANTS, ids=lambda option: option.name)
-def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(
-    option: Options, tmp_path: Path
-) -> None:
+def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(option: Options, tmp_path) -> None:
     folder = converted(option, tmp_path, int8_only=True)
     state = torch.load(tmp_path / "in.pth", weights_only=True)
     assert tensor_bytes(folder) == sum(tensor.nbytes for tensor in state.values())
@@ -67,32 +56,29 @@ def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(
 
 
 @pytest.mark.parametrize("sla", [False, True], ids=["dense", "sla"])
-@pytest.mark.parametrize("only", [False, True], ids=["with-products", "int8-only"])
-def test_it_runs_as_with_products_beside_them(sla: bool, only: bool, tmp_path: Path) -> None:
+def test_it_runs_as_with_products_beside_them(sla: bool, tmp_path: Path) -> None:
     """The same integers and scales, so the same bits; called, the same products."""
     option, dtype = SLA if sla else QUANT, torch.bfloat16
-    stock = WanTransformer3DModel.from_pretrained(
-        converted(option, tmp_path), torch_dtype=dtype, local_files_only=True
-    ).eval()
-    load_extra(stock, tmp_path / "folder")
-    folder = tmp_path / "folder"
-    if only:
-        folder = tmp_path / "only"
-        convert_transformer(tmp_path / "in.pth", folder, int8_only=True)
-    model = load_int8_only(folder, dtype)
-    if sla:
-        load_extra(model, folder, int8=False)
-        assert len(held_proj_l(model)) == 2
-    assert torch.equal(run(model, dtype), run(stock, dtype))
-    for options in ({"linear": "int8"}, {"linear": "int8-only"}, {}):
-        with patched(stock, **{**options, **({"linear": "int8"} if options else {})}):  # type: ignore[typeddict-item]
-            expected = run(stock, dtype)
-        with patched(model, **options):  # type: ignore[typeddict-item]
-            assert torch.equal(run(model, dtype), expected)
+    beside = converted(option, tmp_path)
+    stock = load(beside, dtype)
+    load_extra(stock, beside)
+    expected = [run(stock, dtype)]
+    for linear in ("int8", "as-is"):
+        with patched(stock, linear=linear):
+            expected.append(run(stock, dtype))
     dtypes = {name: p.dtype for name, p in stock.named_parameters()}
-    for name, parameter in model.named_parameters():
-        if "weight_int8" not in name and "scale_bits" not in name:
-            assert parameter.dtype == dtypes[name], name
+    for folder in (beside, converted(option, tmp_path, "only", int8_only=True)):
+        model = load_int8_only(folder, dtype)
+        if sla:
+            load_extra(model, folder, int8=False)
+            assert len(held_proj_l(model)) == 2
+        assert torch.equal(run(model, dtype), expected[0])
+        for linear, truth in (("int8", 1), ("int8-only", 1), ("as-is", 2)):
+            with patched(model, linear=linear):
+                assert torch.equal(run(model, dtype), expected[truth])
+        for name, parameter in model.named_parameters():
+            if "weight_int8" not in name and "scale_bits" not in name:
+                assert parameter.dtype == dtypes[name], name
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["with-products", "int8-only"])
@@ -102,10 +88,7 @@ def test_no_product_is_kept_in_memory(only: bool, tmp_path: Path) -> None:
     assert len(linears) == 20
     state = torch.load(tmp_path / "in.pth", weights_only=True)
     int8 = sum(t.nbytes for n, t in state.items() if n.endswith((".int8_weight", ".scale")))
-    convert_transformer(tmp_path / "in.pth", tmp_path / "stock")
-    stock = WanTransformer3DModel.from_pretrained(
-        tmp_path / "stock", torch_dtype=torch.bfloat16, local_files_only=True
-    )
+    stock = load(converted(QUANT, tmp_path, "stock"), torch.bfloat16)
     products = sum(stock.get_submodule(name).weight.nbytes for name in linears)
     assert storages([*model.parameters(), *model.buffers()]) == int8 - products + storages(
         [*stock.parameters(), *stock.buffers()]
@@ -166,9 +149,7 @@ def test_saved_and_loaded_again(sla: bool, tmp_path: Path) -> None:
 
 def test_a_model_that_dropped_its_weights_is_saved_and_loaded(tmp_path: Path) -> None:
     """With scales per row, which the format of TurboDiffusion has no place for."""
-    save(Options(), tmp_path / "in.pth")
-    convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
-    model = WanTransformer3DModel.from_pretrained(tmp_path / "folder", local_files_only=True)
+    model = load(converted(Options(), tmp_path))
     patch_model(model, linear="int8-only", guard=False)
     expected = run(model)
     model.save_pretrained(tmp_path / "saved")
@@ -180,13 +161,11 @@ def test_a_model_that_dropped_its_weights_is_saved_and_loaded(tmp_path: Path) ->
 
 
 def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
-    save(Options(), tmp_path / "plain.pth")
     with pytest.raises(CheckpointError, match=r"a -quant checkpoint.*--linear int8-only"):
-        convert_transformer(tmp_path / "plain.pth", tmp_path / "plain", int8_only=True)
+        converted(Options(), tmp_path, "plain", int8_only=True)
     assert not (tmp_path / "plain").exists()
-    convert_transformer(tmp_path / "plain.pth", tmp_path / "plain")
     with pytest.raises(CheckpointError, match="no int8 weights"):
-        load_int8_only(tmp_path / "plain")
+        load_int8_only(converted(Options(), tmp_path, "plain"))
     folder = converted(QUANT, tmp_path, int8_only=True)
     tensors = load_file(folder / WEIGHTS)
     key = "blocks.1.ffn.net.2"

@@ -13,51 +13,33 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints.test_extra import PLAIN, load
-from tests.checkpoints.wan_model import Options, save
+from tests.checkpoints.test_extra import PLAIN
+from tests.checkpoints.wan_model import SLA, converted, load, run
 from tests.measures import relative_l2
 from tests.video import micro
 from turbo_rcm_patch import load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.video import load_pipeline
 
-OPTIONS = Options("sla-quant", quant=True, sla=True, text=32, dtype=torch.bfloat16)
 STOCK = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sla")
-    save(OPTIONS, place / "in.pth")
-    convert_transformer(place / "in.pth", place / "folder")
-    return place / "folder"
-
-
-@pytest.fixture(scope="module")
-def expected(converted: Path) -> torch.Tensor:
+def expected(sla_folder: Path) -> torch.Tensor:
     """The output of the model with its proj_l attached by hand."""
-    model = load(converted)
-    load_extra(model, converted)
+    model = load(sla_folder)
+    load_extra(model, sla_folder)
     with patched(model, PLAIN):
-        return output(model)
+        return run(model)
 
 
 @pytest.fixture
-def folder(converted: Path, tmp_path: Path) -> Path:
+def folder(sla_folder: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
-    return Path(shutil.copytree(converted, tmp_path / "transformer"))
-
-
-@torch.no_grad()
-def output(model: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(1, 4, 3, 8, 8, generator=generator)
-    text = torch.randn(1, 7, 32, generator=generator)
-    return model(x, torch.tensor([500]), text, return_dict=False)[0]
+    return Path(shutil.copytree(sla_folder, tmp_path / "transformer"))
 
 
 def published_by_others(folder: Path) -> None:
@@ -96,42 +78,36 @@ def test_a_stock_class_loses_it_and_is_refused(folder: Path, expected: torch.Ten
         patch_model(stock, PLAIN)
     load_extra(stock.transformer, root)
     for pipe in (stock, load_pipeline(root, dtype=torch.float32, device="cpu")):
-        assert relative_l2(output(pipe.transformer.eval()), expected) > 0.05, "unpatched is dense"
+        assert relative_l2(run(pipe.transformer.eval()), expected) > 0.05, "unpatched is dense"
         with patched(pipe, PLAIN) as report:
             assert "proj_l" in str(report)
-            assert torch.equal(output(pipe.transformer), expected)
+            assert torch.equal(run(pipe.transformer), expected)
 
 
 def test_two_experts_get_their_own(tmp_path: Path) -> None:
-    parts = []
-    for seed in (1, 2):
-        save(OPTIONS, tmp_path / "in.pth", seed=seed)
-        convert_transformer(tmp_path / "in.pth", tmp_path / f"expert{seed}")
-        parts.append(tmp_path / f"expert{seed}")
+    parts = [converted(SLA, tmp_path, f"expert{seed}", seed=seed) for seed in (1, 2)]
     root = pipeline_of(*parts)
     pipe: Any = load_pipeline(root, dtype=torch.float32, device="cpu")
     for name, part in zip(("transformer", "transformer_2"), parts, strict=True):
         alone, inside = load(part), getattr(pipe, name)
         load_extra(alone, part)
         with patched(alone, PLAIN), patched(inside, PLAIN):
-            assert torch.equal(output(inside), output(alone))
+            assert torch.equal(run(inside), run(alone))
     wrong = WanTransformer3DModel.from_pretrained(root, subfolder="transformer_2")
     with pytest.raises(CheckpointError, match="each has its own"):
         load_extra(wrong, root / "transformer")
 
 
-def test_folders_that_others_converted(
-    folder: Path, expected: torch.Tensor, tmp_path: Path
-) -> None:
+def test_folders_that_others_converted(folder: Path, expected: torch.Tensor, tmp_path) -> None:
     published_by_others(folder)
     model = load(folder)
     load_extra(model, folder)
     with sla_as_defined(model, 0.1) as count:
-        assert count == OPTIONS.layers
+        assert count == SLA.layers
     pipe: Any = load_pipeline(pipeline_of(folder), dtype=torch.float32, device="cpu")
     for one in (model, pipe.transformer):
         with patched(one, PLAIN):
-            assert torch.equal(output(one), expected)
+            assert torch.equal(run(one), expected)
     write_checkpoint(folder, tmp_path / "back.pth")
     back = torch.load(tmp_path / "back.pth", weights_only=True)
     key = "{}.attn_op.local_attn.proj_l.bias"
@@ -150,7 +126,7 @@ def test_a_saved_pipeline_keeps_it(folder: Path, expected: torch.Tensor) -> None
         assert attached_int8(loaded.transformer.blocks[0].ffn.net[2]) is not None
         with patched(loaded, PLAIN):
             # One row times a matrix rounds by where the matrix lies in memory.
-            assert relative_l2(output(loaded.transformer), expected) < 1e-5
+            assert relative_l2(run(loaded.transformer), expected) < 1e-5
             again = folder.parent / "once more"
             loaded.save_pretrained(again)
 
@@ -161,10 +137,10 @@ def test_a_lost_file_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="has no turbo_extra.safetensors"):
         load_pipeline(root, device="cpu")
     model = load(root / "transformer")
-    before = output(model)
+    before = run(model)
     unload_extra(model)  # Dense attention is meant.
     with patched(model, PLAIN) as report:
-        assert "proj_l" not in str(report) and relative_l2(output(model), before) < 0.02
+        assert "proj_l" not in str(report) and relative_l2(run(model), before) < 0.02
     model.save_pretrained(tmp_path / "dense")
     with patched(load(tmp_path / "dense"), PLAIN):
         pass
@@ -177,7 +153,7 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
         load_extra(load(folder), folder)
 
 
-def test_the_file_of_other_weights_is_not_taken(folder: Path, converted: Path) -> None:
+def test_the_file_of_other_weights_is_not_taken(folder: Path, sla_folder: Path) -> None:
     """A dense model saved over a converted folder, an extra file of other weights, and one that
     lacks a bias."""
     config = {k: v for k, v in load(folder).config.items() if not k.startswith("_")}
@@ -188,7 +164,7 @@ def test_the_file_of_other_weights_is_not_taken(folder: Path, converted: Path) -
     with pytest.raises(CheckpointError, match="other weights have left them"):
         load_extra(load(folder), folder)
     shutil.rmtree(folder)
-    shutil.copytree(converted, folder)
+    shutil.copytree(sla_folder, folder)
     extra = {key: tensor + 0 for key, tensor in load_file(folder / EXTRA_FILE).items()}
     bias = extra.pop("blocks.1.attn1.proj_l.bias")
     for change, text in (
@@ -214,9 +190,7 @@ def test_a_copy_saves_its_own(folder: Path, tmp_path: Path) -> None:
     assert "save_pretrained" not in model.__dict__
 
 
-def test_going_back_without_it_is_warned_about(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_going_back_without_it_is_warned_about(folder: Path, tmp_path, caplog) -> None:
     (folder / EXTRA_FILE).unlink()
     write_checkpoint(folder, tmp_path / "back.pth")
     assert "says that the model has SLA" in caplog.text

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import processes
-from tests.checkpoints.test_convert_command import TINY, base_folder, listing
-from tests.checkpoints.wan_model import Options, save
+from tests.checkpoints.test_convert_command import base_folder, listing
+from tests.files import everything
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
@@ -43,12 +42,6 @@ with staged(Path(sys.argv[1]), force=True, folder=True) as made:
     (made / "config.json").write_text("half")
     print("writes", flush=True); time.sleep(600)
 """
-
-
-@pytest.fixture
-def pth(tmp_path: Path) -> Path:
-    save(TINY, tmp_path / "in.pth")
-    return tmp_path / "in.pth"
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +72,7 @@ def test_a_real_write_that_fails(pth: Path, tmp_path: Path) -> None:
     ids=["python", "torch", "shutil", "safetensors", "interrupt", "typed", "other"],
 )  # fmt: skip
 @pytest.mark.parametrize("folder", [True, False])
-def test_a_failure_leaves_what_was_there(
-    error: BaseException, folder: bool, tmp_path: Path
-) -> None:
+def test_a_failure_leaves_what_was_there(error: BaseException, folder: bool, tmp_path) -> None:
     target = tmp_path / "target"
     if folder:
         target.mkdir()
@@ -137,10 +128,7 @@ def test_ctrl_c_and_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for end in (signal.SIGINT, signal.SIGKILL):
         with processes.start(WAITS, str(out)) as process:
-            deadline = time.monotonic() + 120
-            while "writes" not in process.out:
-                assert process.code is None and time.monotonic() < deadline
-                time.sleep(0.02)
+            process.until(lambda: "writes" in process.out)
             with (
                 pytest.raises(OutputExistsError, match="being written by another process"),
                 staged(out, force=True, folder=True),
@@ -178,9 +166,7 @@ def test_the_working_folder_can_be_written(pth: Path, tmp_path: Path, monkeypatc
     assert listing(tmp_path) == ["here", "in.pth"]
 
 
-def test_a_disk_without_links_asks_for_copies(
-    pth: Path, whole: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_disk_without_links_asks_for_copies(pth, whole, tmp_path, monkeypatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EINVAL, "a required privilege is not held by the client")
 
@@ -193,11 +179,11 @@ def test_a_disk_without_links_asks_for_copies(
 def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     convert_transformer(pth, folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = everything(folder)
     for name in ("diffusion_pytorch_model.safetensors", EXTRA_FILE, "config.json"):
         with pytest.raises(OutputExistsError, match="which is read"):
             write_checkpoint(folder, folder / name, force=True)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert everything(folder) == before
     # A checkpoint beside a config.json, which makes its folder look like a model.
     shutil.move(pth, folder / "in.pth")
     assert main(["convert", str(folder / "in.pth"), str(folder), "--force"]) == 2
@@ -205,9 +191,7 @@ def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("links", ["folders", "files"])
-def test_a_base_that_links_into_the_target_is_refused(
-    links: str, whole: Path, pth: Path, tmp_path: Path
-) -> None:
+def test_a_base_that_links_into_the_target_is_refused(links, whole, pth, tmp_path) -> None:
     main_folder, other = tmp_path / "main", tmp_path / "other"
     convert_pipeline(pth, main_folder, base=whole, copy=True)
     weights = main_folder / "vae" / "diffusion_pytorch_model.safetensors"
@@ -275,12 +259,3 @@ def test_a_base_of_another_family(pth: Path, whole: Path, tmp_path: Path) -> Non
         convert_pipeline(pth, tmp_path / "out", base=TINY_COGVIDEOX)
     with pytest.raises(ModelFolderError, match="has no model_index.json"):
         convert_pipeline(pth, tmp_path / "out", base=whole / "transformer")
-
-
-def test_an_unmarked_folder_is_not_replaced(pth: Path, tmp_path: Path) -> None:
-    save(Options(layers=1), tmp_path / "other.pth")
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.png").write_bytes(b"a cat")
-    with pytest.raises(OutputExistsError, match="is not replaced"):
-        convert_transformer(pth, tmp_path / "photos", force=True)
-    assert listing(tmp_path / "photos") == ["cat.png"]

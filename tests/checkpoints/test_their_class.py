@@ -63,9 +63,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*autocast:UserWarning")
 @torch.no_grad()
-def test_both_classes_agree(
-    theirs: Callable[[str], Any], case: str, sla: bool, tmp_path: Path
-) -> None:
+def test_both_classes_agree(theirs: Callable[[str], Any], case: str, sla: bool, tmp_path) -> None:
     name, options = CASES[case]
     config = dict(in_dim=4, out_dim=4, dim=256, ffn_dim=320, freq_dim=32, text_dim=24, num_heads=2,
                   num_layers=2)  # fmt: skip

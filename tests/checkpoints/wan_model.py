@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import WanTransformer3DModel
+
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class Options:
     dtype: torch.dtype = torch.float32
 
 
+QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
+#: Of the text and channels of `micro_pipe`, so that it fits into such a pipeline.
+SLA = Options("sla-quant", quant=True, sla=True, text=32, dtype=torch.bfloat16)
 I2V_21 = Options("i2v-2.1", inputs=12, image=48)
 OPTIONS = [
     Options(),
@@ -132,8 +138,31 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return int8, scale
 
 
-def save(o: Options, path: Path, seed: int = 0, **more: Any) -> dict[str, torch.Tensor]:
+def save(o: Options, path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
     """Write a checkpoint, and return what is in it."""
     state = state_dict(o, seed)
-    torch.save(state | more, path)
+    torch.save(state, path)
     return state
+
+
+def converted(o: Options, place: Path, name: str = "folder", *, seed: int = 0, **how: Any) -> Path:
+    """Write a checkpoint and its folder, and return the folder; the checkpoint is beside it."""
+    place.mkdir(exist_ok=True)
+    save(o, place / "in.pth", seed)
+    convert_transformer(place / "in.pth", place / name, **how)
+    return place / name
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a converted folder with diffusers' class."""
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def run(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Run a forward of a loaded model, always with the same inputs."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 4, 3, 8, 8, generator=generator).to(dtype)
+    text = torch.randn(1, 7, model.config.text_dim, generator=generator).to(dtype)
+    return model(x, torch.tensor([500]), text, return_dict=False)[0]

@@ -260,9 +260,7 @@ SGLANG_STUBS = (
 ENGINES = {
     "sglang": Engine(sglang, "sglang", SGLANG_STUBS),
     "vllm-omni": Engine(
-        vllm_omni,
-        "vllm-omni",
-        ("torchvision", "vllm", "tiktoken", "opentelemetry"),
+        vllm_omni, "vllm-omni", ("torchvision", "vllm", "tiktoken", "opentelemetry")
     ),
     "xdit": Engine(xdit, "xfuser", ("torchvision", "yunchang", "distvae"), ()),
     "lightx2v": Engine(

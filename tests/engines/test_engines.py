@@ -143,9 +143,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_plug_in_acts_only_where_the_environment_asks(
-    group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_acts_only_where_the_environment_asks(group: str, monkeypatch) -> None:
     function, engine = GROUPS[group]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     module, _, name = project["entry-points"][group]["turbo_rcm_patch"].partition(":")
@@ -251,9 +249,7 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             "attention_backend": author,
             "get_ring_parallel_world_size": lambda: 1 + ring,
         },
-        xfuser__envs={
-            "PACKAGES_CHECKER": types.SimpleNamespace(get_packages_info=lambda: info),
-        },
+        xfuser__envs={"PACKAGES_CHECKER": types.SimpleNamespace(get_packages_info=lambda: info)},
     )
     ours(monkeypatch, "xdit")
     registry["SDPA"] = lambda q, k, v, *_: (q + 1, None)

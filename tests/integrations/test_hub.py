@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import everything
+
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "integrations" / "hub" / "build.py"
 
@@ -82,11 +84,8 @@ def test_layout_and_metadata(folder: Path) -> None:
         assert metadata["name"] == "turbo-rcm-patch" and metadata["id"].isidentifier()
         assert metadata["backend"]["type"] == variant.name.removeprefix("torch-")
         identifiers.add(metadata["id"])
-        files = {
-            path.relative_to(variant).as_posix(): path.read_bytes()
-            for path in variant.rglob("*")
-            if path.is_file() and path.name != "metadata.json"
-        }
+        files = everything(variant)
+        del files["metadata.json"]
         assert metadata["digest"]["files"] == {
             name: base64.b64encode(hashlib.sha256(data).digest()).decode()
             for name, data in files.items()
@@ -96,12 +95,9 @@ def test_layout_and_metadata(folder: Path) -> None:
 
 
 def test_the_same_sources_give_the_same_folder_over_their_own(folder: Path) -> None:
-    def contents() -> dict[str, bytes]:
-        return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
-
-    before = contents()
+    before = everything(folder)
     subprocess.run([sys.executable, COMMAND, "--out", folder], check=True, timeout=120)
-    assert contents() == before
+    assert everything(folder) == before
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:

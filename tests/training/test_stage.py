@@ -75,9 +75,7 @@ def test_averaged_weights_alone_are_enough_to_go_on(tmp_path: Path) -> None:
         )
 
 
-def test_a_kill_while_saving_loses_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_saving_loses_no_checkpoint(tmp_path, monkeypatch) -> None:
     stage = _stage(tmp_path)
     stage.step = 5
     stage.save()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import WanPipeline
 
+from tests.files import everything
+from tests.processes import together
 from training import train as module
 from training.__main__ import main
 from training.evaluate import Evaluation, evaluate, zeroed
@@ -93,9 +93,7 @@ def test_folder_loads_and_generates(trained: Path, name: str) -> None:
     assert made.frames.shape == (9, 32, 32, 3) and torch.isfinite(made.frames).all()
 
 
-def test_interrupted_run_ends_as_if_it_had_not_been(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run_ends_as_if_it_had_not_been(trained: Path, tmp_path, monkeypatch) -> None:
     """Interrupted before the student and run again, the student is the same to the last bit."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
@@ -111,9 +109,10 @@ def test_interrupted_run_ends_as_if_it_had_not_been(
 
 def test_two_processes_train_together(tmp_path: Path) -> None:
     """Their shards and batches differ, and both finish."""
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m training train --micro"
-    command += f" --family wan --device cpu --out {tmp_path}"
-    subprocess.run([sys.executable, *command.split()], check=True, timeout=240, cwd=ROOT)
+    code = "import sys; from training.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = f"train --micro --family wan --device cpu --out {tmp_path}".split()
+    for done in together(code, *command, cwd=ROOT):
+        assert done.code == 0, done
     assert '"finished"' in (tmp_path / "log.jsonl").read_text()
     assert (tmp_path / "wan_student" / "model_index.json").is_file()
 
@@ -147,9 +146,7 @@ def test_a_run_goes_on_with_its_own_seed_only(trained: Path) -> None:
         ("install --out {}/nowhere", "Train it first"),
     ],
 )
-def test_a_mistake_is_answered_in_a_few_lines(
-    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_answered_in_a_few_lines(command: str, said: str, tmp_path, capsys) -> None:
     assert main(command.replace("{}", str(tmp_path)).split()) == 2
     error = capsys.readouterr().err
     assert said in " ".join(error.split()) and len(error.splitlines()) < 8
@@ -159,7 +156,7 @@ def test_an_installation_that_is_interrupted_changes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(FAMILY, trained / "wan_student", tmp_path / "tiny")
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    before = everything(tmp_path)
     copytree = shutil.copytree
 
     def interrupted(source: Path, target: Path, *inner: object, **how: bool) -> None:
@@ -170,7 +167,7 @@ def test_an_installation_that_is_interrupted_changes_nothing(
     monkeypatch.setattr(shutil, "copytree", interrupted)
     with pytest.raises(KeyboardInterrupt):
         install(FAMILY, trained / "wan_teacher", tmp_path / "tiny")
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert everything(tmp_path) == before
 
 
 def test_install_leaves_the_card_and_refuses_what_is_too_large(

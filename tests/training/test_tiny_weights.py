@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("name", MODELS)
 
 @pytest.fixture(scope="module")
 def judges() -> dict[str, Evaluation]:
-    load = {"count": 4, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
+    load = {"count": 2, "seed": 11, "device": "cpu", "dtype": torch.bfloat16}
     return {name: Evaluation.load(row[0], **load) for name, row in MODELS.items()}
 
 
@@ -47,18 +47,14 @@ def test_it_is_small_and_every_part_loads(name: str) -> None:
 
 
 @each
-def test_held_out_prompts_become_what_they_say(
-    name: str, judges: dict[str, Evaluation], tmp_path: Path
-) -> None:
-    """One of four may miss each attribute; guessing gets one of eight."""
+def test_held_out_prompts_become_what_they_say(name, judges, tmp_path) -> None:
+    """Guessing gets one of eight."""
     found = judges[name].judge(judges[name].frames(steps=4), tmp_path / "sheet.png")
-    assert all(found[one] >= 3 / 4 for one in ATTRIBUTES), found
+    assert all(found[one] == 1 for one in ATTRIBUTES), found
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
-def test_without_an_attention_it_does_not(
-    judges: dict[str, Evaluation], attention: str, tmp_path: Path
-) -> None:
+def test_without_an_attention_it_does_not(judges, attention, tmp_path) -> None:
     """Most of the time goes into decoding, so it is one video."""
     few = judges["wan"].first(1)
     with zeroed(few.pipe.transformer.blocks, attention):

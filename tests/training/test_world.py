@@ -42,9 +42,7 @@ def test_maps_of_the_evaluation_are_unseen(game: str) -> None:
     assert not seen & unseen and len(unseen) >= 6 and len(seen) >= 25
 
 
-def test_without_the_package_only_what_is_there_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_only_what_is_there_is_read(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(world, "find_spec", lambda name: None)
     shard = Shard(TOY, 0)
     with pytest.raises(MissingPackageError, match="vizdoom"):
@@ -70,9 +68,7 @@ def test_a_shard_has_the_bytes_of_its_seed(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == written
 
 
-def test_a_world_is_learnt_in_pieces_and_generates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_world_is_learnt_in_pieces_and_generates(tmp_path, monkeypatch) -> None:
     """Recorded, trained in pieces that are over at once, packaged in int8, and loaded."""
     pytest.importorskip("vizdoom")
     command = f"train --family world --micro --device cpu --out {tmp_path} --minutes 1e-9"

@@ -14,7 +14,7 @@ import torch
 
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.video import clips
+from turbo_rcm_patch.video import clips, comparison
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings
 
@@ -27,7 +27,9 @@ def micro_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pipe(micro_folder: Path):
     """bf16 transformer, fp32 VAE. Tests leave it as they found it."""
-    return load_pipeline(micro_folder, device="cpu")
+    pipe = load_pipeline(micro_folder, device="cpu")
+    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on
+        return pipe
 
 
 @pytest.fixture(scope="session")
@@ -45,36 +47,51 @@ def one_thread():
 
 
 @contextmanager
-def _undrawn() -> Iterator[None]:
-    """Plots are made but not drawn, and contact sheets are a digest of their videos: drawing is
-    much of the time of a comparison of small videos."""
+def undrawn() -> Iterator[None]:
+    """Plots are made but not drawn, videos and contact sheets are digests of their frames, and the
+    page is compiled once. These take most of the time of a comparison of small videos."""
+    from jinja2 import Environment
     from matplotlib.figure import Figure
 
-    empty = b"\x89PNG\r\n\x1a\n"
+    empty, compiled = b"\x89PNG\r\n\x1a\n", {}
 
-    def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
-        digest = sha256(b"".join(frames.tobytes() for frames in rows.values())).digest()
+    def digest(
+        frames: np.ndarray | dict[str, np.ndarray], path: Path, *_: float, **__: int
+    ) -> None:
+        rows = frames.values() if isinstance(frames, dict) else [frames]
         with atomic(path) as temporary:
-            temporary.write_bytes(empty + digest)
+            temporary.write_bytes(empty + sha256(b"".join(x.tobytes() for x in rows)).digest())
 
     def savefig(figure: object, file: Any, **how: object) -> None:
         file.write(empty)
 
+    def compile_once(jinja: Environment, source: str, name: str, *file: str) -> Any:
+        if source not in compiled:
+            compiled[source] = really_compile(jinja, source, name, *file)
+        return compiled[source]
+
+    really_compile = Environment.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clips, "contact_sheet", contact_sheet)
+        for module, name in (
+            (clips, "contact_sheet"),
+            (clips, "write_mp4"),
+            (comparison, "write_mp4"),
+        ):
+            patch.setattr(module, name, digest)
         patch.setattr(Figure, "savefig", savefig)
+        patch.setattr(Environment, "compile", compile_once)
         yield
 
 
 @pytest.fixture
 def no_pictures() -> Iterator[None]:
-    """For a test that looks at no plot and no contact sheet."""
-    with _undrawn():
+    """For a test that looks at no plot, no contact sheet and no video of a comparison."""
+    with undrawn():
         yield
 
 
 @pytest.fixture(scope="module")
 def no_pictures_here() -> Iterator[None]:
     """For a module whose fixtures compare, too."""
-    with _undrawn():
+    with undrawn():
         yield

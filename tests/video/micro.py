@@ -53,6 +53,25 @@ TRANSFORMER: dict[str, Any] = dict(
 SMALL = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 16}
 
 
+def options(**settings: object) -> list[str]:
+    """Settings as options of the command line."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [word for pair in pairs for word in pair]
+
+
+QUICK = options(**SMALL, steps=2, device="cpu")
+
+
+def hooked(pipe: Any) -> dict[str, bool]:
+    """Which parts of a pipeline have hooks, as offloading puts them."""
+    names = {"_hf_hook", "_diffusers_hook"}
+    return {
+        name: any(names & vars(module).keys() for module in part.modules())
+        for name, part in pipe.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     vocab = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     raw = Tokenizer(WordLevel(vocab, unk_token="<unk>"))

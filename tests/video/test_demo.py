@@ -51,9 +51,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_demo_is_green_only_if_everything_is(
-    quick_model: Path, checked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_is_green_only_if_everything_is(quick_model, checked, tmp_path, capsys) -> None:
     """Continued, it takes the videos that are there, and concludes anew."""
     command = ["demo", "--model", str(quick_model), "--out", str(tmp_path / "demo")]
     for error, code in (1e-5, 0), (1.0, 1), (float("nan"), 1), (SamplingError("it died"), 1):
@@ -100,9 +98,7 @@ def test_where_there_is_no_triton_the_verdict_decides(
     assert "there is no Triton for darwin" in capsys.readouterr().out
 
 
-def test_an_interrupted_demo_says_how_to_go_on(
-    quick_model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatch, capsys) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -114,18 +110,14 @@ def test_an_interrupted_demo_says_how_to_go_on(
         assert again in capsys.readouterr().err
 
 
-def test_a_model_on_the_hub_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_model_on_the_hub_is_refused_before_the_work(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(demo_module, "load_pipeline", pytest.fail)
     assert main(["demo", "--model", "me/a-model", "--out", str(tmp_path / "out")]) == 2
     assert "the hub" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
-def test_a_start_runs_nothing_of_the_working_directory(
-    python_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_runs_nothing_of_the_working_directory(python_path, tmp_path, monkeypatch) -> None:
     for name in ("torch", "json", "turbo_rcm_patch"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w'); raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)

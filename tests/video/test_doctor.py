@@ -65,9 +65,7 @@ def test_a_sageattention_that_returns_noise_is_told(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("error", "healthy"), [(LIMIT, True), (2 * LIMIT, False), (float("nan"), False)]
 )
-def test_wrong_kernels_are_told(
-    error: float, healthy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_kernels_are_told(error: float, healthy: bool, monkeypatch) -> None:
     printed = json.dumps({"relative_l2": error, "tokens": 200, "interpreted": True})
     done = subprocess.CompletedProcess([], 0, stdout=f"a warning\n{printed}\n", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)

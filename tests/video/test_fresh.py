@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.video.test_cli import SMALL
-from tests.video.test_lost_data import everything
+from tests.files import everything
+from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
-QUICK = [*SMALL, "--device", "cpu", "--no-network-number"]
 #: Under names that no comparison writes, in the folders that one does write.
 FOREIGN = ("mine.txt", "latents/mine.txt", f"prompts/{Store.key('b', 1)}/notes.txt", "plots/a.txt")
 
 
 @pytest.fixture(scope="module")
 def command(micro_folder: Path) -> list[str]:
-    return ["compare", "--model", str(micro_folder), *QUICK, "--steps", "2", "--prompt", "a"]
+    model = ["--model", str(micro_folder), "--no-network-number"]
+    return ["compare", *model, *QUICK, "--prompt", "a"]
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,7 @@ def test_ctrl_c_keeps_what_is_finished_and_files_of_others(
     assert numbers(after) == numbers(clean)
 
 
-def test_mistakes_remove_nothing(
-    earlier: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_remove_nothing(earlier: Path, command: list[str], tmp_path, capsys) -> None:
     """Also through a folder that became a link."""
     out = tmp_path / "out"
     shutil.copytree(earlier, out)

@@ -14,11 +14,7 @@ from diffusers import FluxPipeline
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import ConfigError, DTypeError, NotAModelError
 from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import (
-    _say_once,
-    generate,
-    settings_for,
-)
+from turbo_rcm_patch.video.generation import _say_once, generate, settings_for
 from turbo_rcm_patch.video.settings import Settings
 
 PROMPT = "a red circle moves left"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.video.test_cli import SMALL
+from tests.video.micro import QUICK, options
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Line, lines_of
@@ -28,13 +28,10 @@ from turbo_rcm_patch.video.video import read_frames
 
 @pytest.fixture
 def command(micro_folder: Path) -> list[str]:
-    model = ["--model", str(micro_folder), "--device", "cpu", "--steps", "1", *SMALL]
-    return ["generate", *model, "--no-patch"]
+    return ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", "--no-patch"]
 
 
-def test_one_prompt_makes_a_file_and_many_a_folder(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_prompt_makes_a_file_and_many_a_folder(command: list[str], tmp_path, capsys) -> None:
     one, many = tmp_path / "one.mp4", tmp_path / "many"
     assert main([*command, "--prompt", "a red circle", "--out", str(one)]) == 0
     assert read_frames(one)[0].size == (32, 32), "the size that was asked for"
@@ -48,9 +45,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(
     assert "a folder, because there are 2 prompts" in capsys.readouterr().err
 
 
-def test_resume_keeps_a_video_that_was_made_from_the_same(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_keeps_a_video_that_was_made_from_the_same(command, tmp_path, capsys) -> None:
     """It is finished when the file and its note are there. One that was made otherwise stays."""
     video = tmp_path / "v.mp4"
     given = [*command, "--out", str(video), "--resume", "--prompt"]
@@ -92,9 +87,7 @@ def test_a_failure_between_a_video_and_its_note_leaves_no_note(
     assert video.exists() and not video.with_suffix(".json").exists()
 
 
-def test_a_file_that_is_no_note_is_not_replaced(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_note_is_not_replaced(command: list[str], tmp_path, capsys) -> None:
     """It has the name that the note would have."""
     note = tmp_path / "results.json"
     note.write_text('{"mine": 1}')
@@ -106,13 +99,7 @@ def test_a_file_that_is_no_note_is_not_replaced(
 
 
 @pytest.mark.parametrize("where", ["latents", "frames"])
-def test_a_video_that_is_not_finite_is_told(
-    where: str,
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_video_that_is_not_finite_is_told(where, command, tmp_path, monkeypatch, capsys) -> None:
     name = {"latents": "_denoise", "frames": "decode_latents"}[where]
     original = getattr(generation, name)
     monkeypatch.setattr(generation, name, lambda *a, **k: original(*a, **k) * torch.nan)
@@ -131,9 +118,7 @@ def test_a_video_that_is_not_finite_is_told(
     ],
     ids=["seed", "the second prompt's seed", "a scale for an expert that is not there", "avi"],
 )
-def test_what_cannot_be_is_told(
-    given: list[str], words: str, command: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_what_cannot_be_is_told(given, words, command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--prompt", "a circle", *given]) == 2
     error = capsys.readouterr().err
@@ -147,9 +132,7 @@ def test_a_folder_may_have_a_dot_in_its_name(command: list[str], tmp_path: Path)
         assert len(list((tmp_path / name).glob("*.mp4"))) == 1
 
 
-def test_an_ffmpeg_that_cannot_run_is_told(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_an_ffmpeg_that_cannot_run_is_told(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path))  # a folder
     assert main([*command, "--prompt", "a circle", "--out", str(tmp_path / "v.mp4")]) == 2
     assert "IMAGEIO_FFMPEG_EXE" in capsys.readouterr().err
@@ -176,9 +159,7 @@ def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
         ("un café".encode("latin-1"), SamplingError, "a text in UTF-8; got byte 0xe9.*iconv"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_told(
-    text: bytes, error: type[Exception], told: str, tmp_path: Path
-) -> None:
+def test_a_list_that_cannot_be_read_is_told(text, error, told, tmp_path) -> None:
     listing = tmp_path / "prompts.txt"
     listing.write_bytes(text)
     with pytest.raises(error, match=told):
@@ -191,9 +172,7 @@ def test_a_prompt_that_is_no_text_is_told(prompt: str, told: str) -> None:
         lines_of(Generate(prompt=(prompt,)))
 
 
-def test_100_000_prompts_start_at_once(
-    micro_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_100_000_prompts_start_at_once(micro_folder: Path, tmp_path, monkeypatch) -> None:
     """With an image for each, and one for all, which are opened when a video is made."""
     listing, opened = tmp_path / "prompts.txt", []
     for name in ("a.png", "b.png"):
@@ -229,9 +208,7 @@ def test_what_is_printed_goes_where_stdout_does() -> None:
     assert done.stdout == b"made.mp4\n"
 
 
-def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(
-    command: list[str], tmp_path: Path
-) -> None:
+def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:
     """A process that is at work holds a lock on its unfinished file."""
     code = (
         "import sys, time; from pathlib import Path; from turbo_rcm_patch.output import atomic\n"
@@ -257,9 +234,7 @@ def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(
     assert left == ["", ".json", ".mp4", ".mp4"]
 
 
-def test_the_note_says_how_many_frames_were_made(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_note_says_how_many_frames_were_made(command: list[str], tmp_path, capsys) -> None:
     given = [*command, "--prompt", "a circle", "--num-frames", "8", "--out", str(tmp_path)]
     assert main(given) == 0
     assert ".mp4  5 frames, " in capsys.readouterr().out
@@ -276,9 +251,7 @@ def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Pat
     assert main(given) == 0
 
 
-def test_a_reader_that_has_gone_is_no_failed_video(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_reader_that_has_gone_is_no_failed_video(command, tmp_path, capsys, monkeypatch) -> None:
     """As with `| head -1`."""
 
     def closed(*_: object, **__: object) -> None:
@@ -291,19 +264,15 @@ def test_a_reader_that_has_gone_is_no_failed_video(
     assert "failed" not in capsys.readouterr().err
 
 
-def test_a_size_beyond_the_models_positions_is_told(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_size_beyond_the_models_positions_is_told(command: list[str], tmp_path, capsys) -> None:
     given = [*command, "--prompt", "a circle", "--width", "1024", "--out", str(tmp_path)]
     assert main(given) == 2
     assert "width of this model" in (said := capsys.readouterr().err) and "at most 256" in said
 
 
-def test_generate_says_how_long_a_video_took(
-    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(micro_folder), "--device", "cpu", "--steps", "1", *SMALL]
-    assert main(["generate", *given, "--prompt", "a circle", "--out", str(tmp_path)]) == 0
+def test_generate_says_how_long_a_video_took(micro_folder: Path, tmp_path, capsys) -> None:
+    given = options(model=micro_folder, prompt="a circle", out=tmp_path, steps=1)
+    assert main(["generate", *QUICK, *given]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match(r"[\d.e-]+ s a video \(.* denoising, .* decoding; median of 1\) on ", last)
     assert last.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")

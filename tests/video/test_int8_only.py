@@ -8,10 +8,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from torch import nn
 
 from tests.measures import relative_l2
-from tests.video.micro import SMALL, micro_pipe, save
+from tests.video.micro import QUICK, SMALL, hooked, micro_pipe, options, save
 from turbo_rcm_patch import PatchConfig, keep_int8_only, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli.exit_codes import CHANGED, OK
@@ -53,9 +52,7 @@ def expected(folder: Path) -> torch.Tensor:
     return made.latents
 
 
-def test_loaded_with_int8_alone_it_generates_the_same(
-    folder: Path, expected: torch.Tensor
-) -> None:
+def test_loaded_with_int8_alone_it_generates_the_same(folder, expected) -> None:
     pipe = load_pipeline(folder, device="cpu", int8="only")
     assert len(linears(pipe)) == 40
     assert torch.equal(latents(pipe), expected)
@@ -64,9 +61,7 @@ def test_loaded_with_int8_alone_it_generates_the_same(
 @pytest.mark.parametrize(
     ("offload", "drop"), [("model", "before"), ("model", "after"), ("group", "before")]
 )
-def test_offloaded_it_generates_the_same(
-    offload: Any, drop: str, folder: Path, expected: torch.Tensor
-) -> None:
+def test_offloaded_it_generates_the_same(offload, drop, folder, expected) -> None:
     """Both experts take turns; T5 and the VAE are offloaded too."""
     pipe = load_pipeline(folder, device="cpu")
     if drop == "before":
@@ -74,12 +69,8 @@ def test_offloaded_it_generates_the_same(
     load.move(pipe, CPU, offload)
     assert torch.equal(latents(pipe), expected)
     assert len(linears(pipe)) == 40
-    hooked = {
-        name: any("_hf_hook" in vars(m) or "_diffusers_hook" in vars(m) for m in part.modules())
-        for name, part in pipe.components.items()
-        if isinstance(part, nn.Module)
-    }
-    assert hooked == dict.fromkeys(["vae", "text_encoder", "transformer", "transformer_2"], True)
+    parts = ["vae", "text_encoder", "transformer", "transformer_2"]
+    assert hooked(pipe) == dict.fromkeys(parts, True)
     if offload == "group":
         assert pipe.vae.use_tiling
 
@@ -101,10 +92,8 @@ def test_the_commands_load_int8_alone(command: str, folder: Path, tmp_path: Path
     load_pipeline(folder, device="cpu", int8="only").save_pretrained(tmp_path / "saved")
     assert len(linears(load_pipeline(tmp_path / "saved", device="cpu"))) == 40, "without asking"
     for model in (folder, tmp_path / "saved"):
-        arguments = [command, "--model", str(model), "--linear", "int8-only", "--steps", "1"]
-        for name, value in SMALL.items():
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
         out = tmp_path / f"{model.name}.{'mp4' if command == 'generate' else 'folder'}"
-        arguments += ["--device", "cpu", "--prompt", PROMPT, "--out", str(out)]
-        assert main(arguments) in (OK, CHANGED)
+        given = options(model=model, linear="int8-only", steps=1, prompt=PROMPT, out=out)
+        given += ["--no-network-number"] if command == "compare" else []
+        assert main([command, *QUICK, *given]) in (OK, CHANGED)
         assert out.is_file() or (out / "report.html").is_file()

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.browser import MISSING, browser, find_chromium
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
-from turbo_rcm_patch.video import filters, judging, verdict
+from turbo_rcm_patch.video import clips, filters, judging, verdict
 from turbo_rcm_patch.video.judging import Judged, judge_folders, read_clip
 from turbo_rcm_patch.video.video import as_bytes, write_mp4
 
@@ -312,9 +312,7 @@ def test_a_long_video_is_refused_and_not_cut(tmp_path: Path) -> None:
         read_clip(tmp_path / "a.mp4")
 
 
-def test_a_video_of_many_pixels_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_of_many_pixels_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(judging, "MOST_VALUES", 4 * 32 * 48 * 3)
     for write in (as_mp4, as_pngs, as_pt, as_safetensors):
         (tmp_path / write.__name__).mkdir()
@@ -348,9 +346,7 @@ def arguments(made: list[Path], out: Path) -> list[str]:
     return ["judge", *pairs, "--out", str(out)]
 
 
-def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(tmp_path, capsys) -> None:
     made = folders(tmp_path / "in")
     assert main(arguments(made, tmp_path / "out")) == 0
     told = capsys.readouterr().out
@@ -366,9 +362,7 @@ def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(
     assert main(arguments(one, tmp_path / "one")) == 0
 
 
-def test_the_same_command_measures_only_what_is_new_or_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeypatch) -> None:
     made = folders(tmp_path / "in", write=as_pngs)
     measured: list[str] = []
     real = judging._measured
@@ -397,9 +391,7 @@ def test_the_same_command_measures_only_what_is_new_or_changed(
 # --- FLIP ----------------------------------------------------------------------------------------
 
 
-def test_flip_is_skipped_with_a_note_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flip_is_skipped_with_a_note_where_it_is_not_installed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(filters, "find_spec", lambda name: None)
     found = judge_folders(*folders(tmp_path), out=tmp_path / "out")
     assert all(one.patched.flip is None for one in found.results)
@@ -437,7 +429,8 @@ def test_flip_is_zero_for_equal_videos_and_grows_with_the_error() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_works_with_and_without_control_and_for_latents(tmp_path: Path) -> None:
+def test_the_page_works_with_and_without_control_and_for_latents(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(clips, "write_mp4", write_mp4)
     program = find_chromium()
     if program is None:
         pytest.skip(MISSING)
@@ -467,9 +460,7 @@ def test_the_page_works_with_and_without_control_and_for_latents(tmp_path: Path)
     assert panes == [5, 3, 0] * 2
 
 
-def test_errors_of_the_whole_run_are_not_those_of_a_clip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_whole_run_are_not_those_of_a_clip(tmp_path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise judging.OutputError("the disk is full")
 

@@ -64,9 +64,7 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -
         load_pipeline(name)
 
 
-def test_a_mistyped_path_is_not_looked_up(
-    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistyped_path_is_not_looked_up(no_network: None, tmp_path, monkeypatch) -> None:
     """Without a connection the hub takes half a minute to say that it has no such model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "turbowan").mkdir(parents=True)
@@ -78,9 +76,7 @@ def test_a_mistyped_path_is_not_looked_up(
         load_pipeline("checkpoints/wan.pth")
 
 
-def test_what_the_hubs_cache_holds_is_an_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hubs_cache_holds_is_an_id(tmp_path, monkeypatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
@@ -153,9 +149,7 @@ def test_what_is_wrong_with_a_folder_is_named(fault: str, broken: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model_index.json", "vae/config.json", "turbo_rcm.json"])
-def test_a_file_that_cannot_be_read_is_named(
-    broken: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_named(broken: Path, name: str, monkeypatch) -> None:
     (broken / "turbo_rcm.json").write_text("{}")
     read_text = Path.read_text
 
@@ -231,9 +225,7 @@ def test_packages_that_do_not_fit_together_are_no_fault_of_the_folder(
     assert "turbo-rcm-patch doctor" in said and "original folder" not in said
 
 
-def test_a_skeleton_from_the_hub_without_a_connection_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_skeleton_from_the_hub_without_a_connection_says_so(monkeypatch) -> None:
     """diffusers then says that the model has no config.json."""
     import diffusers
 

@@ -9,7 +9,7 @@ import imageio_ffmpeg
 import pytest
 import torch
 
-from tests.video.test_cli import SMALL
+from tests.files import everything
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli import demo as demo_module
@@ -17,12 +17,6 @@ from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store
-
-QUICK = [*SMALL, "--steps", "1", "--device", "cpu"]
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture
@@ -128,15 +122,18 @@ def test_no_ffmpeg_is_told_before_a_model_is_loaded(
 def test_an_output_that_cannot_be_written_is_told_before_a_model_is_loaded(
     command: str, name: str, tmp_path: Path, nothing_loads: None, capsys: Any
 ) -> None:
+    """Below a file, of a name that is too long, and in /proc, which takes no files of root's."""
     (tmp_path / "file").write_text("mine")
     prompt = [] if command == "demo" else ["--prompt", "a"]
-    assert main([command, *prompt, "--out", str(tmp_path / "file" / name)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert everything(tmp_path) == {"file": b"mine"}
-
-
-def test_a_trial_of_the_output_leaves_no_folder_behind(tmp_path: Path) -> None:
-    for command in ("generate", "compare"):
-        given = ["--model", "/no/such", "--prompt", "a", "--out", str(tmp_path / "new" / "out")]
-        assert main([command, *given]) == 2
-    assert not list(tmp_path.iterdir())
+    for out, told in (
+        (tmp_path / "file" / name, "cannot be written"),
+        (tmp_path / f"{'a' * 300}{name}", "File name too long"),
+        (Path("/proc/self/out", name), "/proc/self"),
+    ):
+        assert main([command, *prompt, "--out", str(out)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert told in said and "Traceback" not in said
+        # A trial of an output that can be written leaves no folder behind.
+        given = ["--model", "/no/such", *prompt, "--out", str(tmp_path / "new" / name)]
+        assert main([command, *given]) == 2 and "no such folder" in capsys.readouterr().err
+    assert everything(tmp_path) == {"file": b"mine"} and len(list(tmp_path.iterdir())) == 1

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +12,13 @@ import torch.distributed as dist
 
 from tests import processes
 from tests.ranks import on_ranks
-from tests.video.test_cli import QUICK
+from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import generation
 from turbo_rcm_patch.video.many import Processes, Ranks, ranks_here
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = ("a red circle", "a blue square", "a green ring")
 
 
@@ -71,9 +67,7 @@ def test_the_environment_of_torchrun() -> None:
     ("given", "device"),
     [(None, "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")],
 )
-def test_each_process_has_the_gpu_of_its_number(
-    given: str | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_has_the_gpu_of_its_number(given, device, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Ranks(3, 4, 1).device(given) == device
@@ -82,9 +76,7 @@ def test_each_process_has_the_gpu_of_its_number(
         Ranks(3, 4, 2).device("cuda")
 
 
-def test_an_address_that_is_missing_is_told(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_that_is_missing_is_told(command: list[str], monkeypatch, capsys) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -152,94 +144,62 @@ def test_the_first_process_tells_the_others() -> None:
     on_ranks(2, exchanging)
 
 
-def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:
-    """Under torchrun, which ends all processes when one leaves with an error: the one whose
-    prompt fails waits for the other."""
-    (tmp_path / "prompts.txt").write_text(
-        f"{PROMPTS[0]}\n{PROMPTS[1]}\n{PROMPTS[2]}", encoding="utf-8"
-    )
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from turbo_rcm_patch.__main__ import main\n"
-        "from turbo_rcm_patch.video import generation\n"
-        "real = generation.generate\n"
-        "def generate(pipe, prompt, **options):\n"
-        f"    if prompt == {PROMPTS[0]!r}:\n"
-        "        raise ValueError('no such colour')\n"
-        f"    if prompt == {PROMPTS[1]!r}:\n"
-        "        until = time.monotonic() + 60\n"
-        f"        while not list(Path({str(tmp_path)!r}).glob('out/a-green*.mp4')):\n"
-        "            assert time.monotonic() < until\n"
-        "            time.sleep(0.02)\n"
-        "        time.sleep(2)\n"
-        "    return real(pipe, prompt, **options)\n"
-        "generation.generate = generate\n"
-        "sys.exit(main(sys.argv[1:]))\n",
-        encoding="utf-8",
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script), *command],
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode != 0 and "1 of 2 prompts failed" in done.stderr, done.stderr
-    videos = sorted(path.name for path in (tmp_path / "out").glob("*.mp4"))
-    assert len(videos) == 2, (videos, done.stderr)
-    assert videos[0].startswith("a-blue") and videos[1].startswith("a-green")
-
-
 #: `main` in one of several processes. Faults: by what the environment says.
 SCRIPT = """
-import os, sys
+import os, sys, time
+from pathlib import Path
+from tests.video.conftest import undrawn
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.video import comparison
-real = comparison.sample_latents
-def sample_latents(*given, **options):
-    if str(options["seed"]) == os.environ.get("BAD_SEED"):
-        raise ValueError("no such colour")
+from turbo_rcm_patch.video import comparison, generation
+def note(what):
     with open(os.environ["MADE"], "a") as file:
-        file.write(f"{os.environ['RANK']} {options['seed']}\\n")
-    return real(*given, **options)
-comparison.sample_latents = sample_latents
-sys.exit(main(sys.argv[1:]))
+        file.write(f"{os.environ['RANK']} {what}\\n")
+def faulty(module, name):
+    real = getattr(module, name)
+    def call(*given, **options):
+        seed = str(options["seed"])
+        if seed == os.environ.get("BAD_SEED"):
+            raise ValueError("no such colour")
+        if seed == os.environ.get("LATE_SEED"):
+            until = time.monotonic() + 60
+            while not list(Path(os.environ["MADE"]).parent.glob("out/a-green*.mp4")):
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            time.sleep(1)
+        note(seed)
+        return real(*given, **options)
+    setattr(module, name, call)
+faulty(comparison, "sample_latents")
+faulty(generation, "generate")
+with undrawn():
+    code = main(sys.argv[1:])
+if "LATE_SEED" in os.environ:
+    note("ends")
+sys.exit(code)
 """
 
 
 def side_by_side(folder: Path, arguments: list[str], **environment: str) -> list[processes.Done]:
-    """Run a command in two processes that find each other, without a launcher that ends one when
-    the other fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | environment | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "MADE": str(folder / "made.txt"),
-    }  # fmt: skip
-    with ExitStack() as started:
-        both = [
-            started.enter_context(
-                processes.start(
-                    SCRIPT, *arguments, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                )
-            )
-            for rank in range(2)
-        ]
-        return [one.wait() for one in both]
+    given = environment | {"MADE": str(folder / "made.txt")}
+    return processes.together(SCRIPT, *arguments, env=given, cwd=ROOT)
 
 
 def made(folder: Path) -> list[str]:
     path = folder / "made.txt"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     path.unlink(missing_ok=True)
-    return sorted(lines)
+    return lines
+
+
+def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:
+    """The one whose prompt fails waits for the other, which a launcher would end."""
+    failed, other = side_by_side(tmp_path, command, BAD_SEED="0", LATE_SEED="1")
+    assert failed.code == 2 and "1 of 2 prompts failed" in failed.err, failed
+    assert other.code == 0, other
+    lines = made(tmp_path)
+    assert lines[:2] == ["0 2", "1 1"] and sorted(lines[2:]) == ["0 ends", "1 ends"]
+    videos = sorted((tmp_path / "out").glob("*.mp4"))
+    assert [one.name.split("-")[1] for one in videos] == ["blue", "green"]
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -251,9 +211,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_two_processes_make_one_report(
-    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_make_one_report(micro_folder: Path, tmp_path, capsys) -> None:
     """The numbers of one process; a process that fails ends both; what was made is kept."""
     given = ["compare", "--model", str(micro_folder), *QUICK]
     given += ["--prompts", str(listing(tmp_path)), "--out"]
@@ -273,7 +231,7 @@ def test_two_processes_make_one_report(
     assert [one.code for one in done] == [code, code], done
     assert "verdict:" in done[0].out and "verdict:" not in done[1].out
     assert numbers(out) == numbers(alone)
-    shares = made(tmp_path)
+    shares = sorted(made(tmp_path))
     # Twice one to warm up and one to keep; the control was tried with the first prompt.
     assert [line for line in shares if line[0] == "1"] == ["1 1"] * 4 + ["1 2"]
     assert shares.count("0 2") == 2 and shares.count("0 1") == 1

@@ -22,13 +22,7 @@ from PIL import Image
 
 from tests.measures import relative_l2
 from tests.processes import run_fresh
-from tests.video.micro import (
-    SMALL,
-    micro_image_pipe,
-    micro_pipe,
-    micro_token_time_pipe,
-    save,
-)
+from tests.video.micro import SMALL, micro_image_pipe, micro_pipe, micro_token_time_pipe, save
 from turbo_rcm_patch import RCMScheduler, patch_model, unpatch_model
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.rcm_times import noise_stream
@@ -110,9 +104,7 @@ def times_by_hand(steps: int, sigma_max: float) -> list[float]:
     [(3, "sde", 200.0), (4, "ode", 80.0)],
     ids=["3-sde", "4-ode"],
 )
-def test_a_pipeline_runs_the_published_loop(
-    name: str, steps: int, sampler: str, sigma_max: float
-) -> None:
+def test_a_pipeline_runs_the_published_loop(name, steps, sampler, sigma_max) -> None:
     pipe = pipe_of(name)
     scheduler = rcm(pipe, sampler=sampler, sigma_max=sigma_max, noise_seed=3)
     noise = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

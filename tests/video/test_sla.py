@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.measures import relative_l2
 from tests.patching.models import with_sla
-from tests.video.micro import SMALL, micro_pipe, save
+from tests.video.micro import QUICK, SMALL, micro_pipe, options, save
 from turbo_rcm_patch import PatchConfig, patched, unload_extra
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
@@ -92,9 +92,7 @@ def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
     assert found.verdict == "changed"
 
 
-def test_a_finished_comparison_does_not_serve_another_proj_l(
-    sla_folder: Path, tmp_path: Path
-) -> None:
+def test_a_finished_comparison_does_not_serve_another_proj_l(sla_folder: Path, tmp_path) -> None:
     pipe, settings = load_pipeline(sla_folder, device="cpu"), SETTINGS
     first = identify(pipe, settings, PatchConfig())
     unload_extra(pipe.transformer)
@@ -117,9 +115,8 @@ def test_the_commands_see_it(sla_folder: Path, tmp_path: Path, capsys) -> None:
     """`pairs` loads no weights."""
     assert main(["pairs", "--model", str(sla_folder)]) == 0
     assert "attn1.proj_l" in capsys.readouterr().out
-    quick = ["--height", "32", "--width", "32", "--num-frames", "5", "--steps", "2"]
-    quick += ["--max-sequence-length", "16", "--device", "cpu", "--prompt", PROMPT]
-    model = ["generate", "--model", str(sla_folder), *quick, "--out", str(tmp_path / "a.mp4")]
+    given = options(model=sla_folder, prompt=PROMPT, out=tmp_path / "a.mp4")
+    model = ["generate", *QUICK, *given]
     assert main([*model, "--sla-topk", "0.3"]) == 0
     assert "attn1.proj_l" in capsys.readouterr().out
     assert main([*model, "--no-patch"]) == 0

@@ -79,9 +79,7 @@ def folder(micro_folder: Path, tmp_path: Path) -> Path:
     ["model_index.json", "vae/config.json", "tokenizer/more.json", "tokenizer/deeper/spiece.model",
      "transformer/diffusion_pytorch_model.safetensors", "turbo_rcm.json"],
 )  # fmt: skip
-def test_only_regular_files_of_a_folder_are_opened(
-    name: str, kind: Callable[[Path], Path], folder: Path
-) -> None:
+def test_only_regular_files_of_a_folder_are_opened(name, kind, folder) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     kind(folder / name)
     with at_once():
@@ -140,9 +138,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lora(tmp_path_factory.mktemp("lora") / "deep.safetensors", deeper)
 
 
-def test_a_lora_that_fits_some_layers_says_how_many(
-    lora: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lora_that_fits_some_layers_says_how_many(lora: Path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         add_loras(micro_pipe(), [str(lora)])
     layers = TRANSFORMER["num_layers"]
@@ -152,9 +148,7 @@ def test_a_lora_that_fits_some_layers_says_how_many(
     assert f"transformer.blocks.{layers - 1}." not in caplog.text
 
 
-def test_a_lora_that_fits_all_layers_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lora_that_fits_all_layers_says_nothing(tmp_path, caplog) -> None:
     path = write_lora(tmp_path / "a.safetensors", micro_pipe().transformer)
     with caplog.at_level(logging.WARNING):
         add_loras(micro_pipe(), [str(path)])

@@ -195,9 +195,7 @@ def test_text_to_video(steps: int, samples: int, scripts, text_pth, text_base) -
 
 @pytest.mark.parametrize("ode", [False, True], ids=["sde", "ode"])
 @pytest.mark.parametrize("boundary", [0.9, 0.933])
-def test_image_to_video(
-    ode: bool, boundary: float, scripts, expert_pths, image_base, picture
-) -> None:
+def test_image_to_video(ode, boundary, scripts, expert_pths, image_base, picture) -> None:
     arguments = ["--image_path", str(picture), "--num_frames", "5", "--num_samples", "2"]
     arguments += ["--boundary", str(boundary), *(["--ode"] if ode else [])]
     for name, path in zip(("high", "low"), expert_pths, strict=True):

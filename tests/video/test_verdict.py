@@ -90,9 +90,7 @@ def test_the_numbers(given: dict[str, Any], word: str) -> None:
         pytest.param(5.8, "one", "changed", id="a-frame-beyond-15-dB"),
     ],
 )
-def test_a_known_multiple_of_the_controls_error_crosses_each_border(
-    times: float, frames: str, word: str
-) -> None:
+def test_a_known_multiple_of_the_controls_error_crosses_each_border(times, frames, word) -> None:
     """A negative control of each border, from pixels on: a video that is so many times as far away
     as the control, in all of its frames or in one."""
     generator = torch.Generator().manual_seed(0)

@@ -9,22 +9,11 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from tests.video.test_lost_data import everything
+from tests.files import everything, stub_ffmpeg
 from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
 from turbo_rcm_patch.video.video import read_frames, write_mp4
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
-
-
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """An ffmpeg that does what `script` says; $FFMPEG is the real one, $OUT the file."""
-    path = tmp_path / "bin" / "ffmpeg"
-    path.parent.mkdir()
-    real = imageio_ffmpeg.get_ffmpeg_exe()
-    out = 'for last; do :; done; OUT="${last#file:}"'
-    path.write_text(f"#!/bin/sh\nFFMPEG={real}\n{out}\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(path))
 
 
 @pytest.mark.parametrize("name", ["a.webm", "a.txt", "turbo-v2.1"])
@@ -71,7 +60,7 @@ def test_a_good_video_is_not_replaced_by_a_broken_one(
     path = tmp_path / "out" / "v.mp4"
     write_mp4(FRAMES, path, fps=16)
     good = path.read_bytes()
-    stub(tmp_path, monkeypatch, script)
+    stub_ffmpeg(tmp_path, monkeypatch, script)
     with pytest.raises(OutputError, match=words) as caught:
         write_mp4(FRAMES, path, fps=16)
     assert str(path) in str(caught.value)
