@@ -250,8 +250,8 @@ class Stage:
 class Recorded:
     """A loss whose forward and backward are one CUDA graph for each shape of its inputs.
 
-    Eagerly a small convolutional network waits for its launches: 0.6 s a step of the world's
-    autoencoder on an H200, whose kernels take 0.15. On a CPU the loss is called as it is.
+    Eagerly a small convolutional network waits for its launches: a step of the world's autoencoder
+    takes 0.3 to 0.5 s on an H200, and recorded 0.09. On a CPU the loss is called as it is.
 
     Args:
         loss: Scalar loss of tensors. Its weights are updated in place and never replaced.
@@ -273,8 +273,14 @@ class Recorded:
         for kept, given in zip(held, inputs, strict=True):
             kept.copy_(given)
         graph.replay()
+        return self._hand_out(loss, self._parameters, gradients)
+
+    @staticmethod
+    def _hand_out(loss: Tensor, parameters: list[Tensor], gradients: tuple[Any, ...]) -> Tensor:
+        # No edge to the parameters: one would keep their accumulators, which belong to the stream
+        # of this call, and the next recording would fail at them.
         out: Tensor = _Computed.apply(  # type: ignore[no-untyped-call]
-            loss, gradients, *self._parameters
+            loss.clone().requires_grad_(), parameters, gradients
         )
         return out
 
@@ -296,16 +302,20 @@ class Recorded:
 
 
 class _Computed(torch.autograd.Function):
-    """A loss [] with gradients that are known."""
+    """A loss [] whose gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *_: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, parameters: list[Tensor], gradients: Any) -> Tensor:
+        ctx.known = parameters, gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.gradients
+        for parameter, gradient in zip(*ctx.known, strict=True):
+            if gradient is not None:
+                had = parameter.grad
+                parameter.grad = gradient.clone() if had is None else had + gradient
+        return grad, None, None
 
 
 def draw_curves(out: Path) -> None:

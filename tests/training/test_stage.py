@@ -135,3 +135,12 @@ def test_a_recorded_loss_hands_out_the_gradients_of_the_eager_one(device: str) -
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(loss, loss_of(x, target))
             optimizer.step()
+
+
+def test_known_gradients_are_handed_out_and_added() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for times in (1.0, 2.0):
+        known = Recorded._hand_out(torch.tensor(5.0), [weight], (torch.tensor([3.0, 4.0]),))
+        assert known.item() == 5.0
+        known.backward()
+        torch.testing.assert_close(weight.grad, times * torch.tensor([3.0, 4.0]))
