@@ -48,7 +48,6 @@ from turbo_rcm_patch import PatchConfig, PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching.vae import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +59,13 @@ class _Way:
             inside, or "" for one GPU.
         config: How it is patched; None for unpatched.
         backend: An attention backend of diffusers. Rings need one that returns the logsumexp.
-        decoded_together: All ranks decode a video's rows.
+        alone: Each rank decodes the whole video.
     """
 
     split: str = ""
     config: PatchConfig | None = None
     backend: str = ""
-    decoded_together: bool = False
+    alone: bool = False
 
 
 _PATCHED: Final = PatchConfig(guard=False)
@@ -89,7 +88,7 @@ _WAYS: Final = {
     "CFG patched": _Way("cfg", _PATCHED),
     "CFG patched int8 Linears": _Way("cfg", _INT8),
     "CFG patched guard on": _Way("cfg", PatchConfig()),
-    "CFG patched decoded together": _Way("cfg", _PATCHED, decoded_together=True),
+    "CFG patched decoded alone": _Way("cfg", _PATCHED, alone=True),
 }
 #: Case -> network and tokens of a forward, or a video.
 _CASES: Final[dict[str, tuple[str, str] | Case]] = {
@@ -112,6 +111,7 @@ _ABOUT: Final = {
     "video_seconds": "denoising, decoding and frames; VAE in bf16, patched where the network is",
     "of_one": "median over that of one GPU with the same patch, or without one",
     "video_of_one": "the same of video_seconds",
+    "video": "all ranks decode its rows together, unless a method decodes alone",
     "same_on_all_ranks": "every rank got the same bits",
     "same_as_one": "they are the bits of one GPU with the same patch, or without one",
     "error": "relative L2 to the unpatched forward, or the unpatched video's frames, on one GPU",
@@ -252,14 +252,13 @@ def _entered(way: _Way, pipe: Any, device: torch.device) -> Iterator[PatchReport
         report = stack.enter_context(patched(pipe, way.config)) if way.config else None
         if device.type == "cpu":  # diffusers counts accelerators, of which it has none.
             stack.enter_context(mock.patch.object(torch.accelerator, "device_count", lambda: 1))
-        if way.decoded_together:
-            share(pipe.vae, dist.group.WORLD)
         if way.split == "ring":
             config = ContextParallelConfig(ring_degree=world)
             pipe.transformer.enable_parallelism(config=config)
         elif way.split:
             groups = 2 if way.split == "cfg" else 1
-            stack.enter_context(on_ranks(pipe, cfg=groups, ulysses=world // groups))
+            shared = on_ranks(pipe, cfg=groups, ulysses=world // groups, vae=not way.alone)
+            stack.enter_context(shared)
         yield report
 
 

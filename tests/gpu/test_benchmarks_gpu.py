@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 MAY_BE_MISSING = ("sage", "FlashAttention", "cuDNN")
 #: Parts of benchmarks whose other parts run the same code again. A pipeline is two processes
 #: a method.
-ONLY = {"length": "780", "pipeline": "1.3b-4-steps,unpatched,patched"}
+ONLY = {"length": "780", "pipeline": "1.3b-4-steps,patched"}
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "parallel"])
