@@ -305,6 +305,24 @@ class World(Wan):
     most_bytes = 20 * 2**20
     int8 = True
 
+    def build_vae(self, recipe: Recipe) -> Any:
+        """Return one whose convolutions keep the size of what they see, and begin without biases.
+
+        As torch draws them each level loses part of the picture and adds a constant. Through four
+        levels hardly more than the constants is left, and the decoder learns to do without.
+        """
+        vae = super().build_vae(recipe)
+        posterior = vae.quant_conv.bias.detach().clone()
+        for module in vae.modules():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            channels = recipe.latent_channels
+            vae.quant_conv.bias[channels:] = posterior[channels:]
+        return vae
+
 
 class CogVideoX(Family):
     """The tiny CogVideoX: 1,280 video tokens and 24 of text through every attention."""
