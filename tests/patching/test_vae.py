@@ -22,6 +22,7 @@ from tests.patching.test_threads import together
 from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL, conv_in_float64
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import AlreadyPatchedError, UnknownArchitectureError
+from turbo_rcm_patch.ops.conv3d.api import conv3d
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
@@ -150,13 +151,21 @@ def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None
     assert 0 < error(result.double(), truth) <= error(unpatched.double(), truth)
 
 
-def test_bf16_products_of_a_vae_in_fp32_come_close_to_a_vae_in_bf16() -> None:
+def test_bf16_products_of_a_vae_in_fp32_come_close_to_a_vae_in_bf16(monkeypatch) -> None:
     exact, model, z = WAN.model(torch.float64), WAN.model(), WAN.latent()
     truth = decode(exact, z.double())
     half = error(decode(WAN.model(torch.bfloat16), z.bfloat16()).double(), truth)
     report = patch_model(model, conv="bf16")
+    streams = set()
+
+    def seen(*args: Any, residual: Any = None, **named: Any) -> Any:
+        made = conv3d(*args, residual=residual, **named)
+        streams.update(() if residual is None else (residual.dtype, made.dtype))
+        return made
+
+    monkeypatch.setattr(patching_vae, "conv3d", seen)
     result = decode(model, z)
-    assert result.dtype == torch.float32
+    assert {result.dtype} == streams == {torch.float32}
     assert 1e-4 < error(result.double(), truth) < 0.9 * half
     assert "convolutions of a VAE in bf16" in str(report)
 
