@@ -312,15 +312,12 @@ class World(Wan):
         levels hardly more than the constants is left, and the decoder learns to do without.
         """
         vae = super().build_vae(recipe)
-        posterior = vae.quant_conv.bias.detach().clone()
         for module in vae.modules():
             if isinstance(module, (nn.Conv2d, nn.Conv3d)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-                if module.bias is not None:
+                # The last one has the young posterior's variance in its bias.
+                if module.bias is not None and module is not vae.quant_conv:
                     nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            channels = recipe.latent_channels
-            vae.quant_conv.bias[channels:] = posterior[channels:]
         return vae
 
 
