@@ -49,7 +49,6 @@ from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
 
-_CROP_PHASE: Final = 0.65  # share of the steps on crops of half the side
 _KL: Final = 3e-4
 _EDGE: Final = 0.5
 _DECODER_EDGE: Final = 1.0
@@ -210,7 +209,7 @@ def encode(vae: Any, videos: Tensor) -> Tensor:
 
 
 def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
-    """Parts of clips of any bucket: half the sides of the first one, and as many frames.
+    """Parts of clips of any bucket: half the sides of the first one, and the recipe's frames.
 
     A clip of a large bucket gives several.
     """
@@ -218,7 +217,7 @@ def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
     bucket = bucket_of(recipe, stage.step)
     sizes = [one.frames * one.height * one.width for one in (first, bucket)]
     videos = source.videos(bucket, max(1, count * sizes[0] // sizes[1]), stage.scenes)
-    sides = first.frames, first.height // 2 // grid * grid, first.width // 2 // grid * grid
+    sides = recipe.crop_frames, first.height // 2 // grid * grid, first.width // 2 // grid * grid
     parts = []
     for i in range(count):
         part = videos[i % len(videos)]
@@ -247,7 +246,7 @@ def _train_vae(run: Run, family: Family, recipe: Recipe, source: Source) -> Any:
     """Train an autoencoder, and set the statistics of its latents.
 
     A small KL keeps latents bounded. Sampling the posterior makes the decoder tolerant of a
-    transformer's small errors. A step of crops has four times as many, of a quarter of the pixels.
+    transformer's small errors. A step of crops has four times as many, of a quarter of the area.
     """
     torch.manual_seed(run.seed)
     vae = family.build_vae(recipe).to(run.device)
@@ -268,7 +267,7 @@ def _train_vae(run: Run, family: Family, recipe: Recipe, source: Source) -> Any:
     recorded = Recorded(distance, stage.parameters)
 
     def loss() -> Tensor:
-        if stage.progress < _CROP_PHASE:
+        if stage.progress < recipe.crop_phase:
             target = _crops(recipe, source, stage, 4 * budget.batch) * 2 - 1
         else:
             target = source.videos(first, budget.batch, stage.scenes) * 2 - 1
