@@ -67,9 +67,7 @@ class Recipe:
         fill: Batches of the teacher before the student's first step.
         refresh: Steps of the student for each new batch of the teacher.
         vae_channels: Of the autoencoder's levels; each but the last halves the picture.
-        crop_phase: Share of the autoencoder's steps that see crops of half the sides.
-        crop_frames: Of a crop. A decoder has a way for the first frame of latents, one for the
-            second, and one for all that follow: 9 frames take each of them.
+        crop_phase: Share of the autoencoder's steps that see crops.
     """
 
     stages: Mapping[str, Budget]
@@ -79,7 +77,6 @@ class Recipe:
     refresh: int = 6
     guidance: float = 1.5
     crop_phase: float = 0.65
-    crop_frames: int = 17
     latent_channels: int = 8
     vae_channels: tuple[int, ...] = (16, 32, 64)
     heads: int = 4
@@ -304,8 +301,8 @@ class World(Wan):
             Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
         ),
         settings={"fps": 16, "steps": 4, "sigma_max": 80, "guidance_scale": 1.0}, fill=48,
-        crop_phase=0.85, crop_frames=9, latent_channels=16, vae_channels=(16, 32, 64, 64), heads=3,
-        head_dim=128, ffn_dim=768,
+        crop_phase=0.85, latent_channels=16, vae_channels=(16, 32, 64, 64), heads=3, head_dim=128,
+        ffn_dim=768,
     )  # fmt: skip
     source = WorldSource
     most_bytes = 20 * 2**20
@@ -439,7 +436,7 @@ def small(recipe: Recipe, steps: int = 4) -> Recipe:
             replace(one, frames=9, height=32, width=32 * (1 + i), clips=2, shards=4)
             for i, one in enumerate(recipe.buckets)
         ),
-        fill=3, crop_phase=0.5, crop_frames=5,
+        fill=3, crop_phase=0.5,
         vae_channels=(8, 8, 8 if joint else 16, 16)[: len(recipe.vae_channels)], heads=1, layers=1,
         ffn_dim=64, time_dim=16,
         # That of CogVideoX starts from the tiny Wan's.

@@ -209,15 +209,18 @@ def encode(vae: Any, videos: Tensor) -> Tensor:
 
 
 def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
-    """Parts of clips of any bucket: half the sides of the first one, and the recipe's frames.
+    """Parts of clips of one bucket, of all its frames and of as many pixels for each bucket.
 
-    A clip of a large bucket gives several.
+    A crop of the first one has half its sides. All frames, because a latent sees some twenty
+    before it: those that came later than any in training grow. A large clip gives several crops.
     """
     first, grid = recipe.buckets[0], 2 ** (len(recipe.vae_channels) - 1)
     bucket = bucket_of(recipe, stage.step)
     sizes = [one.frames * one.height * one.width for one in (first, bucket)]
     videos = source.videos(bucket, max(1, count * sizes[0] // sizes[1]), stage.scenes)
-    sides = recipe.crop_frames, first.height // 2 // grid * grid, first.width // 2 // grid * grid
+    shrink = math.sqrt(first.frames / bucket.frames) / 2 / grid
+    height, width = (int(side * shrink) * grid for side in (first.height, first.width))
+    sides = bucket.frames, height, width
     parts = []
     for i in range(count):
         part = videos[i % len(videos)]
@@ -246,7 +249,7 @@ def _train_vae(run: Run, family: Family, recipe: Recipe, source: Source) -> Any:
     """Train an autoencoder, and set the statistics of its latents.
 
     A small KL keeps latents bounded. Sampling the posterior makes the decoder tolerant of a
-    transformer's small errors. A step of crops has four times as many, of a quarter of the area.
+    transformer's small errors. A step of crops has four times as many, of a quarter of the pixels.
     """
     torch.manual_seed(run.seed)
     vae = family.build_vae(recipe).to(run.device)
