@@ -128,12 +128,11 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
 
 
 #: "yes": proven by a test on a CPU, where the reference or Triton's interpreter runs in place of
-#: the kernels. "gpu": proven by a test that needs a GPU. "exact", "left" (to the author's code)
-#: and "refused" happen instead, proven on a CPU. "no": nothing is claimed. "-": the class
-#: has no such thing.
-Mark = Literal["yes", "gpu", "exact", "left", "refused", "no", "-"]
+#: the kernels. "gpu": proven by a test that needs a GPU. "left" (to the author's code) and
+#: "refused" happen instead, proven on a CPU. "no": not tested. "-": the class has no such thing.
+Mark = Literal["yes", "gpu", "left", "refused", "no", "-"]
 
-_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "no": "not tested", "-": "–"}
+_SIGNS: Final[dict[Mark, str]] = {"yes": "✓", "gpu": "GPU", "no": "", "-": "–"}
 
 #: Class, without its module -> head of its column.
 CLASSES: Final = {
@@ -150,45 +149,39 @@ CLASSES: Final = {
     "RCMAttention": "RCMAttention",
 }
 
-#: Group -> capability -> a mark for each of `CLASSES`, in their order.
-GROUPS: Final = {
-    "fused": {
-        "self-attention":        "yes yes yes  yes yes yes yes  yes      yes  yes yes",
-        "cross-attention":       "yes yes yes  yes yes yes yes  -        -    yes -",
-        "image branch":          "yes yes yes  yes yes -   -    -        -    yes -",
-        "feed-forward":          "yes yes yes  yes yes yes yes  yes      yes  yes -",
-        "faces":                 "-   -   left -   -   -   -    -        left -   -",
-        "int8 Linears":          "yes yes yes  yes yes yes yes  yes      yes  yes no",
-        "SLA":                   "yes yes yes  yes yes -   -    -        -    yes -",
-        "attention mask":        "-   -   -    -   no  -   left -        -    -   -",
-        "gate per token":        "yes -   -    no  no  yes yes  -        -    -   -",
-        "fused QKV":             "yes no  no   no  no  -   -    yes      no   -   -",
-    },
-    "with": {
-        "LoRA":                  "yes no  no   no  no  yes yes  yes      no   no  no",
-        "training":              "yes no  no   no  no  yes no   yes      no   no  no",
-        "torch.compile":         "yes no  no   no  no  yes yes  yes      no   no  no",
-        "FirstBlockCache":       "yes no  -    -   -   -   -    yes      -    -   -",
-        "PAB, FasterCache":      "yes no  no   no  no  no  no   yes      -    -   -",
-        "offloading, casting":   "yes no  no   no  no  yes yes  yes      no   -   -",
-        "context parallel":      "yes no  no   yes no  -   -    no       no   no  -",
-        "CFG parallel":          "yes yes no   no  no  -   -    yes      no   -   -",
-    },
-    "proof": {
-        "the guard":             "yes yes yes  yes yes yes yes  yes      yes  yes yes",
-        "unpatched, bit-equal":  "yes yes yes  yes yes yes yes  yes      yes  yes yes",
-        "its pipeline":          "yes yes yes  yes yes yes yes  yes      yes  -   -",
-        "rCM sampler":           "yes yes yes  no  no  -   -    refused  -    -   -",
-        "compare":               "yes yes yes  yes yes no  no   yes      yes  -   -",
-        "Triton kernels":        "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  no  gpu",
-        "full size":             "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  gpu -",
-    },
+#: Capability -> a mark for each of `CLASSES`, in their order.
+CAPABILITIES: Final = {
+    "self-attention":        "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+    "cross-attention":       "yes yes yes  yes yes yes yes  -        -    yes -",
+    "image branch":          "yes yes yes  yes yes -   -    -        -    yes -",
+    "feed-forward":          "yes yes yes  yes yes yes yes  yes      yes  yes -",
+    "faces":                 "-   -   left -   -   -   -    -        left -   -",
+    "int8 Linears":          "yes yes yes  yes yes yes yes  yes      yes  yes no",
+    "SLA":                   "yes yes yes  yes yes -   -    -        -    yes -",
+    "attention mask":        "-   -   -    -   no  -   left -        -    -   -",
+    "gate per token":        "yes -   -    no  no  yes yes  -        -    -   -",
+    "fused QKV":             "yes no  no   no  no  -   -    yes      no   -   -",
+    "LoRA":                  "yes no  no   no  no  yes yes  yes      no   no  no",
+    "training":              "yes no  no   no  no  yes no   yes      no   no  no",
+    "torch.compile":         "yes no  no   no  no  yes yes  yes      no   no  no",
+    "FirstBlockCache":       "yes no  -    -   -   -   -    yes      -    -   -",
+    "PAB, FasterCache":      "yes no  no   no  no  no  no   yes      -    -   -",
+    "offloading, casting":   "yes no  no   no  no  yes yes  yes      no   -   -",
+    "context parallel":      "yes no  no   yes no  -   -    no       no   no  -",
+    "CFG parallel":          "yes yes no   no  no  -   -    yes      no   -   -",
+    "the guard":             "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+    "unpatched, bit-equal":  "yes yes yes  yes yes yes yes  yes      yes  yes yes",
+    "its pipeline":          "yes yes yes  yes yes yes yes  yes      yes  -   -",
+    "rCM sampler":           "yes yes yes  no  no  -   -    refused  -    -   -",
+    "compare":               "yes yes yes  yes yes no  no   yes      yes  -   -",
+    "Triton kernels":        "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  no  gpu",
+    "full size":             "gpu gpu gpu  gpu gpu gpu gpu  gpu      gpu  gpu -",
 }  # fmt: skip
 
 _LEGEND: Final = (
-    "✓ is proven by tests on a CPU, GPU by tests that need one; exact, left (to the author's "
-    "code) and refused say what happens instead, proven on a CPU; – is what the class does not "
-    "have. Every sign has its tests: `grep -rn supports tests`."
+    "✓ is proven by tests on a CPU, GPU by tests that need one; left (to the author's code) and "
+    "refused say what happens instead. An empty field was not tested; – is what the class does "
+    "not have. Every sign has its tests: `grep -rn supports tests`."
 )
 
 #: The marks around the generated part of a page.
@@ -203,12 +196,11 @@ def marks() -> dict[tuple[str, str], Mark]:
         ValueError: A line has fewer or more marks than there are classes, or an unknown one.
     """
     found: dict[tuple[str, str], Mark] = {}
-    for capabilities in GROUPS.values():
-        for capability, line in capabilities.items():
-            for name, mark in zip(CLASSES, line.split(), strict=True):
-                if mark not in get_args(Mark):
-                    raise ValueError(f"{capability}: {mark}")
-                found[name, capability] = cast("Mark", mark)
+    for capability, line in CAPABILITIES.items():
+        for name, mark in zip(CLASSES, line.split(), strict=True):
+            if mark not in get_args(Mark):
+                raise ValueError(f"{capability}: {mark}")
+            found[name, capability] = cast("Mark", mark)
     return found
 
 
@@ -249,15 +241,16 @@ def _counts(cls: str, models: Sequence[Published]) -> str:
 
 
 def matrix() -> str:
-    """Return a table of capabilities and classes."""
-    found = marks()
+    """Return a table of capabilities and classes, below it what is proven for all of them."""
+    found, everywhere = marks(), []
     rows: list[tuple[str, ...]] = [("", *CLASSES.values())]
-    for group, capabilities in GROUPS.items():
-        rows.append((f"**{group}**", *[""] * len(CLASSES)))
-        for capability in capabilities:
-            row = [found[name, capability] for name in CLASSES]
+    for capability in CAPABILITIES:
+        row = [found[name, capability] for name in CLASSES]
+        if {*row} == {"yes"}:
+            everywhere.append(capability)
+        else:
             rows.append((capability, *[_SIGNS.get(mark, mark) for mark in row]))
-    return _table(rows)
+    return f"{_table(rows)}\n\n✓ for every class: {'; '.join(everywhere)}."
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -269,7 +262,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def replaced(page: str) -> str:
-    """Return a page with its generated part written anew.
+    """Return a page with its generated part replaced.
 
     Raises:
         ValueError: It has no marks around one.
