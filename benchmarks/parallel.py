@@ -239,7 +239,7 @@ def _time_video(
 
 @contextmanager
 def _entered(way: _Way, pipe: Any, device: torch.device) -> Iterator[PatchReport | None]:
-    """Patch a pipeline and run it on all ranks; of a ring only the patch is taken off again."""
+    """Patch a pipeline and run it on all ranks; of a ring only the patch is undone."""
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import attention_backend
 

@@ -224,7 +224,7 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def free(device: torch.device) -> None:
-    """Give unused memory back before the next measurement needs it."""
+    """Release unused memory for the next measurement."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -164,10 +164,10 @@ def _check_network(name: str, network: Any, ulysses: int) -> None:
     expected, got, remedy = "", "", ""
     if PARALLEL in vars(network) or getattr(network, "_parallel_config", None) is not None:
         expected, got = "no parallelism yet", "a network that is parallel already"
-        remedy = "Undo that first, or load the pipeline anew"
+        remedy = "Undo that first, or load the pipeline again"
     elif innermost(network, "forward") is None:
         expected, got = "its own forward", f"one that other code replaced: {hook_names(network)}"
-        remedy = "Take that off (cache-dit, for instance), because it counts the calls of a step"
+        remedy = "Remove that (cache-dit, for instance), because it counts the calls of a step"
     elif cache := _cache_of(network):
         expected, got, remedy = "no cache", cache, "Call disable_cache() first"
     elif ulysses > 1 and getattr(network, "_cp_plan", None) is None:
@@ -276,7 +276,7 @@ class _Shared:
         return modules + processors
 
     def undo(self) -> None:
-        """Restore the network's forward, and take its parallelism off."""
+        """Restore the network's forward, and disable its parallelism."""
         network = self._network
         for slot in self.entry.located():
             setattr(*slot, self._inner)

@@ -203,9 +203,9 @@ def telling(target: Path, *, full: bool = False) -> Iterator[None]:
             free = shutil.disk_usage(target.parent).free / 2**30
             got += f"; {free:.1f} GiB free in {target.parent}"
         remedy = "Free some space, or choose another disk" if code in _FULL else _ELSEWHERE
-        told = OutputError(f"{target} cannot be written", got=got, remedy=remedy)
-        told.errno = code
-        raise told from error
+        failure = OutputError(f"{target} cannot be written", got=got, remedy=remedy)
+        failure.errno = code
+        raise failure from error
 
 
 def _code_of(error: Exception) -> int | None:

@@ -66,7 +66,7 @@ class _RotaryTables:
 
 @dataclass(eq=False)
 class WanSelfAttention:
-    """Stands in for the forward of one `WanSelfAttention` while its model is patched.
+    """Replaces the forward of one `WanSelfAttention` while its model is patched.
 
     Linears are called, so LoRA, fp8 weights and weights that wait in main memory work as before.
     """
@@ -134,7 +134,7 @@ def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] |
     found = []
     for norm in (attn.norm_q, attn.norm_k):
         weight = getattr(norm, "weight", None)
-        readable = (
+        kernel_can_read = (
             type(norm).__name__ == "RMSNorm"
             and isinstance(weight, Tensor)
             and weight.dtype in FLOATS
@@ -144,7 +144,7 @@ def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] |
             and not (norm._forward_hooks or norm._forward_pre_hooks)
             and norm.eps is not None
         )
-        if not readable:
+        if not kernel_can_read:
             return None
         found.append(weight)
     return tuple(found) if attn.norm_q.eps == attn.norm_k.eps else None

@@ -567,7 +567,7 @@ def test_an_error_of_known_size_is_measured(
     ]
     assert found.added == pytest.approx([one / size for one in added], rel=0.03)
     if by == 0.3:  # an error of all rows
-        assert found.apart == pytest.approx(float(off.square().sum()) / size, rel=0.05)
+        assert found.distance == pytest.approx(float(off.square().sum()) / size, rel=0.05)
 
 
 def test_roundings_of_the_model_are_no_error() -> None:

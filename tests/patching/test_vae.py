@@ -345,7 +345,7 @@ def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(family, "coded", wrong)
     assert torch.equal(decode(model, z), expected)
-    assert report.guard[0].verdict == "given back to its author's code"
+    assert report.guard[0].verdict == "runs its author's code"
     assert "a row of pixels" in report.guard[0].where
     monkeypatch.undo()
     assert torch.equal(decode(model, z), expected)

@@ -201,7 +201,8 @@ def ran(*forms: str, asked: str = "int8 attention", length_asked: bool = True) -
         pytest.param(ran(*["exact"] * 4, "asked"), "not judged", "4 of 5 blocks ran exact "
                      "attention, by the guard's decision: this is not a verdict on int8 "
                      "attention (guard=False judges it)", id="cogvideox"),
-        pytest.param(ran("wide", "wide", asked="exact attention and int8 Linears"), "not judged",
+        pytest.param(ran("exact-16bit", "exact-16bit", asked="exact attention and int8 Linears"),
+                     "not judged",
                      "All 2 blocks ran exact attention and Linears in 16 bits, by the guard's "
                      "decision: this is not a verdict on exact attention and int8 Linears "
                      "(guard=False judges it)", id="linears"),

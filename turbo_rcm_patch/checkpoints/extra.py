@@ -196,7 +196,7 @@ def _check_attention(path: Path, name: str, module: nn.Module | None, weight: Te
 
 
 class _SavesExtra:
-    """Stands in for the `save_pretrained` of a transformer with `proj_l` or int8 weights: writes
+    """Replaces the `save_pretrained` of a transformer with `proj_l` or int8 weights: writes
     the extra file too, so that the saved folder is a converted one.
 
     It holds the transformer, so that a deep copy saves its own.

@@ -136,7 +136,7 @@ def _enter(lock: ExitStack, place: Path, target: Path) -> None:
 
 
 def _settle(place: Path, target: Path) -> None:
-    """Put back a target that was on its way out, and remove the parts of an unfinished one."""
+    """Restore a target whose replacement did not finish, and remove the unfinished parts."""
     old = place / "old"
     if os.path.lexists(old) and not os.path.lexists(target):
         os.rename(old, target)

@@ -74,19 +74,19 @@ class Examination:
         return all(one.state != "missing" for one in self.findings)
 
 
-def examine(tell: Callable[[str], object] = lambda _: None) -> Examination:
+def examine(report: Callable[[str], object] = lambda _: None) -> Examination:
     """Check versions, GPU and kernels. Changes nothing.
 
     Args:
-        tell: Called with each line of the report as soon as it is known.
+        report: Called with each line of the report as soon as it is known.
     """
     found = []
     for one in chain(_packages(), _gpus(), _kernels()):
-        tell(str(one))
+        report(str(one))
         found.append(one)
     examination = Examination(tuple(found))
     bad = "something is missing: see the lines with !!"
-    tell("everything that is needed works" if examination.healthy else bad)
+    report("everything that is needed works" if examination.healthy else bad)
     return examination
 
 

@@ -32,7 +32,7 @@ exit codes:
   {NOT_JUDGED:<4} for compare and demo: not judged, because too little ran as it was asked for;
        for judge: there is no control
   {INTERRUPTED:<4} interrupted with Ctrl-C
-The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has gone.
+The shell gives {TERMINATED} for SIGTERM, and {_PIPE} where the reader of the output has ended.
 """
 
 
@@ -43,7 +43,7 @@ def of_verdict(word: str) -> int:
 
 def run_command(
     run: Callable[[], int],
-    tell: Callable[[TurboRCMError], str] = TurboRCMError.block,
+    describe: Callable[[TurboRCMError], str] = TurboRCMError.block,
     *,
     interrupted: str | Callable[[], str],
 ) -> int:
@@ -53,7 +53,7 @@ def run_command(
 
     Args:
         run: The command.
-        tell: Formats an error of this library.
+        describe: Formats an error of this library.
         interrupted: The text to print on Ctrl-C and on SIGTERM.
 
     Returns:
@@ -66,7 +66,7 @@ def run_command(
             sys.stdout.flush()  # A full disk shows here.
             return code
     except TurboRCMError as error:
-        return _failed(tell(error))
+        return _failed(describe(error))
     except (KeyboardInterrupt, SystemExit) as stop:
         if isinstance(stop, SystemExit) and stop.code != TERMINATED:
             raise  # argparse has printed its help or a mistake
@@ -79,7 +79,7 @@ def run_command(
         _discard_stdout()
         return _failed(f"The system refused: {error}")
     except ModuleNotFoundError as error:
-        return _failed(tell(missing("this command", str(error.name).partition(".")[0])))
+        return _failed(describe(missing("this command", str(error.name).partition(".")[0])))
     except Exception as error:
         # The first is torch's, which may not be imported here; the second of its CPU allocator.
         kinds = ("OutOfMemoryError", "MemoryError")

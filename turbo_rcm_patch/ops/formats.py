@@ -84,7 +84,7 @@ class Int8Tensor(NamedTuple):
     scale: Tensor
 
 
-class _OnItsWay(Int8Tensor):
+class _InFlight(Int8Tensor):
     """An `Int8Tensor` that a Linear multiplies after its int8 forward was removed."""
 
     __slots__ = ()
@@ -93,8 +93,8 @@ class _OnItsWay(Int8Tensor):
     def __torch_function__(
         cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> torch.Tensor:
-        """Compute the product of a Linear whose int8 forward was removed while rows were on their
-        way to it."""
+        """Compute the product of a Linear whose int8 forward was removed while rows were in
+        flight."""
         assert func is F.linear
         (int8, scale), weight, bias = args
         x = int8[..., : weight.shape[1]] * scale.unsqueeze(-1)
@@ -106,7 +106,7 @@ def int8_rows(data: Tensor, scale: Tensor) -> Int8Tensor:
 
     In a graph there is no such thread, and some compilers do not trace a `__torch_function__`.
     """
-    return (Int8Tensor if torch.compiler.is_compiling() else _OnItsWay)(data, scale)
+    return (Int8Tensor if torch.compiler.is_compiling() else _InFlight)(data, scale)
 
 
 def padded_channels(channels: int) -> int:

@@ -46,7 +46,7 @@ class Level(IntEnum):
 LEVEL_WORDS = {
     Level.EXACT: "exact attention",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
-    Level.AUTHOR: "given back to its author's code",
+    Level.AUTHOR: "runs its author's code",
 }
 
 
@@ -178,12 +178,12 @@ class PatchedBlock(Replacement):
 
     def form(self) -> str:
         """Return in which form the last call outside a compiler ran: "asked"; "length", where
-        attention="auto" took exact attention; "exact" or "wide" by the guard; "author"; "" before
-        the first."""
+        attention="auto" took exact attention; "exact" or "exact-16bit" by the guard; "author"; ""
+        before the first."""
         if not isinstance(self.last, tuple):
             return "author" if self.last or self.left else ""
         if self.level:
-            return "exact" if self.level == Level.EXACT else "wide"
+            return "exact" if self.level == Level.EXACT else "exact-16bit"
         auto = (
             self.config.attention == "auto" and not self.other_forwards()
         )  # SLA has no such rule

@@ -66,13 +66,13 @@ class Measure:
         error: The largest error, scaled so that `BUDGET` is the limit for every kind of error.
         where: The branch, the stream and the sample with that error, in words.
         added: The square of what each branch adds, as a share of the square of the block's output.
-        apart: Square of the distance of the two outputs, as the same share.
+        distance: Square of the distance of the two outputs, as the same share.
     """
 
     error: float
     where: str
     added: tuple[float, ...]
-    apart: float
+    distance: float
 
 
 def sample(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -110,14 +110,14 @@ def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.d
     shares = torch.nan_to_num(total / total[-1], nan=inf)
     # The only wait for the device.
     values = torch.cat([table.flatten(), shares]).tolist()
-    found, (apart, *others) = values[: table.numel()], values[table.numel() :]
+    found, (distance, *others) = values[: table.numel()], values[table.numel() :]
     worst = max(range(len(found)), key=found.__getitem__)
     place, sample = divmod(worst, table.shape[3])
     stage, stream, kind = place // (3 * len(sums)), place // 3 % len(sums), place % 3
     where = f"branch {stage + 1}" + (f", stream {stream + 1}" if len(sums) > 1 else "")
     where += ("", ", its worst rows", ", its last rows")[kind]
     where += f", sample {sample}" if table.shape[3] > 1 else ""
-    return Measure(found[worst], where, tuple(others[1::3]), apart)
+    return Measure(found[worst], where, tuple(others[1::3]), distance)
 
 
 def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> tuple[Tensor, Tensor]:
@@ -162,15 +162,15 @@ def _squares(fast: _Stream, author: _Stream) -> Tensor:
         the author's term, and of the author's stream after it.
     """
     norms: list[Tensor] = []
-    before, apart = author[0], None
+    before, off_before = author[0], None
     for x, y in zip(fast[1:], author[1:], strict=True):
         after = y.float()
         # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0). The difference of two close
         # numbers is exact, and the first x0 - y0 is 0.
         now = x - after
-        off = now if apart is None else now - apart
+        off = now if off_before is None else now - off_before
         norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
-        before, apart = y, now
+        before, off_before = y, now
     return torch.stack([vector_norm(now, dim=-1), *norms]).square()
 
 
@@ -217,7 +217,7 @@ def shares(
         author += of_author * found.added[0]
         fast += of_fast * found.added[0]
     if int8:
-        fast += max(0.0, found.apart - author - fast)
+        fast += max(0.0, found.distance - author - fast)
     return Shares(author, fast)
 
 

@@ -243,7 +243,7 @@ class PatchReport:
         return {block.path: form for block in self._blocks() if (form := block.form())}
 
     def forget(self) -> None:
-        """Forget how blocks ran, so that `ran` and `forms` tell of later forwards alone."""
+        """Forget how blocks ran, so that `ran` and `forms` describe only later forwards."""
         for block in self._blocks():
             block.last = None
 

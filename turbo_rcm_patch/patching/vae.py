@@ -337,7 +337,7 @@ class PatchedCoder(PatchedBlock):
     @torch.no_grad()
     def _fits(self, out: Tensor, expected: Tensor, x: Tensor) -> bool:
         """Compare a result with the author's first frames. Return False if it is not to be used;
-        the coder is given back, unless its input is to blame."""
+        the author's code runs from then on, unless the input is to blame."""
         error, where = distance(out[:, :, : expected.shape[2]], expected, self.halves)
         if error <= BUDGET:
             self._add(error, "kept", where)

@@ -445,8 +445,8 @@ class _Run:
         *,
         warm: bool = True,
     ) -> None:
-        """Generate the missing samples, each process its share. The first call is timed apart and
-        thrown away.
+        """Generate the missing samples, each process its share. The first call is timed
+        separately and discarded.
 
         Args:
             variant: The name of the pass.
@@ -468,10 +468,10 @@ class _Run:
             self.embed(i)
         with model as watched:
             report = watched if isinstance(watched, PatchReport) else None
-            began, told = time.perf_counter(), variant != "baseline" or not shared.first
+            began, reported = time.perf_counter(), variant != "baseline" or not shared.first
 
             def estimate(step: int, _: int) -> None:
-                if step == 1 and not told:
+                if step == 1 and not reported:
                     self.progress(self.estimated(time.perf_counter() - began), 0, 0)
 
             first = self._generate(mine[0], estimate).seconds if mine and warm else None

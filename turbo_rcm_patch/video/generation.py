@@ -67,7 +67,7 @@ class Watched(Protocol):
         """Return the form of each block that ran since `forget`, by its name."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget the forms so far."""
 
 
 @dataclass(frozen=True, slots=True)

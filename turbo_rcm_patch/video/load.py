@@ -350,7 +350,7 @@ def _offload_by_groups(pipe: Any, device: torch.device) -> None:
 
 
 def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline:
-    """Build transformers without weights from their config.json, in no time whatever their size.
+    """Build transformers without weights from their config.json, which is fast for any size.
 
     Args:
         model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.

@@ -102,7 +102,7 @@ class Processes:
 
     @contextmanager
     def joined(self, device: str | None = None, *, together: bool = False) -> Iterator[None]:
-        """Let the processes exchange things inside the block, and with `together` tensors on GPUs.
+        """Connect the processes inside the block, with `together` also for tensors on GPUs.
         Leaving it without an error waits for all of them."""
         if self.ranks.world == 1:
             yield
@@ -132,18 +132,18 @@ class Processes:
         """
         if self._all is None:
             return make()
-        told: list[Any] = [None, ""]
+        sent: list[Any] = [None, ""]
         try:
             if self.first:
-                told[0] = make()
+                sent[0] = make()
         except Exception as error:  # Forward any error to the other ranks.
-            told[1] = f"{type(error).__name__}: {error}"
+            sent[1] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._exchange(lambda: dist.broadcast_object_list(told, 0, group=self._all))
-        if told[1]:
-            raise SamplingError("process 0 failed", got=told[1])
-        return told[0]  # type: ignore[no-any-return]
+            self._exchange(lambda: dist.broadcast_object_list(sent, 0, group=self._all))
+        if sent[1]:
+            raise SamplingError("process 0 failed", got=sent[1])
+        return sent[0]  # type: ignore[no-any-return]
 
     def gather(self, value: _T) -> list[_T]:
         """Return on the first process the values of all processes; elsewhere nothing."""

@@ -89,7 +89,7 @@ def read_image(given: ImageLike) -> Image.Image:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """Turn an image the way up that its EXIF data say, in 8 bits a channel."""
+    """Rotate an image as its EXIF data say, and convert it to 8 bits a channel."""
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255.

@@ -43,7 +43,7 @@ FORMS: Final = {
     "length": "exact attention, because there are few tokens",
     "mask": "exact attention, because of a mask",
     "exact": "exact attention, by the guard's decision",
-    "wide": "exact attention and Linears in 16 bits, by the guard's decision",
+    "exact-16bit": "exact attention and Linears in 16 bits, by the guard's decision",
     "author": "its author's code",
 }
 
@@ -173,7 +173,8 @@ class Ran:
             return f"All {len(blocks)} blocks ran {self.asked} in every step"
         if self.share >= ASKED_SHARE and self.forms["asked"]:
             return f"{'; '.join(parts)}; the rest ran {self.asked}"
-        how = " (guard=False judges it)" if self.forms["exact"] or self.forms["wide"] else ""
+        by_guard = self.forms["exact"] + self.forms["exact-16bit"]
+        how = " (guard=False judges it)" if by_guard else ""
         return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
 
 

@@ -278,11 +278,11 @@ def _pictures(stream: IO[bytes], most: int | None = None) -> list[Image.Image]:
         found.append(Image.frombytes("RGB", (width, height), pixels))
 
 
-def _count_frames(video: Path, told: Path) -> int:
+def _count_frames(video: Path, target: Path) -> int:
     """Count the frames of a video by decoding all of it."""
     whole = ["-xerror", "-i", _file(video), "-map", "0:v:0"]
     to_nothing = ["-f", "null", "-nostats", "-progress", "pipe:1", "-"]
-    said, _ = run_ffmpeg([*whole, *to_nothing], f"{told} was not written")
+    said, _ = run_ffmpeg([*whole, *to_nothing], f"{target} was not written")
     counts = [line for line in said.splitlines() if line.startswith("frame=")]
     return int(counts[-1].partition("=")[2]) if counts else 0
 
