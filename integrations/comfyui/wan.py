@@ -68,7 +68,7 @@ class _RotaryTables:
 class WanSelfAttention:
     """Replaces the forward of one `WanSelfAttention` while its model is patched.
 
-    Linears are called, so LoRA, fp8 weights and weights that wait in main memory work as before.
+    Linears are called, so LoRA, fp8 weights and offloaded weights work as before.
     """
 
     module: Any
