@@ -32,7 +32,7 @@ class Ranks:
         return Ranks, ()
 
 
-class Rows:
+class SharedRows:
     """Which rows of a frame this rank has. All tensors are [B, T, H, W, C].
 
     Args:

@@ -47,7 +47,7 @@ from turbo_rcm_patch.patching.plain import (
     runs_only_its_forward,
 )
 from turbo_rcm_patch.patching.report import GuardRecord
-from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks, Rows
+from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks, SharedRows
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Video:
         half = coder.config.conv == "bf16" and x.dtype == torch.float32
         self.dtype, self.stream = torch.bfloat16 if half else x.dtype, x.dtype
         self.device, self.impl, self.ran = x.device, coder.config.impl, coder.ran
-        self.rows = Rows(coder.ranks(), x.shape[3])
+        self.rows = SharedRows(coder.ranks(), x.shape[3])
         self.history: dict[nn.Module, Tensor] = {}
         self.begun: set[nn.Module] = set()
         self._coder = coder
