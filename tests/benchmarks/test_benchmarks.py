@@ -86,6 +86,33 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
         else:
             seconds = record.get("first_seconds") or record["seconds"]
             assert record.get("same_bits", True) and seconds > 0
+        if name == "pipeline":
+            denoising, decoding = record["denoise_seconds"], record["decode_seconds"]
+            assert denoising > 0 and decoding > 0
+            assert denoising + decoding == pytest.approx(record["second_seconds"])
+
+
+@pytest.mark.parametrize(("measured", "forwards"), [(False, [2]), (True, [4, 4])])
+def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
+    measured: bool, forwards: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With guidance a step has two forwards; a toy video has two steps."""
+    found, build = [0], pipeline.build_pipeline
+
+    def counting(*given: Any) -> Any:
+        pipe, video = build(*given)
+
+        def forward(*_: object) -> None:
+            found[-1] += 1
+
+        pipe.transformer.register_forward_hook(forward)
+        pipe.vae.post_quant_conv.register_forward_hook(lambda *_: found.append(0))
+        return pipe, video
+
+    monkeypatch.setattr(pipeline, "build_pipeline", counting)
+    plan = Plan(out=tmp_path, device="cpu", micro=True)
+    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
+    assert found[:-1] == forwards and ("second_seconds" in record) == measured
 
 
 @pytest.mark.usefixtures("forked")
