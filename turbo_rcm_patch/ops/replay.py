@@ -195,6 +195,28 @@ def _holds_tensor(value: Any) -> bool:
     return inside or isinstance(value, torch.Tensor)
 
 
+def _placed(
+    value: Any, locate: Callable[[torch.Tensor], tuple[int, int] | None], values: _Values
+) -> str | None:
+    """Return a value without descriptors as an expression; None if its memory is not known.
+
+    It is no closure: one that calls itself is a cycle, which would hold the tensors of the recorded
+    call until Python collects garbage.
+    """
+    if isinstance(value, tuple) and any(map(_holds_tensor, value)):
+        inner = [_placed(part, locate, values) for part in value]
+        return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
+    if not isinstance(value, torch.Tensor):
+        return values.add(value)
+    at = locate(value)
+    if at is None:
+        return None
+    slot, offset = at
+    if slot < 0:
+        return values.add(offset)
+    return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
+
+
 class _Buffer(NamedTuple):
     """An allocation of a program."""
 
@@ -411,22 +433,6 @@ class Recorder(TorchDispatchMode):
 
         values, launches = _Values(), []
 
-        def place(value: Any) -> str | None:
-            """Return a value without descriptors as an expression; None if its memory is not
-            known."""
-            if isinstance(value, tuple) and any(map(_holds_tensor, value)):
-                inner = [place(part) for part in value]
-                return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
-            if not isinstance(value, torch.Tensor):
-                return values.add(value)
-            at = locate(value)
-            if at is None:
-                return None
-            slot, offset = at
-            if slot < 0:
-                return values.add(offset)
-            return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
-
         for kernel, grid, arguments, compiled in self._launches:
             start, head, metas = _starter_of(compiled)
             wanted = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(values.add, head)]
@@ -434,7 +440,7 @@ class Recorder(TorchDispatchMode):
                 value = arguments[name]
                 base = getattr(value, "base", None)
                 if isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
-                    found = place(value)
+                    found = _placed(value, locate, values)
                     if found is None:
                         return None
                     wanted.append(found)
