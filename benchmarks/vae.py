@@ -41,6 +41,7 @@ _CASES: Final = {
     "wan2.1-decode": _Case("wan2.1", False, (1, 16, 21, 60, 104), 5),
     "wan2.1-encode": _Case("wan2.1", True, (1, 3, 81, 480, 832), 9),
     "wan2.2-decode": _Case("wan2.2-5b", False, (1, 48, 31, 44, 80), 3),
+    "wan2.2-encode": _Case("wan2.2-5b", True, (1, 3, 121, 704, 1280), 5),
     "cogvideox-decode": _Case("cogvideox", False, (1, 16, 13, 60, 90), 5),
     "cogvideox-encode": _Case("cogvideox", True, (1, 3, 49, 480, 720), 9),
 }

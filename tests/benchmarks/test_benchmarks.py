@@ -58,7 +58,8 @@ RUNS = [
     ("length", "780,eager,sage,patched,patched int8 Linears", "780", {"sage"}),
     ("pipeline", "compile sage bf16 VAE,patched", "1.3b-4-steps", {"compile sage bf16 VAE"}),
     ("pipeline", "1.3b-sla-4-steps,unpatched,patched", "1.3b-sla-4-steps", set()),
-    ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
+    ("vae", "wan2.1-decode,bf16,bf16 patched", "wan2.1-decode", set()),
+    ("vae", "wan2.2-encode,bf16,bf16 patched", "wan2.2-encode", set()),
     ("parallel", "1.3b,Ulysses patched,ring patched", "1.3b", set()),
 ]
 

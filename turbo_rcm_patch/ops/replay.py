@@ -200,8 +200,8 @@ def _placed(
 ) -> str | None:
     """Return a value without descriptors as an expression; None if its memory is not known.
 
-    It is no closure: one that calls itself is a cycle, which would hold the tensors of the recorded
-    call until Python collects garbage.
+    It is no closure: one that calls itself is a cycle, which would hold the tensors of the
+    recorded call until Python collects garbage.
     """
     if isinstance(value, tuple) and any(map(_holds_tensor, value)):
         inner = [_placed(part, locate, values) for part in value]

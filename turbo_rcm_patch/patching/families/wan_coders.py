@@ -25,7 +25,6 @@ from turbo_rcm_patch.patching.vae import (
     PatchedCoder,
     Video,
     channels_first,
-    channels_last,
     gathered,
     plain_conv,
 )
@@ -82,11 +81,14 @@ class WanCoder(PatchedCoder):
     known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
-        pieces = [video.rows.whole(one) for one in self.pieces(video, channels_last(x))]
+        pieces = [video.rows.whole(one) for one in self.pieces(video, x.permute(0, 2, 3, 4, 1))]
         return channels_first(torch.cat(pieces, 1)).contiguous()
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        """Yield the result of the frames x [B, T, H, W, C], a few frames at a time."""
+        """Yield the result of the frames x [B, T, H, W, C], a few frames at a time.
+
+        x has the strides of [B, C, T, H, W].
+        """
         raise NotImplementedError
 
     def why_modules(self) -> str:
@@ -214,7 +216,7 @@ class Decoder(WanCoder):
         room = _ROOM * x.shape[0] * x.shape[2] * x.shape[3] * 4 ** len(ups)
         room *= max([self.end()[0].gamma.numel(), *(up.dim for up in ups[-1:])])
 
-        x = video.rows.part(x)
+        x = video.rows.part(x.contiguous())
         x = video.conv(start, video.behind(start, x, silu=False))
         pieces: Iterator[Any] = iter((self.blocks(video, self.middle(), x),))
         del x
@@ -287,7 +289,7 @@ class Encoder(WanCoder):
         video.begun.add(self.block)
         conv = self.start()
         pieces: Iterator[Tensor] = (
-            video.conv(conv, video.behind(conv, one, silu=False))
+            video.conv(conv, video.behind(conv, one.contiguous(), silu=False))
             for one in gathered((one for one in start if one.shape[1]), _ROOM)
         )
         for level in self.levels():
