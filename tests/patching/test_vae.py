@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
@@ -255,6 +256,14 @@ def _other_block(model: Any) -> None:
     model.decoder.up_blocks[0].resnets[1] = _Same()
 
 
+def _compile(model: Any) -> None:
+    model.decoder = torch.compile(model.decoder, backend="eager")
+
+
+def _compile_in_place(model: Any) -> None:
+    model.decoder.compile(backend="eager")
+
+
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "hook": (lambda model: hooked(model.decoder.mid_block), "mid_block has torch hooks"),
     "outer-hook": (lambda model: hooked(model.decoder), "decoder has torch hooks"),
@@ -263,7 +272,6 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no-silu": (_no_silu, "its layers are not the author's"),
     "no-end": (_no_end, "its blocks are not the author's"),
     "other-block": (_other_block, "is a _Same, which is not supported"),
-    "compiled": (lambda model: model.decoder.compile(backend="eager"), "the decoder is compiled"),
 }
 
 
@@ -319,12 +327,31 @@ def test_the_coder_called_by_itself_is_the_authors() -> None:
     assert torch.equal(model.decoder(z), twin.decoder(z))
 
 
-def test_a_compiled_decode_runs() -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("change", [_compile, _compile_in_place])
+def test_a_compiled_decoder_runs_the_fast_path(change: Any, before: bool) -> None:
     model, z = WAN.model(), WAN.latent(2, 2, 3)
     expected = decode(model, z)
-    patch_model(model)
-    compiled = torch.compile(model._decode, backend="eager")
-    assert error(compiled(z).sample, expected) < FUSION
+    if before:
+        change(model)
+    report = patch_model(model)
+    if not before:
+        change(model)
+    assert error(decode(model, z), expected) < FUSION
+    assert report.ran()["decoder"].startswith("channels-last")
+    hooked(model.decoder)
+    assert torch.equal(decode(model, z), expected)
+    assert report.ran()["decoder"].startswith("as their author wrote them")
+
+
+@pytest.mark.parametrize("name", ["decode", "_decode"])
+def test_a_compiled_decode_is_the_authors(name: str) -> None:
+    model, z = WAN.model(), WAN.latent(2, 2, 3)
+    expected = decode(model, z)
+    report = patch_model(model)
+    setattr(model, name, torch.compile(getattr(model, name), backend="eager"))
+    assert torch.equal(decode(model, z), expected)
+    assert "_decode is compiled" in report.ran()["decoder"]
 
 
 # --- the guard -----------------------------------------------------------------------------------
@@ -409,6 +436,15 @@ def test_group_offloading_is_the_authors(kind: str) -> None:
     assert torch.equal(decode(model, z), expected)
 
 
+def test_model_offloading_keeps_the_fast_path() -> None:
+    model, z = WAN.model(), WAN.latent()
+    expected = decode(model, z)
+    report = patch_model(model)
+    accelerate.cpu_offload_with_hook(model, "cpu")
+    assert error(decode(model, z), expected) < FUSION
+    assert report.ran()["decoder"].startswith("channels-last")
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -459,9 +495,9 @@ def enlarged(y: Any, *_: Any, dtype: Any, **__: Any) -> Any:
     return y.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["decode", "encode"])
+@pytest.mark.parametrize(("name", "most"), [("decode", 1.1), ("encode", 1.03)])
 def test_the_peak_of_memory_is_the_unpatched_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the published sizes, on the meta device, where kernels allocate their results alone. The
     limit is 5 % on a card, whose own convolutions need buffers beside: about a tenth more."""
@@ -485,7 +521,7 @@ def test_the_peak_of_memory_is_the_unpatched_ones(
                 live.count(one)
             getattr(model, name)(given[name])
         peaks.append(live.most)
-    assert peaks[1] < 1.1 * peaks[0], peaks
+    assert peaks[1] < most * peaks[0], peaks
 
 
 # --- a pipeline ----------------------------------------------------------------------------------

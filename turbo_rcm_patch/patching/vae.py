@@ -11,8 +11,8 @@ VAE's `_decode` or `_encode`, and decides once for a whole video.
 - Weights are packed for one video and dropped with it. All state belongs to the call.
 - On the first video the author's code decodes two latent frames or encodes five frames. Over the
   budget the author's code runs from that video on.
-- Group offloading, hooks inside, compiled coders, gradients, autocast and mixed dtypes are left to
-  the author's code.
+- A compiled coder runs the fast path too. Group offloading, hooks inside, a compiled `decode` or
+  `encode`, gradients, autocast and mixed dtypes are left to the author's code.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from turbo_rcm_patch.patching.plain import (
     compiling,
     drops,
     hook_names,
+    hooked,
     root_package,
     runs_only_its_forward,
 )
@@ -202,7 +203,7 @@ class PatchedCoder(PatchedBlock):
 
     def __init__(self, vae: Any, path: str, config: PatchConfig) -> None:
         name = f"{path}.{self.part}".strip(".")
-        super().__init__(getattr(vae, self.part), name, config, 1, 0)
+        super().__init__(uncompiled(getattr(vae, self.part)), name, config, 1, 0)
         self.vae, self.compared = vae, dict[Any, int]()
         self.ran: Counter[str] = Counter()
         self.said = ""
@@ -215,6 +216,7 @@ class PatchedCoder(PatchedBlock):
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the coder over a whole video, and log how it ran where that has changed."""
         if compiling():
+            self.last = f"{self.caller} is compiled"
             return self.by_author(self.vae, x, *args, **kwargs)
         out = self._run(x, *args, **kwargs)
         if self.describe_last_run() != self.said:
@@ -286,10 +288,8 @@ class PatchedCoder(PatchedBlock):
 
     def why_modules(self) -> str:
         block, part = self.block, self.part
-        if getattr(self.vae, part) is not block:
+        if uncompiled(getattr(self.vae, part)) is not block:
             return f"the {part} was replaced"
-        if block._compiled_call_impl is not None:
-            return f"the {part} is compiled"
         for name, module in block.named_modules(prefix=part):
             if module is not block and not self.knows(module):
                 return f"{name} is a {type(module).__name__}, which is not supported"
@@ -412,6 +412,12 @@ def share(vae: nn.Module, group: Any) -> bool:
     if group is not None:
         vars(vae)[RANKS] = Ranks(group)
     return any(isinstance(one, PatchedCoder) and one.shared for one in record.blocks)
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module inside of a compiled one that has no hooks of its own."""
+    compiled = type(module).__name__ == "OptimizedModule" and not hooked(module)
+    return module._orig_mod if compiled else module
 
 
 def _tensor(out: Any) -> Tensor:
