@@ -10,7 +10,6 @@ measured once a case, with random weights of its true size.
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -28,9 +27,9 @@ from benchmarks.runner import (
     Record,
     Wrong,
     generator,
+    idle_at,
     is_patched,
     seconds_of,
-    wait,
 )
 from benchmarks.ways import WAYS, Way, as_written, record_report
 from turbo_rcm_patch import patch_model
@@ -135,40 +134,34 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
     pipe, video = build_pipeline(one, plan, vae_dtype, device)
     report = None
     if how.options is not None:
-        reports: list[Any] = []
-        options = how.options
-        record["patch_seconds"] = seconds_of(
-            lambda: reports.append(patch_model(pipe, **options)), device
-        )
-        report = reports[0]
-    frames: list[torch.Tensor] = []
+        begin = idle_at(device)
+        report = patch_model(pipe, **how.options)
+        record["patch_seconds"] = idle_at(device) - begin
     decode, entered = pipe.vae.decode, list[float]()
 
     def entering(*args: Any, **kwargs: Any) -> Any:
-        wait(device)
-        entered.append(time.perf_counter())
+        entered.append(idle_at(device))
         return decode(*args, **kwargs)
 
     with how.way(pipe.transformer, plan.compiler):
-        record["first_seconds"] = seconds_of(lambda: frames.append(video()), device)
+        begin = idle_at(device)
+        frames = video()
+        record["first_seconds"] = idle_at(device) - begin
+        record["finite"] = bool(frames.isfinite().all())
         if measured:
-            frames[0] = frames[0].cpu()  # The peak of the second video is its own.
+            frames = frames.cpu()  # The peak of the second video is its own.
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            begin = time.perf_counter()
+            begin = idle_at(device)
             with mock.patch.object(pipe.vae, "decode", entering):
-                frames.append(video())
-            wait(device)
-            end = time.perf_counter()
-            record |= {
-                "second_seconds": end - begin,
-                "denoise_seconds": entered[0] - begin,
-                "decode_seconds": end - entered[0],
-            }
+                second = video()
+            end = idle_at(device)
             if device.type == "cuda":
                 record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    record["same_bits"] = all(torch.equal(frames[0], other.cpu()) for other in frames[1:])
-    record["finite"] = bool(frames[0].isfinite().all())
+            record["second_seconds"] = end - begin
+            record["denoise_seconds"] = entered[0] - begin
+            record["decode_seconds"] = end - entered[0]
+            record["same_bits"] = torch.equal(frames, second.cpu())
     if report is not None:
         record_report(record, report)
         record["guard"] = str(report.guard)

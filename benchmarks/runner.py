@@ -198,13 +198,17 @@ def time_forwards(
     return summary(whole), summary(cpu)
 
 
+def idle_at(device: torch.device) -> float:
+    """The time in seconds, once the device has nothing left to do."""
+    wait(device)
+    return time.perf_counter()
+
+
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, alone."""
-    wait(device)
-    begin = time.perf_counter()
+    begin = idle_at(device)
     call()
-    wait(device)
-    return time.perf_counter() - begin
+    return idle_at(device) - begin
 
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:

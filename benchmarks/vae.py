@@ -67,9 +67,8 @@ _ABOUT: Final = {
 def _measure(case: str, methods: list[str], journal: Journal) -> None:
     plan, device, one = journal.plan, journal.device, _CASES[case]
     vae = build_vae(one.vae, plan, device).to(torch.bfloat16).float()
-    size = (1, one.size[1], 5, 4, 6) if plan.micro and not one.encodes else one.size
-    if plan.micro and one.encodes:
-        size = (1, 3, 9, 32, 48)
+    micro = (1, 3, 9, 32, 48) if one.encodes else (1, one.size[1], 5, 4, 6)
+    size = micro if plan.micro else one.size
     x = torch.randn(*size, generator=generator(device, plan.seed), device=device)
 
     def call(x: torch.Tensor) -> torch.Tensor:

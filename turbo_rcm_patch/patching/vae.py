@@ -311,14 +311,18 @@ class PatchedCoder(PatchedBlock):
         """Return why a module inside is not one that the fast path knows, or ""."""
         return ""
 
+    def lends(self) -> bool:
+        """Return True if weights may be anywhere, because the coder's modules cast them."""
+        return False
+
     def why_inputs(self, x: Tensor) -> str:
+        lent = self.lends()
         for name, weight in self.block.named_parameters():
             if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
                 return f"{name} is a {type(weight).__name__} in {weight.dtype}"
-            if weight.dtype != x.dtype or weight.device != x.device:
-                return f"the input is {x.dtype} on {x.device}, {name} is {weight.dtype} on " + str(
-                    weight.device
-                )
+            if not lent and (weight.dtype, weight.device) != (x.dtype, x.device):
+                own = f"{weight.dtype} on {weight.device}"
+                return f"the input is {x.dtype} on {x.device}, {name} is {own}"
         return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
 
     # --- the guard -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ path keeps the author's batches.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,8 @@ class _Coder(PatchedCoder):
     """What decoder and encoder share."""
 
     __slots__ = ()
+    #: Name of the VAE's number of frames that the author's loop takes at once.
+    batch_frames: ClassVar[str]
     forwards = _FORWARDS
     known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
@@ -59,12 +61,8 @@ class _Coder(PatchedCoder):
         return self.coded(video, x), video
 
     def first_frames(self, x: Tensor) -> int:
-        frames = self.batch_frames()
+        frames = int(getattr(self.vae, self.batch_frames))
         return min(x.shape[2], frames + x.shape[2] % frames)
-
-    def batch_frames(self) -> int:
-        """Return the number of frames that the author's loop takes at once."""
-        raise NotImplementedError
 
     def why_module(self, module: nn.Module) -> str:
         if isinstance(module, author.CogVideoXCausalConv3d) and module.pad_mode == "replicate":
@@ -129,10 +127,7 @@ class CogVideoXDecoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._decode`."""
 
     __slots__ = ()
-    part, caller = "decoder", "_decode"
-
-    def batch_frames(self) -> int:
-        return int(self.vae.num_latent_frames_batch_size)
+    part, caller, batch_frames = "decoder", "_decode", "num_latent_frames_batch_size"
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
         block, zq = self.block, channels_last(x)
@@ -158,11 +153,8 @@ class CogVideoXEncoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._encode`."""
 
     __slots__ = ()
-    part, caller = "encoder", "_encode"
+    part, caller, batch_frames = "encoder", "_encode", "num_sample_frames_batch_size"
     halves = 2  # mean and logarithm of the variance
-
-    def batch_frames(self) -> int:
-        return int(self.vae.num_sample_frames_batch_size)
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
         block = self.block

@@ -21,7 +21,7 @@ from turbo_rcm_patch.ops.conv3d.api import pack_weight
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder, kind_of
-from turbo_rcm_patch.patching.plain import FLOATS, author_class
+from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 from turbo_rcm_patch.skip import SkipPair
 
@@ -100,13 +100,8 @@ class _Original(WanCoder):
         lent = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
         return lent or super().knows(module)
 
-    def why_inputs(self, x: Tensor) -> str:
-        if _COMFY_OPS not in {base.__module__ for base in type(self.block.conv1).__mro__}:
-            return super().why_inputs(x)
-        for name, weight in self.block.named_parameters():  # wherever they are
-            if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
-                return f"{name} is a {type(weight).__name__} in {weight.dtype}"
-        return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
+    def lends(self) -> bool:
+        return _COMFY_OPS in {base.__module__ for base in type(self.block.conv1).__mro__}
 
     def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
         if not hasattr(conv, "comfy_cast_weights"):
