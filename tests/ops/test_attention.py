@@ -16,11 +16,10 @@ In the interpreter inputs are fp32 and fp16: its bf16 arithmetic and its fp8 cas
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
-
-import math
 
 import pytest
 import torch

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,65 +30,101 @@ _ALIGNED_TO: Final = 256
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Shared(NamedTuple):
+class Shared:
     """The tensors of an attention over N = P*n tokens on P ranks.
 
     Attributes:
         qkv: Of this rank: all tokens of its heads, [B, N, H*D / P] three times.
-        to_qkv: For each of these, of each rank the tokens that this rank computes, [B, n, H*D/P].
         out: Of this rank: its tokens of all heads, [B, n, H*D].
         to_out: Of each rank: its tokens of the heads that this rank computes, [B, n, H*D / P].
-        barrier: Makes the stream wait until all ranks are here. What they wrote is there then.
     """
 
-    qkv: tuple[Tensor, ...]
-    to_qkv: tuple[tuple[Tensor, ...], ...]
-    out: Tensor
-    to_out: tuple[Tensor, ...]
-    barrier: Callable[[], None]
+    def __init__(self, memory: _Memory, x: Tensor) -> None:
+        batch, n, channels = x.shape
+        own, ranks = memory.rank, len(memory.flat)
+        width, part, size = channels // ranks, _part(x), x.numel() * x.element_size()
+
+        def tensors(index: int, *shape: int) -> list[Tensor]:
+            begin = index * part
+            return [flat[begin : begin + size].view(x.dtype).view(shape) for flat in memory.flat]
+
+        qkv = [tensors(index, batch, ranks * n, width) for index in range(3)]
+        out = tensors(3, batch, n, channels)
+        self.qkv = tuple(of_rank[own] for of_rank in qkv)
+        self.out = out[own]
+        self.to_out = tuple(one[..., own * width : (own + 1) * width] for one in out)
+        self._to_qkv = [tuple(x[:, own * n : (own + 1) * n] for x in of_rank) for of_rank in qkv]
+        self._memory = memory
+        self._copied: list[tuple[Tensor, ...]] = []
+
+    def write(self, index: int, kernel: Callable[[tuple[Tensor, ...]], None]) -> None:
+        """Give every rank its heads of the local tokens of q, k or v.
+
+        q and v are written here, and copied while the next product is computed. k would have to be
+        waited for at once, so the kernel writes it there.
+
+        Args:
+            index: 0 for q, 1 for k, 2 for v.
+            kernel: Writes to the tensors [B, n, H*D / P] of the ranks.
+        """
+        to, own = self._to_qkv[index], self._memory.rank
+        if index == 1 or len(to[0]) > 1:  # Rows of several samples are no single copy.
+            return kernel(to)
+        staged = tuple(x if rank == own else torch.empty_like(x) for rank, x in enumerate(to))
+        kernel(staged)
+        with self._memory.beside():
+            for rank in [*range(own + 1, len(to)), *range(own)]:  # not all to the same one
+                to[rank].copy_(staged[rank])
+        self._copied.append(staged)
+        return None
+
+    def barrier(self) -> None:
+        """Make the stream wait until all ranks are here. What they wrote is there then."""
+        if self._copied:
+            self._memory.join()
+            self._copied.clear()
+        self._memory.barrier()
 
 
 class _Memory:
     """The memory of a group: a flat tensor of bytes of each rank."""
 
     def __init__(self, rank: int, flat: list[Tensor], barrier: Callable[[], None]) -> None:
-        self._rank, self._flat, self._barrier = rank, flat, barrier
+        self.rank, self.flat, self.barrier = rank, flat, barrier
         self._made: dict[Any, Shared] = {}
+        device = flat[rank].device
         self._stream: Any = None
+        self._beside: Any = None
+        if device.type == "cuda":
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
-        return self._flat[self._rank].numel() >= nbytes and self._flat[0].device == device
+        own = self.flat[self.rank]
+        return own.numel() >= nbytes and own.device == device
 
     def shared(self, x: Tensor) -> Shared:
         """Return the tensors for local tokens like x [B, n, H*D]."""
-        if x.is_cuda:
+        if self._beside is not None:
             stream = torch.cuda.current_stream(x.device)
             if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)  # There the same memory was used before.
+                stream.wait_stream(self._stream)  # The same memory was used there before.
             self._stream = stream
         key = x.shape, x.dtype
         if key not in self._made:
-            self._made[key] = self._views(x)
+            self._made[key] = Shared(self, x)
         return self._made[key]
 
-    def _views(self, x: Tensor) -> Shared:
-        batch, n, channels = x.shape
-        rank, ranks = self._rank, len(self._flat)
-        width, part, size = channels // ranks, _part(x), x.numel() * x.element_size()
-        every = [
-            [flat[i * part : i * part + size].view(x.dtype) for flat in self._flat]
-            for i in range(4)
-        ]
-        *qkv, out = [
-            [one.view(batch, ranks * n, width) for one in flat] for flat in every[:3]
-        ] + [[one.view(batch, n, channels) for one in every[3]]]
-        return Shared(
-            tuple(one[rank] for one in qkv),
-            tuple(tuple(x[:, rank * n : (rank + 1) * n] for x in one) for one in qkv),
-            out[rank],
-            tuple(x[..., rank * width : (rank + 1) * width] for x in out),
-            self._barrier,
-        )
+    def beside(self) -> AbstractContextManager[Any]:
+        """Return a context whose copies run beside what the stream does next."""
+        if self._beside is None:
+            return nullcontext()
+        self._beside.wait_stream(self._stream)
+        return torch.cuda.stream(self._beside)
+
+    def join(self) -> None:
+        """Make the stream wait for these copies."""
+        if self._beside is not None:
+            self._stream.wait_stream(self._beside)
 
 
 #: The memory of each group; None where it could not be set up.
@@ -187,16 +223,18 @@ def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
 
     handle = rendezvous(own, group)
     size, rank = (own.numel(),), group.rank()
-    every = [own if i == rank else handle.get_buffer(i, size, own.dtype) for i in range(len(group))]
+    every = [
+        own if i == rank else handle.get_buffer(i, size, own.dtype) for i in range(len(group))
+    ]
     return every, handle.barrier
 
 
 def _tried(memory: _Memory) -> _Memory:
     """Return a memory if what every rank writes to it arrives."""
-    ranks, own = len(memory._flat), memory._flat[memory._rank]
-    for one in memory._flat:
-        one[memory._rank] = memory._rank
-    memory._barrier()
+    ranks, own = len(memory.flat), memory.flat[memory.rank]
+    for one in memory.flat:
+        one[memory.rank] = memory.rank
+    memory.barrier()
     if own[:ranks].tolist() != [*range(ranks)]:
         raise RuntimeError("what a rank wrote did not arrive")
     return memory

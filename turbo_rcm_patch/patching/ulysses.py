@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import Norms, Rotary
+from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.plain import capturing, compiling
 
@@ -87,36 +87,37 @@ class Ulysses:
         ranks, self._rank = len(tokens), group.rank()
         self._heads = [(spec.heads + ranks - 1 - rank) // ranks for rank in range(ranks)]
         self._widths = [heads * head_dim for heads in self._heads]
+        self._even = len(set(self._widths)) == len(set(tokens)) == 1
         self._shared: symmetric.Shared | None = None
 
-    def send(self, x: Tensor) -> Coming:
-        """Begin to exchange the local tokens of all heads for all tokens of some heads.
+    def send(
+        self, index: int, x: Tensor, norms: Norms = NO_NORMS, tables: Rotary | None = None
+    ) -> Coming:
+        """Normalise and rotate the local tokens of all heads, and begin to exchange them for all
+        tokens of some heads.
 
         Args:
+            index: 0 for q, 1 for k, 2 for v, which is sent first.
             x: [B, n, H*D].
+            norms: The norms of q and k.
+            tables: The rotary table of the local tokens, or None.
 
         Returns:
             A function that waits for the result [B, N, h*D], with h heads on this rank.
         """
         batch, tokens, _ = x.shape
-        if not compiling() and not capturing(x) and self._even():
+        spec = self._spec
+        weight, bias = ((norms.q, norms.q_bias), (norms.k, norms.k_bias), (None, None))[index]
+        if index == 2 and self._even and not compiling() and not capturing(x):
             self._shared = symmetric.shared(self._group, x)
-        return self._send(2, x)
-
-    def _even(self) -> bool:
-        """Return True if all ranks have the same numbers of heads and tokens."""
-        return len(set(self._widths)) == len(set(self._tokens)) == 1
-
-    def _send(self, index: int, x: Tensor, **normed: Any) -> Coming:
-        """Begin to exchange q, k or v of the local tokens; `normed` is for `norm_rotate`."""
-        batch, tokens, _ = x.shape
-        spec, shared = self._spec, self._shared
+        how: Any = {"weight": weight, "bias": bias, "rotary": tables, "eps": norms.eps}
+        how |= {"heads": spec.heads, "impl": spec.impl}
+        shared = self._shared
         if shared is not None:
-            to = shared.to_qkv[index]
-            attention.norm_rotate_to(to, x, heads=spec.heads, impl=spec.impl, **normed)
+            shared.write(index, lambda to: attention.norm_rotate_to(to, x, **how))
             return lambda: shared.qkv[index]
-        if normed:
-            x = attention.norm_rotate(x, heads=spec.heads, impl=spec.impl, **normed)
+        if weight is not None or tables is not None:
+            x = attention.norm_rotate(x, **how)
         width = self._widths[self._rank]
         sent = [batch * tokens * one for one in self._widths]
         counts = [batch * one * width for one in self._tokens]
@@ -124,33 +125,21 @@ class Ulysses:
         return lambda: _joined(came(), (batch, width), self._tokens, 1)
 
     def to_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Coming,
-        norms: Norms,
-        tables: Rotary | None,
-        *,
-        keep: bool = False,
+        self, q: Coming, k: Coming, v: Coming, *, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-        """Normalise and rotate the local tokens, then exchange them for all tokens of some heads.
+        """Wait for q, k and v.
 
         Args:
-            q: [B, n, H*D].
-            k: [B, n, H*D].
-            v: What `send` returned for v.
-            norms: The norms of q and k.
-            tables: The rotary table of the local tokens, or None.
-            keep: The results are read after the attention, too.
+            q: What `send` returned for q.
+            k: What it returned for k.
+            v: What it returned for v.
+            keep: They are read after the attention, too.
 
         Returns:
             q, k and v, [B, N, h*D] each, and the options of their attention over the h heads of
             this rank. Without any head the tensors are empty.
         """
-        rest: Any = {"rotary": tables, "eps": norms.eps}
-        came_q = self._send(0, q, weight=norms.q, bias=norms.q_bias, **rest)
-        came_k = self._send(1, k, weight=norms.k, bias=norms.k_bias, **rest)
-        came = came_q(), came_k(), v()
+        came = q(), k(), v()
         if self._shared is not None:
             self._shared.barrier()
             if keep:  # The other ranks overwrite them for the next attention.

@@ -154,7 +154,7 @@ def norm_rotate(
     return _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
 
 
-# --- what ranks that share a sequence compute into each other's memory ----------------------------
+# --- what ranks that share a sequence write to each other's memory -------------------------------
 
 
 def norm_rotate_to(

@@ -330,12 +330,12 @@ def hopper_kernel(
     sizes = (n_q, n_rank, n_q_padded, n_kv_padded, heads)
     gl.warp_specialize(
         [
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
             (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
                        n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
         ],

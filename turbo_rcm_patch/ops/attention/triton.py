@@ -39,9 +39,9 @@ def attention_kernel(
     """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense, or the rows of each rank in its own tensor (`launch_kernel`); lse [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which
-    smoothing subtracted from every logit of a row, or None; the rest as in `attend` and
-    `close_skip`.
+    y [B, Nq, H*D] dense, or the rows of each rank in its own tensor (`launch_kernel`); lse
+    [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which smoothing subtracted from every
+    logit of a row, or None; the rest as in `attend` and `close_skip`.
     """
     start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)

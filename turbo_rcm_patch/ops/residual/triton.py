@@ -373,8 +373,8 @@ def norm_rotate_kernel(
     """Apply the norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
 
     Grid: (tokens, batch). x [B, N, H*D] with contiguous channels; y [B, n_tokens, H*D / RANKS]
-    of each rank, of which the N tokens from its pointer on are written; weight [H*D], or [D] per head, for which D is a
-    power of two; bias [D]; cos, sin [N, D].
+    of each rank, of which the N tokens from its pointer on are written; weight [H*D], or [D] per
+    head, for which D is a power of two; bias [D]; cos, sin [N, D].
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)

@@ -159,10 +159,8 @@ class WanBlock(PatchedBlock):
             q, k, v = parts.qkv(attn, h)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         else:
-            q, k, coming = parts.qk_sent(attn, h, ulysses.send)
-            q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-            keep = notes is not None
-            q, k, v, spec = ulysses.to_heads(q, k, coming, norms, tables, keep=keep)
+            sent = parts.qkv_sent(attn, h, ulysses, own)
+            q, k, v, spec = ulysses.to_heads(*sent, keep=notes is not None)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
         made = None
