@@ -111,7 +111,8 @@ class _Memory:
             self._stream = stream
         key = x.shape, x.dtype
         if key not in self._made:
-            self._made[key] = Shared(self, x)
+            with torch.inference_mode(False):  # Later calls may be outside of that mode.
+                self._made[key] = Shared(self, x)
         return self._made[key]
 
     def beside(self) -> AbstractContextManager[Any]:
@@ -144,9 +145,9 @@ def shared(group: Any, x: Tensor) -> Shared | None:
     memory = _memories.get(group)
     if group in _memories and (memory is None or memory.fits(4 * _part(x), x.device)):
         return None if memory is None else memory.shared(x)
-    with torch.inference_mode(False):  # Later calls may be outside of that mode.
+    with torch.inference_mode(False):
         memory = _memories[group] = _set_up(group, 4 * _part(x), x.device)
-        return None if memory is None else memory.shared(x)
+    return None if memory is None else memory.shared(x)
 
 
 def in_use(group: Any) -> bool:
