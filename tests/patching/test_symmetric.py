@@ -148,9 +148,11 @@ def _kept_inputs(rank: int, folder: str) -> None:
         block.attn1.to_out[0].register_forward_hook(lambda module, args, out: kept.append(args[0]))
     with mapped(folder):
         run(model, one.inputs())
+        assert "in symmetric memory" in str(report_of(model))
+        assert len(kept) == 2 and not torch.equal(*kept)
         expected = [x.clone() for x in kept]
-        run(model, {**one.inputs(), "timestep": torch.tensor([7])})
-    assert all(map(torch.equal, kept, expected))
+        run(model, {**one.inputs(), "timestep": torch.tensor([7, 7])})
+        assert all(map(torch.equal, kept, expected))
 
 
 def test_what_a_hook_keeps_of_an_attention_is_not_overwritten(tmp_path: Path) -> None:
