@@ -5,14 +5,17 @@ On a card torch's symmetric memory maps it (`tests/gpu/test_two_gpus.py`); all e
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from tests.patching.models import named, run
 from tests.ranks import enable_parallelism, on_ranks
-from turbo_rcm_patch import patch_model, report_of
+from turbo_rcm_patch import parallel, patch_model, report_of
 from turbo_rcm_patch.patching import symmetric
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -157,3 +160,21 @@ def _kept_inputs(rank: int, folder: str) -> None:
 
 def test_what_a_hook_keeps_of_an_attention_is_not_overwritten(tmp_path: Path) -> None:
     on_ranks(2, _kept_inputs, str(tmp_path))
+
+
+def _undone(rank: int, folder: str) -> None:
+    one = named("t2v")
+    pipe = SimpleNamespace(transformer=one.model())
+    patch_model(pipe.transformer, attention="int8", guard=False)
+    with mapped(folder), mock.patch.object(torch.accelerator, "device_count", return_value=2):
+        for _ in range(2):
+            with parallel(pipe, ulysses=2):
+                run(pipe.transformer, one.inputs())
+                assert "in symmetric memory" in str(report_of(pipe.transformer))
+                memory = ref(symmetric._memories[dist.group.WORLD])
+            gc.collect()
+            assert memory() is None
+
+
+def test_the_memory_is_freed_when_parallel_is_undone(tmp_path: Path) -> None:
+    on_ranks(2, _undone, str(tmp_path))
