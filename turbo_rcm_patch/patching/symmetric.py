@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 _ALIGNED_TO: Final = 256
 #: Changes with each start of a Linux machine, and is the same in all its containers.
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+#: Keeps torch from NVLink's multicast, which these exchanges do not need.
+_NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Shared:
@@ -222,7 +225,14 @@ def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
     """Return the memory of all ranks, and a barrier among them on the current stream."""
     from torch.distributed._symmetric_memory import rendezvous
 
-    handle = rendezvous(own, group)
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        handle = rendezvous(own, group)
+    finally:
+        del os.environ[_NO_MULTICAST]
+        if before is not None:
+            os.environ[_NO_MULTICAST] = before
     size, rank = (own.numel(),), group.rank()
     every = [
         own if i == rank else handle.get_buffer(i, size, own.dtype) for i in range(len(group))
