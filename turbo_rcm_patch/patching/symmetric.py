@@ -175,8 +175,8 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
         nonlocal why, made
         try:
             made = step(made)
-        except RuntimeError as error:
-            why = str(error)
+        except Exception as error:  # of torch's private functions, too
+            why = str(error) or type(error).__name__
         return all(_gather(group, not why, device))
 
     if (
