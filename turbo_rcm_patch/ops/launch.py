@@ -32,7 +32,6 @@ LENGTHS = (
     "n_counters",
     "n_kv",
     "n_q",
-    "n_rank",
     "n_rows",
     "n_tokens",
     "n_elements",
