@@ -1,10 +1,10 @@
 """`pipeline`: seconds of a video, everything counted, in a fresh process.
 
-Each method runs in a process of its own, whose kernels an earlier one has compiled and cached with
+Each method runs in a process of its own, whose kernels, if any, an earlier one has compiled with
 a video of one step. It makes two videos; what is measured is the second. A video is the pipeline's
 own call: denoising, decoding, and frames on the GPU. Weights and embeddings are random, because
 the time does not depend on their values. The text encoder costs all methods the same; it is
-measured once a case, with random weights of its true size.
+measured with "unpatched", with random weights of its true size.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _COLUMNS: Final = (
     Column("GiB", "peak_gib", ".1f"), Column("patch s", "patch_seconds", ".2f"),
 )  # fmt: skip
 _ABOUT: Final = {
-    "first_seconds": "the first video of a fresh process; another one has made a video of one "
-    "step and cached its kernels on disk",
+    "first_seconds": "the first video of a fresh process; where kernels are compiled another one "
+    "has made a video of one step and cached them on disk",
     "second_seconds": "the next video: denoising, decoding and frames, without the text encoder",
     "denoise_seconds": "of the second video, until the VAE's decoder is called and the device is "
     "idle",
@@ -110,8 +110,10 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
 
 
 def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
-    """Measure in a fresh process, after another one that compiles the kernels."""
-    for measured in (False, True):
+    """Measure in a fresh process, where kernels are compiled after another one that caches them."""
+    how = _METHODS[method]
+    compiles = how.options is not None or how.way is not as_written
+    for measured in (False, True) if compiles else (True,):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             record.update(pool.submit(_videos, plan, case, method, measured).result())
@@ -127,7 +129,7 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
     device, how = plan.torch_device(), _METHODS[method]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     record: Record = {}
-    if measured and how.options is None and not plan.micro and not case.startswith("cog"):
+    if method == "unpatched" and not plan.micro and not case.startswith("cog"):
         record["text_seconds"] = _text_seconds(device)
     one = _CASES[case] if measured else _CASES[case]._replace(steps=1)
     vae_dtype = torch.bfloat16 if case.startswith("cog") else how.vae
