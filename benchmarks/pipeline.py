@@ -110,7 +110,7 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
 
 
 def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
-    """Measure in a fresh process, where kernels are compiled after another one that caches them."""
+    """Measure in a fresh process; where kernels are compiled another one caches them before."""
     how = _METHODS[method]
     compiles = how.options is not None or how.way is not as_written
     for measured in (False, True) if compiles else (True,):
