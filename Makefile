@@ -15,6 +15,7 @@ PYTEST_ARGS ?=
 API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip checkpoints video)
 
 BIN := $(VENV)/bin
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -28,8 +29,11 @@ help: ## Show this list
 demo: $(VENV)/.installed ## Text to video with and without the patch on the shipped model, and a report with the verdict
 	$(BIN)/python -m turbo_rcm_patch demo --out $(OUT)
 
-test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can run
-	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS)
+# Lint and types run beside the tests: by themselves they keep one core busy.
+test: $(VENV)/.installed-dev ## Lint, types and every test that a CPU can run
+	($(LINT)) & lint=$$!; \
+	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS); code=$$?; \
+	wait $$lint || { echo 'make lint found faults: they are named above' >&2; exit 1; }; exit $$code
 
 # Not part of `test`: it takes wheels from the package index.
 test-engines: $(VENV)/.installed-dev ## The attention inside the newest wheels of SGLang, vllm-omni, xDiT, FastVideo (ENGINES='xdit' for some)
@@ -60,9 +64,7 @@ record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, in
 		$(BIN)/python -m benchmarks $$one --limit 3600 --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 format: $(VENV)/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -58,9 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     # What was imported and collected stays: a collection of garbage, which takes up to a second
-    # over millions of objects, leaves it out from here on.
+    # over millions of objects, leaves it out from here on. Modules and hooks are cycles of some
+    # hundred objects each, so that Python would collect in every test.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

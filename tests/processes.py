@@ -31,6 +31,7 @@ PRELOAD = (
     "jinja2",
     "matplotlib.figure",
     "peft",
+    "pytest",
     "torch.distributed.device_mesh",
     "transformers.models.umt5.modeling_umt5",
 )

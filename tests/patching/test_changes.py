@@ -368,18 +368,26 @@ def check(
     assert torch.equal(run(model, inputs), expected)
 
 
+def combinations() -> list[Any]:
+    """Each change with each pair of model, order and kind of Linears, and all three of them over
+    two changes; a change that is for some alone with all of those."""
+    ways = product((WAN, COG), ("change first", "patch first"), ("as-is", "int8"))
+    tried = []
+    for (place, (one, order, linear)), (index, change) in product(
+        enumerate(ways), enumerate(CHANGES)
+    ):
+        fits = (change.before or order == "patch first") and not (change.wan and one is COG)
+        everywhere = change.before and not change.wan
+        if fits and (not everywhere or (place.bit_count() + index) % 2 == 0):
+            tried.append(pytest.param(one, change, order, linear))
+    return tried
+
+
 @pytest.mark.supports(_BOTH, "LoRA", "fused QKV", "offloading, casting", "torch.compile")
-@pytest.mark.parametrize("linear", ["as-is", "int8"])
-@pytest.mark.parametrize("order", ["change first", "patch first"])
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-@pytest.mark.parametrize("one", [WAN, COG], ids=str)
+@pytest.mark.parametrize(("one", "change", "order", "linear"), combinations(), ids=str)
 def test_a_patched_model_follows_a_change(
     one: Any, change: Change, order: str, linear: str
 ) -> None:
-    if change.wan and one is not WAN:
-        pytest.skip("CogVideoX has no such module")
-    if order == "change first" and not change.before:
-        pytest.skip("patching leaves such a module alone: see test_undo")
     check(one, [change], linear, order)
 
 
@@ -404,7 +412,7 @@ def test_every_change_of_the_table_changes_what_it_should(one: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "order", "linear"),
     [("lora", "change first", "int8"), ("written-in-place", "patch first", "int8"),
-     ("other-parameters", "patch first", "as-is"), ("fused-qkv", "patch first", "as-is")],
+     ("other-parameters", "patch first", "as-is")],
 )  # fmt: skip
 def test_a_compiled_model_follows_a_change(name: str, order: str, linear: str) -> None:
     """Hooks on some of the blocks are not in it: torch shares a compiled graph among blocks
@@ -690,14 +698,12 @@ def test_a_weight_that_is_no_parameter_is_left_to_its_module(name: str, linear: 
 @pytest.mark.supports(classes([WAN, COG, *ANYFLOWS]), "torch.compile")
 @pytest.mark.parametrize(
     ("name", "linear"),
-    [("t2v", "as-is"), ("cogvideox-5b", "as-is"), *product(
-        ["t2v", "i2v", "cogvideox-5b", "vace", "skyreels", "sla", "anyflow", "anyflow-far"],
-        ["int8"])],
+    [("t2v", "as-is"), *product(["cogvideox-5b", "vace", "anyflow", "anyflow-far"], ["int8"])],
 )  # fmt: skip
 def test_blocks_compile_once_without_a_break_to_the_same_bits(name: str, linear: Any) -> None:
     one = named(name)
     model, inputs = one.model(torch.bfloat16), one.inputs(dtype=torch.bfloat16)
-    blocks(model).extend(copy.deepcopy(blocks(model)[1]) for _ in range(4))
+    blocks(model).extend(copy.deepcopy(blocks(model)[1]) for _ in range(2))
     patch_model(model, attention="int8", linear=linear, guard=False)
     expected = run(model, inputs)
     torch._dynamo.reset()

@@ -74,13 +74,7 @@ def every_block_replaced(model: Any) -> None:
 
 
 CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
-    ("a text for a config", lambda m: patch_model(m, "exact"), ConfigError, "attention='exact'"),
-    ("a dict for a config", lambda m: patch_model(m, {"pv": "fp8"}), ConfigError, "PatchConfig"),
-    ("a misspelt field", keywords(atention="int8"), ConfigError, "Did you mean 'attention'"),
-    ("another attention", keywords(attention="int2"), ConfigError, "'int4'"),
-    ("a number for a flag", keywords(guard=1), ConfigError, "True or False"),
     ("a negative target", keywords(fidelity=-1.0), ConfigError, "positive"),
-    ("no share of keys", keywords(sla_topk=0.0), ConfigError, "(0, 1]"),
     ("kernels without a GPU", keywords(impl="triton"), DeviceError, 'impl="auto"'),
     ("one launch of exact attention", keywords(form="one-launch", attention="exact"), ConfigError,
      "int8"),

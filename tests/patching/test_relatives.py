@@ -99,9 +99,11 @@ def test_anyflow_runs_the_backend_and_the_form_that_were_chosen(one: Any) -> Non
 
 
 @pytest.mark.supports(classes(ANYFLOWS), "LoRA", "offloading, casting")
-@pytest.mark.parametrize("linear", ["as-is", "int8"])
-@pytest.mark.parametrize("name", ["lora", "layerwise-casting", "offloaded-leaves",
-                                  "hook-attention", "hook-norm-of-q", "other-norm"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "linear"),
+    [("lora", "int8"), ("layerwise-casting", "as-is"), ("offloaded-leaves", "int8"),
+     ("hook-attention", "as-is"), ("hook-norm-of-q", "int8"), ("other-norm", "as-is")],
+)  # fmt: skip
 @pytest.mark.parametrize("one", ANYFLOWS, ids=str)
 def test_a_patched_relative_follows_a_change(one: Any, name: str, linear: str) -> None:
     check(one, [NAMED[name]], linear, "patch first")

@@ -44,6 +44,11 @@ def _close(rank: int, expected: torch.Tensor) -> None:
     assert error(decode(model, WAN.latent(*SIZES[0])), expected) < FUSION
 
 
+def _each(rank: int, cases: list[Any]) -> None:
+    for case in cases:
+        _shared(rank, *case)
+
+
 def _shared(rank: int, index: int, size: Any, tiles: bool, expected: torch.Tensor) -> None:
     torch.set_grad_enabled(False)
     patching_vae.conv3d = conv_in_float64
@@ -69,22 +74,26 @@ def _shared(rank: int, index: int, size: Any, tiles: bool, expected: torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("world", "vae", "size", "tiles"),
-    [(2, WAN, SIZES[0], False), (3, WAN, SIZES[1], False), (3, WAN_RESIDUAL, SIZES[2], False),
-     (3, WAN, SIZES[2], True)],
-    ids=["video", "image-batch", "residual", "tiles"],
+    ("world", "cases"),
+    [(2, [(WAN, SIZES[0], False)]),
+     (3, [(WAN, SIZES[1], False), (WAN_RESIDUAL, SIZES[2], False), (WAN, SIZES[2], True)])],
+    ids=["two-ranks", "three-ranks"],
 )  # fmt: skip
 def test_ranks_make_the_video_of_one(
-    world: int, vae: Any, size: Any, tiles: bool, monkeypatch: pytest.MonkeyPatch
+    world: int, cases: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A video; an image of a batch of two, Wan 2.2's VAE, and tiles."""
     monkeypatch.setattr(patching_vae, "conv3d", conv_in_float64)
-    model = vae.model()
-    if tiles:
-        model.enable_tiling(4 * vae.scale, 4 * vae.scale, 3 * vae.scale, 3 * vae.scale)
-    patch_model(model, guard=False)
-    with torch.no_grad():
-        expected = decode(model, vae.latent(*size))
-    on_ranks(world, _shared, VAES.index(vae), size, tiles, expected)
+    given = []
+    for vae, size, tiles in cases:
+        model = vae.model()
+        if tiles:
+            model.enable_tiling(4 * vae.scale, 4 * vae.scale, 3 * vae.scale, 3 * vae.scale)
+        patch_model(model, guard=False)
+        with torch.no_grad():
+            expected = decode(model, vae.latent(*size))
+        given.append((VAES.index(vae), size, tiles, expected))
+    on_ranks(world, _each, given)
 
 
 def test_with_torchs_convolutions_they_come_close() -> None:

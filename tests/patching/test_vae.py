@@ -99,13 +99,14 @@ def test_the_video_is_the_authors(
     assert len(report.ran()) == 2
 
 
-@over(reference={"rooms": [(1, 2, 3, 1000)]}, interpreter={"rooms": [(1, 2)]})
+@over(reference={"rooms": [(1, 2, 3, 1000)]}, interpreter={"rooms": [(1,)]})
 @both_wan
 def test_the_bits_do_not_depend_on_the_frames_at_once(
     on: Any, rooms: tuple[int, ...], vae: VAE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own convolution may take another algorithm for another number of frames."""
-    model, z, x = vae.model(), vae.latent(4, 2, 2), vae.frames(13, 1, 2)
+    count = 3 if on.name == "interpreter" else 4
+    model, z, x = vae.model(), vae.latent(count, 2, 2), vae.frames(4 * count - 3, 1, 2)
     patch_model(model, guard=False, impl=on.impl)
     monkeypatch.setattr(patching_vae, "conv3d", conv_in_float64)
     expected = decode(model, z), encode(model, x)

@@ -1,15 +1,14 @@
-"""TurboDiffusion's real WanModel and SLA from a checkout, on a CPU, against ours; prints JSON.
+"""TurboDiffusion's real WanModel, SLA and VAE from a checkout, on a CPU, against ours:
+`TRITON_INTERPRET=1 python -m tests.patching.turbodiffusion_checkout PATH`.
 
-`TRITON_INTERPRET=1 python turbodiffusion_checkout.py PATH`: its SLA is a Triton kernel. Run by
-test_turbodiffusion_checkout.py. On a CPU its code needs three shims: `Tensor.cuda` does nothing,
-the rotary embedding of flash-attn is plain torch, and scaled_dot_product_attention takes the math
-backend. Its SLA computes in its attribute `dtype`, fp32 here (on a CPU its autocast is off, and
-bf16 is wrong in the interpreter).
+Its imports need einops and loguru beside what this package needs. Its SLA is a Triton kernel. On a
+CPU its code needs three shims: `Tensor.cuda` does nothing, the rotary embedding of flash-attn is
+plain torch, and scaled_dot_product_attention takes the math backend. Its SLA computes in its
+attribute `dtype`, fp32 here (on a CPU its autocast is off, and bf16 is wrong in the interpreter).
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,34 +76,39 @@ def forward(model: Any, given: dict[str, Any]) -> torch.Tensor:
         return model(**given)
 
 
-def compare(model: Any, given: dict[str, Any], *configs: PatchConfig) -> dict[str, Any]:
+def compare(
+    name: str, model: Any, given: dict[str, Any], fused: int, limits: dict[PatchConfig, float]
+) -> None:
+    """Patched it is as near as its configuration allows, and afterwards it is as before."""
     expected = forward(model, given)
-    result: dict[str, Any] = {"finite": bool(expected.isfinite().all()), "errors": []}
-    for config in configs:
+    assert expected.isfinite().all()
+    for config, limit in limits.items():
         with patched(model, config) as report:
-            result["fused"] = report.fused
-            result["errors"].append(relative_l2(forward(model, given), expected))
-        result["back"] = torch.equal(forward(model, given), expected)
-    return result
+            error = relative_l2(forward(model, given), expected)
+            assert report.fused == fused and error < limit, (name, config, report.fused, error)
+        assert torch.equal(forward(model, given), expected)
+    print(f"{name}: fine", flush=True)
 
 
-def without_flash_attn(network: Any) -> dict[str, Any]:
+def without_flash_attn(name: str, network: Any) -> None:
     """As its file is where flash-attn is missing: no rotary embedding, and the guard on."""
     model = model_of(network)
     given = inputs_of(model, 3)
     expected = forward(model, given)
     network.flash_apply_rotary_emb = None
     try:
-        with patched(model) as report:
-            error = relative_l2(forward(model, given), expected)
-            kept = [record.verdict for record in report.guard]
+        with patched(model, fidelity=None) as report:
+            assert relative_l2(forward(model, given), expected) < 0.02
+            assert [record.verdict for record in report.guard] == ["kept"] * 2
     finally:
         network.flash_apply_rotary_emb = rotary
-    return {"error": error, "kept": kept, "back": torch.equal(forward(model, given), expected)}
+    assert torch.equal(forward(model, given), expected)
+    print(f"{name} without flash-attn: fine", flush=True)
 
 
-def sparse_operation(sla: Any) -> dict[str, float]:
-    """Its SLA, projection random, on q, k and v of its own layout, against our operation."""
+def sparse_operation(sla: Any) -> None:
+    """Its SLA, projection random, on q, k and v of its own layout, against our operation: exactly,
+    emulated, and in the interpreter."""
     torch.manual_seed(2)
     module = sla.SparseLinearAttention(64, topk=0.3, BLKQ=128, BLKK=64)
     module.dtype = torch.float32
@@ -116,16 +120,13 @@ def sparse_operation(sla: Any) -> dict[str, float]:
     with torch.no_grad():
         expected = module(q, k, v).flatten(2)
         given = [x.flatten(2) for x in (q, k, v)] + [module.proj_l.weight, module.proj_l.bias]
-        return {
-            name: relative_l2(
-                ops.sparse_linear_attention(*given, own, ops.Sparsity(topk=0.3)), expected
-            )
-            for name, own in {
-                "exact": replace(spec, attention="exact"),
-                "emulated": replace(spec, impl="reference"),
-                "triton": replace(spec, impl="triton"),
-            }.items()
-        }
+        for own, limit in (
+            (replace(spec, attention="exact"), 1e-5), (replace(spec, impl="reference"), 0.02),
+            (replace(spec, impl="triton"), 0.02),  # int8 q and k cost 0.011
+        ):  # fmt: skip
+            made = ops.sparse_linear_attention(*given, own, ops.Sparsity(topk=0.3))
+            assert relative_l2(made, expected) < limit, own
+    print("SLA: fine", flush=True)
 
 
 def with_sla(sla: Any, model: Any) -> Any:
@@ -139,7 +140,7 @@ def with_sla(sla: Any, model: Any) -> Any:
     return model
 
 
-def vae() -> dict[str, Any]:
+def vae() -> None:
     """Its Wan VAE, as its `WanVAE` calls it. What loads weights is a stand-in."""
     sys.modules["imaginaire.utils.easy_io"] = MagicMock()
     from rcm.tokenizers import wan2pt1
@@ -158,10 +159,11 @@ def vae() -> dict[str, Any]:
         expected = model.decode(z, scale), model.encode(x, scale)
         with patched(model) as report:
             found = model.decode(z, scale), model.encode(x, scale)
-            ran, fused = list(report.ran().values()), report.fused
-        back = torch.equal(model.decode(z, scale), expected[0])
-    errors = [relative_l2(*pair) for pair in zip(found, expected, strict=True)]
-    return {"errors": errors, "ran": ran, "fused": fused, "back": back}
+            assert report.fused == 18
+            assert all(how.startswith("channels-last") for how in report.ran().values())
+        assert torch.equal(model.decode(z, scale), expected[0])
+    assert all(relative_l2(*pair) < 3e-6 for pair in zip(found, expected, strict=True))
+    print("VAE: fine")
 
 
 def main() -> None:
@@ -171,23 +173,20 @@ def main() -> None:
     from SLA import core as sla
 
     shim(wan2pt1, wan2pt2)
-    results: dict[str, Any] = {}
-    model = model_of(wan2pt1)
-    results["wrapped"] = type(model.blocks[0]).__name__
-    results["2.1-t2v"] = compare(model, inputs_of(model, 3), EXACT, INT8)
+    model, both = model_of(wan2pt1), {EXACT: 1e-5, INT8: 0.02}
+    assert type(model.blocks[0]).__name__ == "CheckpointWrapper"
+    compare("2.1 T2V", model, inputs_of(model, 3), 6, both)
     model = model_of(wan2pt1, model_type="i2v", in_dim=8)
-    given = inputs_of(model, 3, image=True, extra=4)
-    results["2.1-i2v"] = compare(model, given, EXACT, INT8)
+    compare("2.1 I2V", model, inputs_of(model, 3, image=True, extra=4), 8, both)
     model = model_of(wan2pt2, model_type="i2v", in_dim=8)
-    results["2.2-i2v"] = compare(model, inputs_of(model, 3, extra=4), EXACT, INT8)
+    compare("2.2 I2V", model, inputs_of(model, 3, extra=4), 6, both)
     for name, network in (("2.1", wan2pt1), ("2.2", wan2pt2)):
-        results[f"{name}-without-flash-attn"] = without_flash_attn(network)
+        without_flash_attn(name, network)
     model = with_sla(sla, model_of(wan2pt1))
     fp16 = PatchConfig(guard=False, pv="fp16", impl="triton")
-    results["2.1-sla"] = compare(model, inputs_of(model, 12), INT8, fp16)
-    results["sla"] = sparse_operation(sla)
-    results["vae"] = vae()
-    print(json.dumps(results))
+    compare("2.1 SLA", model, inputs_of(model, 12), 8, {INT8: 0.02, fp16: 0.02})
+    sparse_operation(sla)
+    vae()
 
 
 if __name__ == "__main__":

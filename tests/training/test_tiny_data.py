@@ -15,7 +15,6 @@ from turbo_rcm_patch.tiny.prompts import (
     DEMO_PROMPTS,
     MOTIONS,
     SHAPES,
-    Clip,
     caption,
     clips,
     parse,
@@ -37,11 +36,6 @@ def test_held_out_share_and_coverage() -> None:
     for axis, values in enumerate((SHAPES, COLOURS, MOTIONS)):
         assert {c[axis] for c in seen} == set(values)
         assert {c[axis] for c in unseen} == set(values)
-
-
-def test_training_never_draws_a_held_out_combination() -> None:
-    drawn = {(c.shape, c.colour, c.motion) for c in _scenes(5000).clips()}
-    assert not drawn & _combinations(True)
 
 
 def test_demo_prompts_are_held_out() -> None:
@@ -81,24 +75,7 @@ def test_detector_reads_rendered_videos() -> None:
     assert max(chance[name] for name in ("colour", "shape", "motion")) < 0.3, chance
 
 
-def test_detector_tolerates_blur_and_noise() -> None:
-    scenes = _scenes(24, 2)
-    videos = render(scenes).permute(0, 2, 1, 3, 4).flatten(0, 1)
-    blurred = torch.nn.functional.avg_pool2d(videos, 3, stride=1, padding=1)
-    blurred = blurred + 0.03 * torch.randn(
-        blurred.shape, generator=torch.Generator().manual_seed(0)
-    )
-    frames = blurred.unflatten(0, (24, 17)).permute(0, 1, 3, 4, 2)
-    assert min(accuracy(detect(frames), scenes.clips()).values()) >= 0.99
-
-
 @pytest.mark.parametrize("value", [0.0, 1.0], ids=["black", "white"])
 def test_detector_sees_nothing_where_nothing_is(value: float) -> None:
     (found,) = detect(torch.full((17, 64, 64, 3), value))
     assert found.motion == UNKNOWN and (value == 1.0 or found.colour == UNKNOWN)
-
-
-def test_accuracy_counts() -> None:
-    clip = Clip("ring", "red", "up", "small", "black")
-    found = detect(torch.zeros(2, 17, 64, 64, 3))
-    assert accuracy(found, [clip, clip]) == {"colour": 0, "shape": 0, "motion": 0, "all": 0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -106,6 +105,7 @@ def test_what_is_given_reaches_the_model_and_the_comparison(tmp_path, monkeypatc
     )
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, capsys) -> None:
     arguments = ["compare", "--model", str(micro_folder), *QUICK, "--prompt", "a red circle"]
     code = main([*arguments, "--out", str(tmp_path / "out")])
@@ -133,19 +133,3 @@ def test_pairs_prints_the_table(micro_folder: Path, capsys: pytest.CaptureFixtur
 def test_a_full_disk_under_what_is_printed() -> None:
     done = processes.run(processes.COMMAND, "pairs", "--model", "tiny", out=Path("/dev/full"))
     assert done.code == 2 and "No space left" in done.err and "Traceback" not in done.err
-
-
-def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> None:
-    """A real signal to a real process, in the middle of the work. `test_fresh.py` goes on."""
-    out = tmp_path / "out"
-    prompts = [argument for i in range(6) for argument in ("--prompt", f"a red circle {i}")]
-    given = ["compare", "--model", str(micro_folder), *QUICK, *prompts, "--out", str(out)]
-    with processes.start(processes.COMMAND, *given) as process:
-        process.until(lambda: list(out.glob("prompts/*/record.json")))
-        os.kill(process.pid, signal.SIGINT)
-        done = process.wait(60)
-    assert done.code == 130
-    assert "the same command goes on" in done.err
-    assert "Traceback" not in done.err
-    assert not [path for path in out.rglob(".*") if path.is_file()]
-    assert 0 < len(list(out.glob("prompts/*/record.json"))) < 6

@@ -288,13 +288,14 @@ def test_what_the_guard_made_exact_is_not_judged(pipe, tmp_path: Path) -> None:
     assert report.forms.total() == 6 and again.judgement.ran.forms.total() == 12, "kept, and more"
 
 
-def test_each_step_counts_for_the_expert_that_ran(settings, tmp_path: Path) -> None:
+def test_both_experts_are_compared_in_their_own_steps(settings, tmp_path: Path) -> None:
     pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
     found = compare(
-        pipe, PROMPTS, out=tmp_path / "out", settings=settings, network_number=False,
-        config=PatchConfig(attention="int8", guard=False),
-    )  # fmt: skip
-    for step in range(2):
+        pipe, RED, out=tmp_path / "out", settings=settings, steps=3, network_number=False
+    )
+    guarded = {record["path"].split(".")[0] for record in found.patch["guard"]}
+    assert guarded == {"transformer", "transformer_2"}
+    for step in range(3):
         ran = {name for name, steps in found.judgement.ran.calls.items() if steps[step]}
         assert len({name.partition(".")[0] for name in ran}) == 1, (step, ran)
 
@@ -402,20 +403,11 @@ def test_a_comparison_belongs_to_the_code_that_makes_videos(tmp_path: Path, monk
 def test_the_verdict_has_power(attention: str, word: str, tmp_path: Path) -> None:
     """int4 attention must come out as changed, or the verdict proves nothing about int8."""
     found = compare(
-        load_pipeline("tiny", device="cpu"), DEMO_PROMPTS[0], out=tmp_path, num_frames=9,
+        load_pipeline("tiny", device="cpu"), DEMO_PROMPTS[0], out=tmp_path, num_frames=5,
         config=PatchConfig(attention=attention, guard=False), network_number=False,
     )  # fmt: skip
     assert found.verdict == word
     assert all("PSNR" in reason or "frame" in reason for reason in found.judgement.reasons)
-
-
-def test_both_experts_are_compared(settings, tmp_path: Path) -> None:
-    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
-    found = compare(
-        pipe, RED, out=tmp_path / "out", settings=settings, steps=3, network_number=False
-    )
-    guarded = {record["path"].split(".")[0] for record in found.patch["guard"]}
-    assert guarded == {"transformer", "transformer_2"}
 
 
 def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:

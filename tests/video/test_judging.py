@@ -270,15 +270,15 @@ def test_what_does_not_fit_is_named_and_the_others_are_judged(
     spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    baseline, candidate, control = folders(tmp_path / "in")
+    baseline, candidate, control = folders(tmp_path / "in", names=("a", "b"))
     spoil(candidate)
     found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
-    assert [one.prompt for one in found.results] == ["a", "c"]
+    assert [one.prompt for one in found.results] == ["a"]
     assert list(found.refused) == ["b"] and found.verdict == "unchanged"
     assert re.search(BAD[spoil], found.refused["b"]) and "/b" in found.refused["b"]
     assert not (tmp_path / "ran").exists()
     page = found.report.read_text()
-    assert "1 of 3 clips could not be judged" in page and str(tmp_path) not in page
+    assert "1 of 2 clips could not be judged" in page and str(tmp_path) not in page
 
 
 def test_an_absent_partner_is_named_wherever_it_is_absent(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any] | None] = {
     "unpatched": None,
     "exact": {"attention": "exact", "guard": False},
-    "int8": {"attention": "int8", "linear": "int8", "guard": False},
     "guard": {"attention": "int8", "linear": "int8", "fidelity": 1.0},
 }
 
@@ -135,12 +134,8 @@ def halves_a_step(rank: int, name: str, way: str) -> None:
 
 #: Pipelines and ways that one pair of processes tries, one after another.
 TRIED = {
-    "wan": [
-        *(("wan", way) for way in WAYS),
-        ("wan-experts", "unpatched"),
-        ("wan-experts", "guard"),
-    ],
-    "cogvideox": [("cogvideox", way) for way in WAYS],
+    "wan": [*(("wan", way) for way in ("unpatched", "exact", "guard")), ("wan-experts", "guard")],
+    "cogvideox": [("cogvideox", way) for way in ("unpatched", "guard")],
     "others": [(name, "guard") for name in list(PIPELINES)[3:]],
 }
 
@@ -371,10 +366,11 @@ def test_one_process_is_refused() -> None:
 
 def compiles(rank: int) -> None:
     pipe = micro_pipe()
-    expected = latents(pipe, {})
+    del pipe.transformer.blocks[1]
+    expected = latents(pipe, {}, steps=2)
     pipe.transformer.compile(backend="eager")
     with parallel(pipe, cfg=2):
-        assert torch.equal(latents(pipe, {}), expected)
+        assert torch.equal(latents(pipe, {}, steps=2), expected)
 
 
 def test_a_compiled_network_is_shared_too() -> None:

@@ -287,8 +287,7 @@ def rows(png: bytes) -> list[bytes]:
 
 
 @in_a_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 800, 400])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (800, True), (400, False)])
 def test_the_page_fits_and_asks_the_network_for_nothing(found, tab, tmp_path, width, dark) -> None:
     tab.open(found.report, width=width, dark=dark)
     tab.wait_for(READY)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import runpy
 import sys
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,75 +48,74 @@ def scripts(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts that take the place of the scripts' models.
-
-    Attributes:
-        network: Of a checkpoint's path and the list of network calls.
-        tokenizer: Of the list of latents that are decoded.
-        text: Embedding of the prompt.
-        image: The first frame of a file, [3, H, W] in -1..1.
-        size: Width and height.
-        dtype: That the networks get.
-    """
-
-    network: Callable[[str, list[str]], Any]
-    tokenizer: Callable[[list[torch.Tensor]], Any]
-    text: torch.Tensor
-    image: Callable[[Any], torch.Tensor]
-    size: tuple[int, int]
-    dtype: torch.dtype
+def module(name: str, **members: object) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(members)
+    return made
 
 
-def their_loop(script: Path, arguments: list[str], parts: Parts) -> tuple[torch.Tensor, list[str]]:
-    """The samples and the expert of every network call."""
+def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def same(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return x
+
+
+def their_loop(
+    script: Path, arguments: list[str], base: Path, picture: Path | None = None
+) -> tuple[torch.Tensor, list[str]]:
+    """The samples and the expert of every network call, of a script with the networks, the VAE
+    and the text encoder of a folder in the place of its own."""
+    vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
     calls: list[str] = []
     decoded: list[torch.Tensor] = []
 
-    def module(name: str, **members: object) -> types.ModuleType:
-        made = types.ModuleType(name)
-        made.__dict__.update(members)
-        return made
+    class Tokenizer:
+        latent_ch, spatial_compression_factor = LATENTS[0], 8
 
-    def create_model(dit_path: str, **_: object) -> Any:
-        return parts.network(dit_path, calls)
+        def get_latent_num_frames(self, frames: int) -> int:
+            return 1 + (frames - 1) // 4
 
-    image = mock.MagicMock()
-    image.Compose.return_value = parts.image
-    size = {"480p": {"16:9": parts.size}}
-    size["720p"] = size["480p"]
-    log = types.SimpleNamespace(info=lambda *_: None, success=lambda *_: None)
-    stubs: dict[str, Any] = {
-        "einops": module(
-            "einops", repeat=lambda x, _, k: x.repeat(k, 1, 1), rearrange=lambda x, *_, **__: x
-        ),
-        "tqdm": module("tqdm", tqdm=lambda steps, **_: steps),
-        "torchvision": module("torchvision"),
-        "torchvision.transforms": module("torchvision.transforms"),
-        "torchvision.transforms.v2": image,
-        "imaginaire": module("imaginaire"),
-        "imaginaire.utils": module("imaginaire.utils", log=log),
-        "imaginaire.utils.io": module(
-            "imaginaire.utils.io", save_image_or_video=lambda *_, **__: None
-        ),
-        "rcm.datasets.utils": module("rcm.datasets.utils", VIDEO_RES_SIZE_INFO=size),
-        "rcm.utils.umt5": module(
-            "rcm.utils.umt5",
-            clear_umt5_memory=lambda: None,
-            get_umt5_embedding=lambda **_: parts.text,
-        ),
-        "rcm.tokenizers.wan2pt1": module(
-            "rcm.tokenizers.wan2pt1", Wan2pt1VAEInterface=lambda **_: parts.tokenizer(decoded)
-        ),
-        "modify_model": module(
-            "modify_model",
-            create_model=create_model,
-            tensor_kwargs={"device": "cpu", "dtype": parts.dtype},
-        ),
+        def encode(self, frames: torch.Tensor) -> torch.Tensor:
+            return vae.encode(frames).latent_dist.mode()
+
+        def decode(self, latents: torch.Tensor) -> torch.Tensor:
+            decoded.append(latents)
+            return latents
+
+    def first_frame(opened: Any) -> torch.Tensor:
+        assert isinstance(opened, Image.Image) and picture is not None
+        return (stretched(picture, SIZE)[0] - 0.5) / 0.5
+
+    transforms = mock.MagicMock()
+    transforms.Compose.return_value = first_frame
+    members: dict[str, dict[str, Any]] = {
+        "einops": {
+            "repeat": lambda x, _, k: x.repeat(k, 1, 1),
+            "rearrange": lambda x, *_, **__: x,
+        },
+        "tqdm": {"tqdm": lambda steps, **_: steps},
+        "imaginaire.utils": {"log": types.SimpleNamespace(info=nothing, success=nothing)},
+        "imaginaire.utils.io": {"save_image_or_video": nothing},
+        "rcm.datasets.utils": {
+            "VIDEO_RES_SIZE_INFO": dict.fromkeys(("480p", "720p"), {"16:9": SIZE})
+        },
+        "rcm.utils.umt5": {
+            "clear_umt5_memory": nothing,
+            "get_umt5_embedding": lambda **_: embedding(base, PROMPT),
+        },
+        "rcm.tokenizers.wan2pt1": {"Wan2pt1VAEInterface": lambda **_: Tokenizer()},
+        "modify_model": {
+            "create_model": lambda dit_path, **_: Converted(dit_path, calls),
+            "tensor_kwargs": {"device": "cpu", "dtype": torch.float32},
+        },
     }
-    for name in ("rcm", "rcm.datasets", "rcm.utils", "rcm.tokenizers"):
-        stubs[name] = module(name)
+    names = ("torchvision", "torchvision.transforms", "imaginaire", "rcm", "rcm.datasets",
+             "rcm.utils", "rcm.tokenizers")  # fmt: skip
+    stubs: dict[str, Any] = {name: module(name) for name in names}
+    stubs |= {name: module(name, **its) for name, its in members.items()}
+    stubs["torchvision.transforms.v2"] = transforms
     before = torch._dynamo.config.suppress_errors
     argv = [str(script), "--prompt", "a cat", "--seed", "5", *arguments]
     with mock.patch.dict(sys.modules, stubs), mock.patch.object(sys, "argv", argv):
@@ -156,38 +153,12 @@ class Converted:
         return self.network(inputs, when, crossattn_emb, return_dict=False)[0]
 
 
-def parts(base: Path, picture: Path | None = None) -> Parts:
-    vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
-
-    class Tokenizer:
-        latent_ch, spatial_compression_factor = LATENTS[0], 8
-
-        def __init__(self, seen: list[torch.Tensor]) -> None:
-            self.seen = seen
-
-        def get_latent_num_frames(self, frames: int) -> int:
-            return 1 + (frames - 1) // 4
-
-        def encode(self, frames: torch.Tensor) -> torch.Tensor:
-            return vae.encode(frames).latent_dist.mode()
-
-        def decode(self, latents: torch.Tensor) -> torch.Tensor:
-            self.seen.append(latents)
-            return latents
-
-    def image(opened: Any) -> torch.Tensor:
-        assert isinstance(opened, Image.Image) and picture is not None
-        return (stretched(picture, SIZE)[0] - 0.5) / 0.5
-
-    return Parts(Converted, Tokenizer, embedding(base, PROMPT), image, SIZE, torch.float32)
-
-
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_text_to_video(steps: int, samples: int, scripts, text_pth, text_base) -> None:
     arguments = ["--dit_path", str(text_pth), "--num_frames", "5"]
     arguments += ["--num_steps", str(steps), "--num_samples", str(samples)]
-    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(text_base))
+    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, text_base)
     ours = sample(pipeline([text_pth], text_base), seed=5, samples=samples, steps=steps)
     assert calls == ["model"] * steps
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -201,7 +172,7 @@ def test_image_to_video(ode, boundary, scripts, expert_pths, image_base, picture
     for name, path in zip(("high", "low"), expert_pths, strict=True):
         arguments += [f"--{name}_noise_model_path", str(path)]
     script = scripts / "wan2.2_i2v_infer.py"
-    theirs, calls = their_loop(script, arguments, parts(image_base, picture))
+    theirs, calls = their_loop(script, arguments, image_base, picture)
     how = {"seed": 5, "samples": 2, "sigma_max": 200.0, "boundary": boundary, "ode": ode}
     pipe = pipeline(expert_pths, image_base)
     ours = sample(pipe, image=stretched(picture, SIZE), **how)
