@@ -388,7 +388,8 @@ from turbo_rcm_patch.video import generate
 dist.init_process_group("gloo")
 
 def on_step(step, _):
-    print("step", os.environ["RANK"], os.getpid(), flush=True)
+    # One write: both ranks have the same pipe, and unbuffered, `print` writes word by word.
+    print(f"step {os.environ['RANK']} {os.getpid()}\\n", end="", flush=True)
     if sys.argv[1] == "fails" and step == 2 and os.environ["RANK"] == "1":
         raise ValueError("rank one met its end")
 
