@@ -62,6 +62,19 @@ def test_pieces_that_are_over_end_as_the_whole(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_averaged_weights_alone_are_enough_to_go_on(tmp_path: Path) -> None:
+    stage = _stage(tmp_path)
+    stage.step = 5
+    stage.save(light=True)
+    (tmp_path / "state" / "teacher.pt").unlink()
+    resumed = _stage(tmp_path)
+    assert resumed.step == 5
+    for nets in (resumed.networks, resumed.average):
+        torch.testing.assert_close(
+            nets["net"].weight, stage.average["net"].weight, rtol=1e-3, atol=1e-3
+        )
+
+
 def test_a_kill_while_saving_loses_no_checkpoint(tmp_path, monkeypatch) -> None:
     stage = _stage(tmp_path)
     stage.step = 5
@@ -75,6 +88,12 @@ def test_a_kill_while_saving_loses_no_checkpoint(tmp_path, monkeypatch) -> None:
         patch.setattr(os, "replace", killed)
         stage.save()
     assert _stage(tmp_path).step == 5
+
+
+def test_a_finished_stage_goes_on_with_more_steps(tmp_path: Path) -> None:
+    stage = _stage(tmp_path)
+    stage.train(lambda: _loss(stage))
+    assert _stage(tmp_path).done and not _stage(tmp_path, 12).done
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> None:
@@ -116,3 +135,12 @@ def test_a_recorded_loss_hands_out_the_gradients_of_the_eager_one(device: str) -
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(loss, loss_of(x, target))
             optimizer.step()
+
+
+def test_known_gradients_are_handed_out_and_added() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for times in (1.0, 2.0):
+        known = Recorded._hand_out(torch.tensor(5.0), [weight], (torch.tensor([3.0, 4.0]),))
+        assert known.item() == 5.0
+        known.backward()
+        torch.testing.assert_close(weight.grad, times * torch.tensor([3.0, 4.0]))

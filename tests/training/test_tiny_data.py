@@ -29,6 +29,11 @@ def _combinations(held_out: bool) -> set[tuple[str, str, str]]:
     return {(c.shape, c.colour, c.motion) for c in clips(held_out=held_out)}
 
 
+def test_training_never_draws_a_held_out_combination() -> None:
+    drawn = {(c.shape, c.colour, c.motion) for c in _scenes(5000).clips()}
+    assert not drawn & _combinations(True)
+
+
 def test_held_out_share_and_coverage() -> None:
     seen, unseen = _combinations(False), _combinations(True)
     assert not seen & unseen

@@ -16,7 +16,7 @@ from training.evaluate import evaluate
 from training.families import Wan, build_tokenizer, small
 from training.flow import few_step, ode
 from training.stage import Run, Stage, TrainingError
-from training.train import install, train
+from training.train import decode, install, train
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
 from turbo_rcm_patch.video import generate, load_pipeline
@@ -36,6 +36,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny") / "run"
     _train(out)
     return out
+
+
+def test_ode_is_second_order() -> None:
+    """dx/dt = x has the solution x(0) = x(1) / e."""
+    start = torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)
+    errors = [
+        abs(float(ode(lambda x, t: x.double(), start, 1.0, n)) - 0.36787944117) for n in (20, 40)
+    ]
+    # `ode` reads velocities in fp32, far below these errors
+    assert errors[0] / errors[1] > 3.0 and errors[1] < 1e-3
+
+
+def test_training_decoder_is_the_vae_without_its_clamp() -> None:
+    torch.manual_seed(0)
+    vae = FAMILY.build_vae(MICRO)
+    latents = torch.randn(1, *MICRO.latent_shape(MICRO.buckets[0]))
+    with torch.no_grad():
+        assert torch.equal(decode(vae, latents).clamp(-1, 1), vae.decode(latents).sample)
 
 
 def test_tokenizer_round_trip() -> None:
