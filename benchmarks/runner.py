@@ -213,13 +213,13 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     """GiB of allocated memory at the peak of a call, weights included; None on a CPU."""
-    if device.type != "cuda":
-        return None
+    cuda = device.type == "cuda"
     wait(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     call()
     wait(device)
-    return torch.cuda.max_memory_allocated(device) / 2**30
+    return torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:

@@ -211,8 +211,8 @@ def encode(vae: Any, videos: Tensor) -> Tensor:
 def _crops(recipe: Recipe, source: Source, stage: Stage, count: int) -> Tensor:
     """Parts of clips of one bucket, of all its frames and of as many pixels for each bucket.
 
-    A crop of the first one has half its sides. All frames, because a latent sees some twenty
-    before it: those that came later than any in training grow. A large clip gives several crops.
+    A crop of the first one has half its sides. Crops have all frames, because latents of frames
+    that come later than any in training grow. A large clip gives several crops.
     """
     first, grid = recipe.buckets[0], 2 ** (len(recipe.vae_channels) - 1)
     bucket = bucket_of(recipe, stage.step)

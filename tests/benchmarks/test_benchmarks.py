@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
     plan = Plan(out=tmp_path, device="cpu", micro=True)
     record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
     assert found[:-1] == forwards and ("second_seconds" in record) == measured
+
+
+@pytest.mark.parametrize(
+    ("method", "warmed"),
+    [("unpatched", False), ("compile sage bf16 VAE", True), ("patched", True)],
+)
+def test_a_process_ahead_warms_what_compiles_kernels(
+    method: str, warmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, _: Any, *given: Any) -> Any:  # type: ignore[override]
+            asked.append(given[-1])
+            return super().submit(lambda: {"finite": True, "same_bits": True})
+
+    monkeypatch.setattr(pipeline, "ProcessPoolExecutor", lambda workers, **_: Pool(workers))
+    plan = Plan(out=tmp_path, device="cpu", micro=True)
+    pipeline._fresh(plan, "1.3b-30-steps", method, {})
+    assert asked == [False] * warmed + [True]
 
 
 @pytest.mark.usefixtures("forked")

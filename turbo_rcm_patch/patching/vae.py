@@ -311,16 +311,16 @@ class PatchedCoder(PatchedBlock):
         """Return why a module inside is not one that the fast path knows, or ""."""
         return ""
 
-    def lends(self) -> bool:
+    def casts_weights(self) -> bool:
         """Return True if weights may be anywhere, because the coder's modules cast them."""
         return False
 
     def why_inputs(self, x: Tensor) -> str:
-        lent = self.lends()
+        cast = self.casts_weights()
         for name, weight in self.block.named_parameters():
             if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
                 return f"{name} is a {type(weight).__name__} in {weight.dtype}"
-            if not lent and (weight.dtype, weight.device) != (x.dtype, x.device):
+            if not cast and (weight.dtype, weight.device) != (x.dtype, x.device):
                 own = f"{weight.dtype} on {weight.device}"
                 return f"the input is {x.dtype} on {x.device}, {name} is {own}"
         return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"

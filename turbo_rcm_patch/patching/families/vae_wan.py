@@ -100,7 +100,7 @@ class _Original(WanCoder):
         lent = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
         return lent or super().knows(module)
 
-    def lends(self) -> bool:
+    def casts_weights(self) -> bool:
         return _COMFY_OPS in {base.__module__ for base in type(self.block.conv1).__mro__}
 
     def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
