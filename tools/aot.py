@@ -147,7 +147,9 @@ def _inputs(case: Case, target: Target) -> AttentionInputs:
 
 
 def _attention(case: Case, target: Target) -> None:
-    attention.launch_attention(_inputs(case, target))
+    a, ranks = _inputs(case, target), case.options.get("ranks", 1)
+    to = case.empty(1, 32760 // ranks, ranks * a.q.shape[2])
+    attention.launch_attention(a, to=(to,) * ranks if ranks > 1 else ())
 
 
 def _one_launch(case: Case, target: Target) -> None:
@@ -198,6 +200,7 @@ def _norms(case: Case, target: Target) -> None:
     table = case.empty(32760, case.dim, dtype=torch.float32)
     rotary = {"weight": row[0, 0], "bias": None, "cos": table, "sin": table, "eps": 1e-6}
     residual.norm_rotate(x, case.heads, **rotary)
+    residual.norm_rotate(x, case.heads, **rotary, to=tuple(x.chunk(4, 2)))
 
 
 def _streams(case: Case, target: Target) -> None:
@@ -255,6 +258,7 @@ CASES = {
     **{f"attention-d{dim}": Case(_attention, dim, wide=dim > 128) for dim in (32, 64, 128, 256)},
     "attention-alone-d64": Case(_attention, 64, alone=True),
     "attention-alone-d128": Case(_attention, alone=True, **_MORE),
+    "attention-ranks-d128": Case(_attention, alone=True, ranks=4),
     "attention-causal-d96": Case(_attention, 96, causal=True, **_MORE),
     "attention-bf16": Case(_attention, pv="bf16", wide=True, **_MORE),
     "attention-fp32": Case(_attention, dtype=torch.float32, wide=True),

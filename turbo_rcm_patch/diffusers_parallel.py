@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
@@ -227,6 +228,7 @@ class Parallel:
                 one.entry.check(one.name)
         while self._shared:
             self._shared.pop().undo()
+        symmetric.release()
         if self._vae is not None:
             vars(self._vae).pop(RANKS, None)
             self._vae = None

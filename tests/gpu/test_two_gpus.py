@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 
 from tests.measures import relative_l2
-from tests.patching.models import mapped, named, run
+from tests.patching.models import mapped, named, run, wan
 from tests.ranks import enable_parallelism, on_ranks
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import parallel, patch_model, patched, register_backend, report_of
 from turbo_rcm_patch.diffusers_backend import BACKEND
+from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.video import generate
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -77,6 +79,46 @@ def _on_two(backend: str, function: Any, *args: object) -> None:
 )
 def test_two_ranks_compute_what_one_does(backend: str, case: str) -> None:
     _on_two(backend, _shares, case)
+
+
+def _same_bits(rank: int, backend: str, options: dict[str, Any]) -> None:
+    """Exchanges in symmetric memory give the bits of those through the group, again and again."""
+    device = torch.device("cuda", rank) if "nccl" in backend else torch.device("cpu")
+    inputs = mapped(named("t2v").inputs(1, torch.bfloat16), lambda x: x.to(device))
+    # 1,040 tokens: a tile has rows of both ranks.
+    videos = [torch.randn(1, 4, 5, 32, 26).to(device, torch.bfloat16) for _ in range(3)]
+
+    def outputs() -> tuple[list[torch.Tensor], str]:
+        symmetric.release()
+        model = wan(num_attention_heads=4, attention_head_dim=128).eval().requires_grad_(False)
+        patch_model(model.to(device, torch.bfloat16), **options)
+        enable_parallelism(model, **_ULYSSES)
+        made = [run(model, inputs | {"hidden_states": x}) for x in videos * 3]
+        return made, str(report_of(model))
+
+    with mock.patch.object(symmetric, "_boot", lambda device: None):
+        expected, report = outputs()
+    assert "symmetric" not in report
+    made, report = outputs()
+    assert ("in symmetric memory" in report) == (symmetric._boot(device) is not None)
+    assert all(map(torch.equal, made, expected))
+    assert not torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("gloo", _INT8),
+        *(
+            pytest.param(NCCL, _INT8 | more, marks=pytest.mark.gpu)
+            for more in ({}, {"attention": "exact"}, {"guard": True}, {"linear": "int8"})
+        ),
+    ],
+)
+def test_exchanges_in_symmetric_memory_give_the_same_bits(
+    backend: str, options: dict[str, Any]
+) -> None:
+    _on_two(backend, _same_bits, options)
 
 
 def _halves_a_step(rank: int, backend: str, options: dict[str, Any] | None) -> None:

@@ -16,6 +16,7 @@ In the interpreter inputs are fp32 and fp16: its bf16 arithmetic and its fp8 cas
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -32,7 +33,13 @@ from tests.implementations import Implementation, coefficient, over
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2, truth
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
-from turbo_rcm_patch.ops.attention.api import norm_rotate, quantize
+from turbo_rcm_patch.ops.attention.api import (
+    attend,
+    attend_to,
+    norm_rotate,
+    norm_rotate_to,
+    quantize,
+)
 from turbo_rcm_patch.ops.attention.emulation import (
     hadamard,
     sample_sum_of_v,
@@ -576,6 +583,34 @@ def test_normalised_and_rotated_rows_are_rounded_once(
     own = F.scaled_dot_product_attention(qh.to(dtype), kh.to(dtype), split_heads(v, heads))
     limit = 1.2 * relative_l2(own, exact) + (3e-6 if dtype == FP32 else 1e-3)
     assert relative_l2(out, exact.transpose(1, 2).flatten(2)) < limit
+
+
+@over(reference={"ranks": [2]}, interpreter={"ranks": [2, 3]}, gpu={"ranks": [2, 4, 8]})
+def test_each_rank_gets_its_part_and_nothing_else_is_written(
+    on: Implementation, ranks: int
+) -> None:
+    """Same bits as in one tensor, into a rank's tokens of all or its channels of all."""
+    on_gpu = on.name == "gpu"
+    dim, n, dtype = (128, 1004, BF16) if on_gpu else (32, 20, FP32)  # tiles reach over two ranks
+    x = on.randn(2, n, ranks * 2 * dim, dtype=dtype)
+    weight, table = torch.rand(x.shape[2], device=on.device) + 0.5, rotary(on, n, dim)
+    width = 2 * dim
+    for normed in ({"weight": weight, "rotary": table}, {"weight": None, "rotary": None}):
+        how: Any = normed | {"heads": 2 * ranks, "impl": on.impl}
+        whole = [x.new_full((2, 3 * n, width), math.nan) for _ in range(ranks)]
+        norm_rotate_to(tuple(one[:, n : 2 * n] for one in whole), x, **how)
+        for one, part in zip(whole, norm_rotate(x, **how).chunk(ranks, 2), strict=True):
+            assert torch.equal(one[:, n : 2 * n], part)
+            assert one.isnan().sum() == 2 * one[:, :n].numel()
+    if on.impl != "triton":
+        return
+    q, k, v = on.randn(3, 2, ranks * n, width, dtype=dtype)
+    spec = AttentionSpec(heads=2, pv="auto" if on_gpu else "fp16", impl=on.impl)
+    whole = [x.new_full((2, n, ranks * width), math.nan) for _ in range(ranks)]
+    assert attend_to(tuple(one[..., width : 2 * width] for one in whole), q, k, v, spec=spec)
+    for one, part in zip(whole, attend(q, k, v, spec=spec).chunk(ranks, 1), strict=True):
+        assert torch.equal(one[..., width : 2 * width], part)
+        assert one.isnan().sum() == (ranks - 1) * part.numel()
 
 
 @over(interpreter={"smooth": [False, True]})

@@ -32,6 +32,7 @@ LENGTHS = (
     "n_counters",
     "n_kv",
     "n_q",
+    "n_rank",
     "n_rows",
     "n_tokens",
     "n_elements",

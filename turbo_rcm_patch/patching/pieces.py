@@ -198,10 +198,16 @@ def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
     Returns:
         q and k, and the norms that the kernel still has to compute.
     """
+    norms = read_rms_norms(of_q, of_k, q, k)
+    return (called(of_q, q), called(of_k, k), NO_NORMS) if norms is None else (q, k, norms)
+
+
+def read_rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> Norms | None:
+    """Return the norms of q and k for the kernel, or None if they have to be called."""
     weight_q, weight_k = _rms_weight(of_q, q), _rms_weight(of_k, k)
-    if weight_q is not None and weight_k is not None and of_q.eps == of_k.eps:
-        return q, k, Norms(weight_q, weight_k, eps=of_q.eps)
-    return called(of_q, q), called(of_k, k), NO_NORMS
+    if weight_q is None or weight_k is None or of_q.eps != of_k.eps:
+        return None
+    return Norms(weight_q, weight_k, eps=of_q.eps)
 
 
 def called(module: Any, x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 diffusers splits the sequence over the ranks, and records this on the model and on the attention
 processors. Norms, Linears, feed-forward and skips need no data of the other ranks. An attention
 needs two exchanges in the model's dtype, one of q, k and v and one of the output, so that every
-rank computes all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). With
+rank computes all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). On GPUs that
+NVLink joins, kernels write to the memory of the rank that needs the result (`symmetric`). With
 `ulysses_anything` the parts may be uneven: the first ranks have one head or one token more, and
 with more ranks than heads some have none. With rings the attention is called as a module, and
 diffusers' processor exchanges.
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import Norms, Rotary
-from turbo_rcm_patch.patching.plain import compiling
+from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
+from turbo_rcm_patch.patching import symmetric
+from turbo_rcm_patch.patching.plain import capturing, compiling
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.block import PatchedBlock
@@ -85,17 +87,37 @@ class Ulysses:
         ranks, self._rank = len(tokens), group.rank()
         self._heads = [(spec.heads + ranks - 1 - rank) // ranks for rank in range(ranks)]
         self._widths = [heads * head_dim for heads in self._heads]
+        self._even = len(set(self._widths)) == len(set(tokens)) == 1
+        self._shared: symmetric.Shared | None = None
 
-    def send(self, x: Tensor) -> Coming:
-        """Begin to exchange the local tokens of all heads for all tokens of some heads.
+    def send(
+        self, index: int, x: Tensor, norms: Norms = NO_NORMS, tables: Rotary | None = None
+    ) -> Coming:
+        """Normalise and rotate the local tokens of all heads, and begin to exchange them for all
+        tokens of some heads.
 
         Args:
+            index: 0 for q, 1 for k, 2 for v, which is sent first.
             x: [B, n, H*D].
+            norms: The norms of q and k.
+            tables: The rotary table of the local tokens, or None.
 
         Returns:
             A function that waits for the result [B, N, h*D], with h heads on this rank.
         """
         batch, tokens, _ = x.shape
+        spec = self._spec
+        weight, bias = ((norms.q, norms.q_bias), (norms.k, norms.k_bias), (None, None))[index]
+        if index == 2 and self._even and not compiling() and not capturing(x):
+            self._shared = symmetric.shared(self._group, x)
+        how: Any = {"weight": weight, "bias": bias, "rotary": tables, "eps": norms.eps}
+        how |= {"heads": spec.heads, "impl": spec.impl}
+        shared = self._shared
+        if shared is not None:
+            shared.write(index, lambda to: attention.norm_rotate_to(to, x, **how))
+            return lambda: shared.qkv[index]
+        if weight is not None or tables is not None:
+            x = attention.norm_rotate(x, **how)
         width = self._widths[self._rank]
         sent = [batch * tokens * one for one in self._widths]
         counts = [batch * one * width for one in self._tokens]
@@ -103,26 +125,41 @@ class Ulysses:
         return lambda: _joined(came(), (batch, width), self._tokens, 1)
 
     def to_heads(
-        self, q: Tensor, k: Tensor, v: Coming, norms: Norms, tables: Rotary | None
+        self, q: Coming, k: Coming, v: Coming, *, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-        """Normalise and rotate the local tokens, then exchange them for all tokens of some heads.
+        """Wait for q, k and v.
 
         Args:
-            q: [B, n, H*D].
-            k: [B, n, H*D].
-            v: What `send` returned for v.
-            norms: The norms of q and k.
-            tables: The rotary table of the local tokens, or None.
+            q: What `send` returned for q.
+            k: What it returned for k.
+            v: What it returned for v.
+            keep: They are read after the attention, too.
 
         Returns:
             q, k and v, [B, N, h*D] each, and the options of their attention over the h heads of
             this rank. Without any head the tensors are empty.
         """
-        spec = self._spec
-        rest: Any = {"rotary": tables, "heads": spec.heads, "eps": norms.eps, "impl": spec.impl}
-        came_q = self.send(attention.norm_rotate(q, weight=norms.q, bias=norms.q_bias, **rest))
-        came_k = self.send(attention.norm_rotate(k, weight=norms.k, bias=norms.k_bias, **rest))
-        return came_q(), came_k(), v(), _with_heads(spec, self._heads[self._rank] or 1)
+        came = q(), k(), v()
+        if self._shared is not None:
+            self._shared.barrier()
+            if keep:  # The other ranks overwrite them for the next attention.
+                came = came[0].clone(), came[1].clone(), came[2].clone()
+        return *came, _with_heads(self._spec, self._heads[self._rank] or 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
+        """Compute an attention and exchange its output for that of the local tokens, in one.
+
+        Args:
+            q: [B, N, h*D]. It and the others are what `to_heads` returned.
+
+        Returns:
+            [B, n, H*D], the local tokens of all heads; None if this is not possible here.
+        """
+        shared = self._shared
+        if shared is None or not attention.attend_to(shared.to_out, q, k, v, spec=spec):
+            return None
+        shared.barrier()
+        return shared.out
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange the output of all tokens for that of the local tokens.
@@ -134,7 +171,12 @@ class Ulysses:
             [B, n, H*D], the local tokens of all heads.
         """
         batch, _, width = out.shape
-        tokens = self._tokens[self._rank]
+        shared, tokens = self._shared, self._tokens[self._rank]
+        if shared is not None:
+            for one, part in zip(shared.to_out, out.chunk(len(self._tokens), 1), strict=True):
+                one.copy_(part)
+            shared.barrier()
+            return shared.out
         sent = [batch * one * width for one in self._tokens]
         counts = [batch * tokens * one for one in self._widths]
         came = self._exchange(_dealt(out, self._tokens, 1), sent, counts)

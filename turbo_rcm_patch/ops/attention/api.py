@@ -154,6 +154,62 @@ def norm_rotate(
     return _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
 
 
+# --- what ranks that share a sequence write to each other's memory -------------------------------
+
+
+def norm_rotate_to(
+    to: tuple[Tensor, ...],
+    x: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    rotary: Rotary | None = None,
+    heads: int,
+    eps: float = 1e-6,
+    impl: str,
+) -> None:
+    """Write what `norm_rotate` returns: to each of P ranks the channels of its heads.
+
+    Args:
+        to: The ranks' tensors [B, N, H*D / P], which may lie on other GPUs.
+        x: [B, N, H*D]. The other arguments are those of `norm_rotate`.
+    """
+    on = resolve_impl(cast("Any", impl), x.device)
+    if on == "triton" and _in_one_pass(x, weight, bias, heads):
+        from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
+
+        cos, sin = rotary or (None, None)
+        launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, to=to)
+        return
+    if weight is not None or rotary is not None:
+        x = _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
+    for one, part in zip(to, x.chunk(len(to), 2), strict=True):
+        one.copy_(part)
+
+
+def attend_to(
+    to: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec
+) -> bool:
+    """Write `attend(q, k, v, spec=spec)`: to each of P ranks the rows of its tokens.
+
+    Args:
+        to: The ranks' tensors [B, N/P, H*D], whose rows are P*H*D apart and which may lie on other
+            GPUs.
+        q: [B, N, H*D].
+        k: [B, N, H*D].
+        v: [B, N, H*D].
+        spec: How the attention is computed.
+
+    Returns:
+        False if no kernel does this, and nothing was written.
+    """
+    spec = resolved(spec, q.device, q.shape[1], k.shape[1])
+    if spec.impl != "triton" or spec.attention not in QMAX:
+        return False
+    launch_attention(AttentionInputs(q, k, v, spec, q.dtype), to=to)
+    return True
+
+
 # --- public functions ----------------------------------------------------------------------------
 
 
@@ -494,29 +550,30 @@ def import_kernels(device: torch.device) -> None:
 
 @replayed
 def launch_attention(
-    inputs: AttentionInputs, *, tile: Tile | None = None
+    inputs: AttentionInputs, *, tile: Tile | None = None, to: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the prologue and the attention.
 
     Args:
         inputs: The attention, with "int8" or "int4" and a pv other than "auto".
         tile: Tile of the portable kernel instead of the table's, for tuning.
+        to: As in `attend_to`; by default a new tensor.
 
     Returns:
-        y [B, Nq, H*D], and the logsumexp fp32 [B, H, Nq] or None.
+        y [B, Nq, H*D] or the first of `to`, and the logsumexp fp32 [B, H, Nq] or None.
     """
     a = inputs
     batch, n_q, _ = a.q.shape
     operands = quantize(a)
-    y = torch.empty(a.q.shape, dtype=a.out_dtype, device=a.q.device)
+    ys = to or (torch.empty(a.q.shape, dtype=a.out_dtype, device=a.q.device),)
     lse = None
     if a.want_lse:
         lse = torch.empty(batch, a.spec.heads, n_q, dtype=torch.float32, device=a.q.device)
     if tile is not None:
-        _kernel_for_all().launch_kernel(a, operands, y, lse, tile=tile)
+        _kernel_for_all().launch_kernel(a, operands, ys, lse, tile=tile)
     else:
-        run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, y, lse))
-    return y, lse
+        run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, ys, lse))
+    return ys[0], lse
 
 
 @replayed

@@ -191,8 +191,9 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones):
 
 @gluon.jit
 def _consumer(
-    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
+    y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
     GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    RANKS: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of one head."""
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
@@ -200,10 +201,10 @@ def _consumer(
     layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 32])
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     # With few channels the exponential unit is the bottleneck. fp32 outputs keep the exact bits.
-    share: gl.constexpr = HEAD_DIM == 64 and y_ptr.dtype.element_ty != gl.float32
+    share: gl.constexpr = HEAD_DIM == 64 and y_ptrs[0].dtype.element_ty != gl.float32
     q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
     b, h, start_m, limit = program
-    n_q, n_q_padded, n_kv_padded, heads = sizes
+    n_q, n_rank, n_q_padded, n_kv_padded, heads = sizes
     bh = b * heads + h
     start_m = start_m + GROUP * _BLOCK_M
     offs_m = start_m + gl.arange(0, _BLOCK_M, rows_s)
@@ -271,20 +272,23 @@ def _consumer(
     factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
     out = gl.fma(acc * factor[:, None], scale[None, :], correction[None, :])  # [64, HEAD_DIM]
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
-    first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
-    gl.store(
-        y_ptr + first[:, None] + (h * HEAD_DIM + offs_d)[None, :],
-        out.to(y_ptr.dtype.element_ty),
-        mask=(rows < n_q)[:, None],
-    )
+    out = out.to(y_ptrs[0].dtype.element_ty)
+    for rank in gl.static_range(RANKS):  # A group of rows may belong to two of them.
+        own = rows - rank * n_rank
+        first = (b.to(gl.int64) * n_rank + own.to(gl.int64)) * (RANKS * heads * HEAD_DIM)
+        gl.store(
+            y_ptrs[rank] + first[:, None] + (h * HEAD_DIM + offs_d)[None, :],
+            out,
+            mask=((own >= 0) & (own < n_rank))[:, None],
+        )
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_kernel(
-    y_ptr, lse_ptr, shift_ptr,
+    y_ptrs, lse_ptr, shift_ptr,
     q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_levels_ptr, lengths_ptr,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads,
-    P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    n_q, n_rank, n_kv, n_q_padded, n_kv_padded, heads,
+    P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """Compute y = softmax(q k^T) v.
 
@@ -323,15 +327,15 @@ def hopper_kernel(
     blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
     shared = (q_smem, k_smem, v_smem, ones, q_ready, ready, empty)
     program = (b, h, start_m, limit)
-    sizes = (n_q, n_q_padded, n_kv_padded, heads)
+    sizes = (n_q, n_rank, n_q_padded, n_kv_padded, heads)
     gl.warp_specialize(
         [
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES)),
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES)),
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
-                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
+                      shared, program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
             (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
                        n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
         ],
@@ -350,9 +354,13 @@ def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDes
 
 
 def launch_kernel(
-    a: AttentionInputs, operands: QuantizedOperands, y: torch.Tensor, lse: torch.Tensor | None
+    a: AttentionInputs,
+    operands: QuantizedOperands,
+    ys: tuple[torch.Tensor, ...],
+    lse: torch.Tensor | None,
 ) -> None:
-    """Write softmax(q k^T) v into y [B, Nq, H*D], and the logsumexp into lse [B, H, Nq] fp32."""
+    """Write softmax(q k^T) v into ys, as `triton.launch_kernel` does, and the logsumexp into lse
+    [B, H, Nq] fp32."""
     (q, q_scale, shift), (k, k_scale), values = operands[:3]
     assert values is not None
     n_q, lengths = operands.n_q, operands.lengths
@@ -363,7 +371,7 @@ def launch_kernel(
         hopper_kernel,
         (cdiv(n_q, ROWS), heads, batch),
         q.device,
-        y_ptr=y,
+        y_ptrs=ys,
         lse_ptr=lse,
         shift_ptr=shift,
         q_desc=_descriptor(q.view(-1, head_dim), (rows, head_dim), "int8"),
@@ -376,6 +384,7 @@ def launch_kernel(
         v_levels_ptr=values.levels,
         lengths_ptr=lengths,
         n_q=n_q,
+        n_rank=n_q // len(ys),
         n_kv=operands.n_kv,
         n_q_padded=n_q_padded,
         n_kv_padded=n_kv_padded,
@@ -383,6 +392,7 @@ def launch_kernel(
         P_MAX_LOG2=P_MAX_LOG2[a.spec.pv],
         HEAD_DIM=head_dim,
         STAGES=STAGES,
+        RANKS=len(ys),
         num_warps=4,
         launch_pdl=True,  # after the prologue
     )

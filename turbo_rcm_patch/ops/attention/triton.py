@@ -32,15 +32,16 @@ from turbo_rcm_patch.ops.numerics import close_skip
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
-    y_ptr, lse_ptr, shift_ptr, q_src, k_src, v_src, scales, lengths_ptr, skip,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, FORM: tl.constexpr, KINDS: tl.constexpr,
+    y_ptrs, lse_ptr, shift_ptr, q_src, k_src, v_src, scales, lengths_ptr, skip,
+    n_q, n_rank, n_kv, n_q_padded, n_kv_padded, heads,
+    FORM: tl.constexpr, KINDS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which
-    smoothing subtracted from every logit of a row, or None; the rest as in `attend` and
-    `close_skip`.
+    y [B, Nq, H*D] dense, or the rows of each rank in its own tensor (`launch_kernel`); lse
+    [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which smoothing subtracted from every
+    logit of a row, or None; the rest as in `attend` and `close_skip`.
     """
     start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
@@ -59,18 +60,19 @@ def attention_kernel(
             lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
         tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
     y = close_skip(out, skip, b, offs_m, offs_c, mask_m, mask_d, KINDS, None)
-    rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * FORM.HEAD_DIM)
-    tl.store(
-        y_ptr + rows[:, None] + offs_c[None, :],
-        y.to(y_ptr.dtype.element_ty),
-        mask=mask_m[:, None] & mask_d[None, :],
-    )
+    y = y.to(y_ptrs[0].dtype.element_ty)
+    for rank in tl.static_range(RANKS):  # A tile may have rows of two of them.
+        own = offs_m - rank * n_rank
+        rows = (b.to(tl.int64) * n_rank + own.to(tl.int64)) * (RANKS * heads * FORM.HEAD_DIM)
+        mask = (own >= 0) & (own < n_rank)
+        out = y_ptrs[rank] + rows[:, None] + offs_c[None, :]
+        tl.store(out, y, mask=mask[:, None] & mask_d[None, :])
 
 
 def launch_kernel(
     a: AttentionInputs,
     operands: QuantizedOperands,
-    y: torch.Tensor,
+    ys: tuple[torch.Tensor, ...],
     lse: torch.Tensor | None,
     *,
     tile: Tile | None = None,
@@ -80,7 +82,8 @@ def launch_kernel(
     Args:
         a: The attention.
         operands: The results of its prologue.
-        y: The result, [B, Nq, H*D].
+        ys: The result [B, Nq, H*D], or of each of P ranks a tensor for its Nq/P rows, whose rows
+            have P*H*D channels: it begins at the H*D of them that this rank computes.
         lse: The logsumexp, fp32 [B, H, Nq], or None.
         tile: Tile instead of the table's, for tuning.
     """
@@ -91,10 +94,12 @@ def launch_kernel(
         attention_kernel,
         (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
-        y_ptr=y,
+        y_ptrs=ys,
+        n_rank=n_q // len(ys),
+        RANKS=len(ys),
         lse_ptr=lse,
         shift_ptr=operands.queries.shift,
-        **skip_arguments(*(a.skip or NO_SKIP), y.shape),
+        **skip_arguments(*(a.skip or NO_SKIP), a.q.shape),
         **attention_arguments(a, operands, tile),
         **(register_limit(a, tile) if a.spec.pv == "fp8" else {}),
     )

@@ -365,15 +365,16 @@ def skip(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_rotate_kernel(
-    y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
+    y_ptrs, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
     x_strides, n_tokens, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Apply the norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
 
-    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D], or [D]
-    per head, for which D is a power of two; bias [D]; cos, sin [N, D].
+    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels; y [B, n_tokens, H*D / RANKS]
+    of each rank, of which the N tokens from its pointer on are written; weight [H*D], or [D] per
+    head, for which D is a power of two; bias [D]; cos, sin [N, D].
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
@@ -401,8 +402,12 @@ def norm_rotate_kernel(
         c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
         _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
         x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
-    out = y_ptr + (b * n_tokens + n) * CHANNELS
-    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+    x = x.to(y_ptrs[0].dtype.element_ty)
+    WIDTH: tl.constexpr = CHANNELS // RANKS
+    for rank in tl.static_range(RANKS):
+        own = offs_c - rank * WIDTH
+        out = y_ptrs[rank] + (b * n_tokens + n) * WIDTH
+        tl.store(out + own, x, mask=(own >= 0) & (own < WIDTH))
 
 
 @replayed
@@ -416,17 +421,21 @@ def norm_rotate(
     sin: torch.Tensor | None,
     eps: float,
     by_head: bool = False,
+    to: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """Apply norm and rotary embedding to x [B, N, H*D]; the result is dense, in the dtype of x.
 
     weight [H*D] or None; if D is a power of two, also [D] with a bias [D] (layer norm of each
     head) or without (RMSNorm of each head). cos and sin [N, D] or None. With by_head the result is
-    viewed as [B, H, N, D].
+    viewed as [B, H, N, D]. With `to` it is written to tensors [B, N, H*D / P] of P ranks, which
+    may be some tokens of dense ones, and the first is returned.
     """
     target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
-    if by_head:
+    if to:
+        y = to[0]
+    elif by_head:
         dim = channels // heads
         strides = (n_tokens * channels, dim, channels, 1)
         y = x.new_empty_strided((batch, heads, n_tokens, dim), strides)
@@ -436,20 +445,21 @@ def norm_rotate(
         norm_rotate_kernel,
         (n_tokens, batch),
         x.device,
-        y_ptr=y,
+        y_ptrs=to or (y,),
         x_ptr=x,
         weight_ptr=None if weight is None else weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
         cos_ptr=None if cos is None else cos.contiguous(),
         sin_ptr=None if sin is None else sin.contiguous(),
         x_strides=x.stride()[:2],
-        n_tokens=n_tokens,
+        n_tokens=y.stride(0) * max(1, len(to)) // channels,
         eps=eps,
         CHANNELS=channels,
         HEAD_DIM=channels // heads,
         BLOCK_C=triton.next_power_of_2(channels),
         NORM=norm_kind(weight, bias, channels),
         ROPE=cos is not None,
+        RANKS=len(to) or 1,
         num_warps=norm_warps(channels),
         num_stages=1,
     )

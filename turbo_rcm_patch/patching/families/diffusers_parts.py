@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -10,7 +9,9 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 
+from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
 from turbo_rcm_patch.patching.int8_linears import shared_rows
+from turbo_rcm_patch.patching.pieces import called, read_rms_norms
 from turbo_rcm_patch.patching.plain import (
     compiling,
     drops,
@@ -22,7 +23,7 @@ from turbo_rcm_patch.patching.plain import (
     torchs_own,
     wrote,
 )
-from turbo_rcm_patch.patching.ulysses import Coming
+from turbo_rcm_patch.patching.ulysses import Coming, Ulysses
 
 #: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
@@ -51,13 +52,23 @@ def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
     return attn.to_q(h), attn.to_k(h), attn.to_v(h)
 
 
-def qk_sent(attn: Any, h: Any, send: Callable[[Tensor], Coming]) -> tuple[Tensor, Tensor, Coming]:
-    """Do what `qkv` does, with v first, so that it travels while q and k are still computed."""
+def qkv_sent(attn: Any, h: Any, ulysses: Ulysses, tables: Rotary) -> tuple[Coming, Coming, Coming]:
+    """Do what `qkv` and `rms_norms` do, and send v and q while the next one is computed."""
+    k = None
     if attn.fused_projections:
         q, k, v = qkv(attn, h)
-        return q, k, send(v)
-    coming = send(attn.to_v(h))
-    return attn.to_q(h), attn.to_k(h), coming
+        sent_v = ulysses.send(2, v)
+    else:
+        sent_v, q = ulysses.send(2, attn.to_v(h)), attn.to_q(h)
+    norms = read_rms_norms(attn.norm_q, attn.norm_k, q, q)
+    if norms is None:
+        q = called(attn.norm_q, q)
+    sent_q = ulysses.send(0, q, norms or NO_NORMS, tables)
+    if k is None:
+        k = attn.to_k(h)
+    if norms is None:
+        k = called(attn.norm_k, k)
+    return sent_q, ulysses.send(1, k, norms or NO_NORMS, tables), sent_v
 
 
 def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
+from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import (
@@ -47,7 +48,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import author_class, hooked
 from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
 from turbo_rcm_patch.patching.ulysses import (
     author_attention,
@@ -158,12 +159,16 @@ class WanBlock(PatchedBlock):
             q, k, v = parts.qkv(attn, h)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         else:
-            q, k, coming = parts.qk_sent(attn, h, ulysses.send)
-            q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-            q, k, v, spec = ulysses.to_heads(q, k, coming, norms, tables)
+            sent = parts.qkv_sent(attn, h, ulysses, own)
+            q, k, v, spec = ulysses.to_heads(*sent, keep=notes is not None)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
-        if not q.numel():  # There are more ranks than heads, and this one has none.
+        made = None
+        if ulysses is not None and proj_l is None and notes is None:
+            made = ulysses.attend(q, k, v, spec)
+        if made is not None:
+            out = made
+        elif not q.numel():  # There are more ranks than heads, and this one has none.
             out = q
         elif proj_l is not None:
             weight, bias = (x.to(q.device) for x in proj_l)
@@ -177,7 +182,9 @@ class WanBlock(PatchedBlock):
             if notes is not None:
                 notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
         if ulysses is not None:
-            out = ulysses.to_tokens(out)
+            out = ulysses.to_tokens(out) if made is None else made
+            if hooked(attn.to_out[0]):
+                out = out.clone()  # A hook may keep it, and the next attention overwrites it.
         return parts.project_out(attn, out)
 
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
@@ -289,6 +296,8 @@ class WanBlock(PatchedBlock):
         split = context_parallel(processor)
         if split is not None:
             by = "its own code" if exchanges_itself(processor) else "two exchanges an attention"
+            if symmetric.in_use(split._ulysses_mesh.get_group()):
+                by += ", in symmetric memory"
             return [f"parallel over {split._flattened_mesh.size()} ranks, by {by}"]
         return super().notes()
 
