@@ -241,16 +241,16 @@ def _counts(cls: str, models: Sequence[Published]) -> str:
 
 
 def matrix() -> str:
-    """Return a table of capabilities and classes, below it what is proven for all of them."""
+    """Return a table of capabilities and classes, below it what is proven for all that have it."""
     found, everywhere = marks(), []
     rows: list[tuple[str, ...]] = [("", *CLASSES.values())]
     for capability in CAPABILITIES:
         row = [found[name, capability] for name in CLASSES]
-        if {*row} == {"yes"}:
+        if {*row} - {"-"} == {"yes"}:
             everywhere.append(capability)
         else:
             rows.append((capability, *[_SIGNS.get(mark, mark) for mark in row]))
-    return f"{_table(rows)}\n\n✓ for every class: {'; '.join(everywhere)}."
+    return f"{_table(rows)}\n\n✓ for every class that has it: {'; '.join(everywhere)}."
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
