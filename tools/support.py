@@ -241,16 +241,20 @@ def _counts(cls: str, models: Sequence[Published]) -> str:
 
 
 def matrix() -> str:
-    """Return a table of capabilities and classes, below it what is proven for all of them."""
-    found, everywhere = marks(), []
+    """Return a table of capabilities and classes, below it what is equal for all that have it."""
+    found, equal = marks(), dict[Mark, list[str]]()
     rows: list[tuple[str, ...]] = [("", *CLASSES.values())]
     for capability in CAPABILITIES:
         row = [found[name, capability] for name in CLASSES]
-        if {*row} == {"yes"}:
-            everywhere.append(capability)
+        if len(kinds := {*row} - {"-"}) == 1:
+            equal.setdefault(kinds.pop(), []).append(capability)
         else:
             rows.append((capability, *[_SIGNS.get(mark, mark) for mark in row]))
-    return f"{_table(rows)}\n\n✓ for every class: {'; '.join(everywhere)}."
+    below = (
+        f"{_SIGNS.get(mark, mark)} for every class that has it: {'; '.join(names)}."
+        for mark, names in equal.items()
+    )
+    return "\n\n".join((_table(rows), *below))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

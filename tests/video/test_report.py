@@ -137,13 +137,14 @@ def test_what_ffmpeg_lacks_is_said(found: Comparison, tmp_path: Path) -> None:
             one,
             patched=replace(one.patched, vmaf=None),
             control=replace(one.control, vmaf=None),
-            unmeasured="this ffmpeg has no libvmaf",
+            unmeasured="this ffmpeg has no libvmaf; FLIP (pip install '/home/me/clone[flip]')",
         )
         for one in found.results
     ]
     page, short = rewritten(found, tmp_path, results=tuple(results))
     for text in (page, short):
-        assert "Not measured: this ffmpeg has no libvmaf" in text
+        assert "Not measured: this ffmpeg has no libvmaf; FLIP (pip install " in text
+        assert "/home/me" not in text and "…/clone[flip]" in text, "a report is sent to others"
     assert re.search(r"\| VMAF \| – \| – \| – \| – \|", short)
 
 

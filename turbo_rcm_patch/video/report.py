@@ -108,7 +108,7 @@ def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -
         "chips": comparison.chips,
         "ran": comparison.judgement.ran,
         "measures": _measures(comparison),
-        "unmeasured": sorted({one.unmeasured for one in results} - {""}),
+        "unmeasured": sorted({without_places(one.unmeasured) for one in results} - {""}),
         "limits": verdict,
         "checks": {check.name: check for check in comparison.judgement.checks},
     }
