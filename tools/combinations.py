@@ -1,8 +1,8 @@
 """Judge the patch beside what else changes a model: guidance, caches of diffusers, a LoRA.
 
-    python -m tools.combinations --model RUN/world_teacher --steps 30 --guidance-scale 3 \
-        --rows plain "first block cache" TaylorSeer MagCache --out outputs/caches \
-        --json caches.json
+    python -m tools.combinations --model RUN/world_teacher --sampler scheduler --steps 30 \
+        --guidance-scale 3 --rows plain "first block cache" TaylorSeer MagCache \
+        --out outputs/caches --json caches.json
     python -m tools.combinations --model RUN/world_student --lora LORA --rows plain LoRA \
         --colour green --out outputs/lora --json lora.json
 
@@ -17,11 +17,11 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
@@ -38,6 +38,10 @@ from turbo_rcm_patch.video.video import as_bytes
 
 #: Prompts of clips that were recorded in maps for evaluation.
 PROMPTS: Final = Path(__file__).parents[1] / "training" / "world_prompts.txt"
+SETTINGS: Final = {
+    "sampler": str, "steps": int, "guidance_scale": float, "num_frames": int, "height": int,
+    "width": int,
+}  # fmt: skip
 CACHES: Final = ("first block cache", "TaylorSeer", "MagCache")
 
 
@@ -77,7 +81,6 @@ def row_of(pipe: Any, out: Path, first: Path, colour: str | None, **given: Any) 
          for place in (out, first)]
         for one in found.results
     ]  # fmt: skip
-    median = statistics.median
     assert found.seen is not None
     return {
         "verdict": found.verdict, "ran": str(found.judgement.ran),
@@ -96,25 +99,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
-    parser.add_argument("--count", type=int, help="of the prompts (default: all)")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="one a line")
     parser.add_argument("--rows", nargs="+", choices=("plain", *CACHES, "LoRA"), required=True)
-    parser.add_argument("--steps", type=int, help="of the model's own scheduler, which is taken")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="with --steps")
-    parser.add_argument("--threshold", type=float, default=0.3, help="of the first block cache")
     parser.add_argument("--colour", help="what to count in every video")
+    parser.add_argument("--threshold", type=float, default=0.3, help="of the first block cache")
     for name in ("lora", "device"):
         parser.add_argument(f"--{name}")
     for name in ("out", "json"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("num-frames", "height", "width"):
-        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+    for name, kind in SETTINGS.items():
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help="as for compare")
     given = parser.parse_args(argv)
-    prompts = given.prompts.read_text(encoding="utf-8").splitlines()[: given.count]
-    changed = {n: v for n, v in vars(given).items() if n in ("num_frames", "height", "width")}
-    if given.steps:
-        names = ("sampler", "steps", "guidance_scale")
-        changed |= zip(names, ("scheduler", given.steps, given.guidance_scale), strict=True)
+    prompts = given.prompts.read_text(encoding="utf-8").splitlines()
+    changed = {name: value for name, value in vars(given).items() if name in SETTINGS}
     pipe: Any = load_pipeline(given.model, device=given.device)
     settings, rows = settings_for(pipe, **changed), {}
     for name in given.rows:
@@ -132,12 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {"model": Path(given.model).name, "settings": settings.as_dict(), "prompts": prompts}
     write_json(given.json, to_json(record | {"rows": rows}))
     shown = ("verdict", "psnr", "control psnr", "distance", "control distance", "effect", "colour")
-    print(f"| | {' | '.join(shown)} |")
-    print("|---" * (1 + len(shown)) + "|")
+    print(f"| | {' | '.join(shown)} |\n" + "|---" * (1 + len(shown)) + "|")
     for name, row in rows.items():
         cells = [f"{row[x]:.3g}" if isinstance(row[x], float) else str(row[x]) for x in shown]
         print(f"| {name} | {' | '.join(cells)} |")
-        print(f"{name}: {row['ran']}; seconds {row['seconds']}", file=sys.stderr)
     return 0
 
 

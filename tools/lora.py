@@ -60,9 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             latents.append(encode(pipe.vae, frames[i : i + 1].to(device) / 255))
             prompt = facts[i]["prompt"].replace(given.colour, others[i % len(others)])
             texts.append(pipe.encode_prompt(prompt, **say)[0].detach())
+    if not latents:
+        parser.error(f"no clip of --clips is {given.colour}")
     print(f"{len(latents)} clips are {given.colour}", flush=True)
     network = pipe.transformer.requires_grad_(False)
     network.add_adapter(LoraConfig(r=given.rank, lora_alpha=given.rank, target_modules=_TARGETS))
+    network.to(device)  # with what was added
     trained = [one for one in network.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, given.lr)
     clips, embeds = torch.cat(latents), torch.cat(texts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.video.micro import SMALL
 from tools import combinations, lora, separation
@@ -40,6 +41,8 @@ def found(folder: Path) -> Any:
 
 def test_separation_takes_another_model_and_its_prompts(folder: Path) -> None:
     separation.main(given(folder))
+    video = torch.load(folder.parent / "out" / "baseline.pt")[0]
+    assert video["frames"].shape == (5, 32, 32, 3) and video["fps"] == 12
     table = found(folder)
     assert table["prompts"] == PROMPTS and table["model"] == "model"
     assert "two threads" in table["changes"]["legal"]
@@ -50,7 +53,17 @@ def test_separation_takes_another_model_and_its_prompts(folder: Path) -> None:
 
 def test_caches_skip_and_the_patch_beside_them_is_judged(folder: Path, no_pictures: None) -> None:
     rows = [*combinations.CACHES]
-    more = ["--steps", "10", "--guidance-scale", "2", "--threshold", "0.9", *SIZES]
+    more = [
+        "--sampler",
+        "scheduler",
+        "--steps",
+        "10",
+        "--guidance-scale",
+        "2",
+        "--threshold",
+        "0.9",
+        *SIZES,
+    ]
     combinations.main([*given(folder, *more), "--rows", "plain", *rows])
     table = found(folder)["rows"]
     assert list(table) == ["plain", *rows]
