@@ -41,8 +41,8 @@ def found(folder: Path) -> Any:
 
 def test_separation_takes_another_model_and_its_prompts(folder: Path) -> None:
     separation.main(given(folder))
-    video = torch.load(folder.parent / "out" / "baseline.pt")[0]
-    assert video["frames"].shape == (5, 32, 32, 3) and video["fps"] == 12
+    videos = torch.load(folder.parent / "out" / "baseline.pt")
+    assert [(*one["frames"].shape, one["fps"]) for one in videos] == 2 * [(5, 32, 32, 3, 12)]
     table = found(folder)
     assert table["prompts"] == PROMPTS and table["model"] == "model"
     assert "two threads" in table["changes"]["legal"]
