@@ -57,7 +57,7 @@ _MONSTERS: Final = {
     "Cacodemon": "trilobite", "HellKnight": "knight",
 }  # fmt: skip
 _LIGHTS, _SPACES = ("dark", "dim", "bright"), ("narrow", "wide", "vast")
-_HUES: Final = {"brown": 50, "green": 150, "blue": 250, "purple": 320, "red": 361}  # they end here
+HUES: Final = {"brown": 50, "green": 150, "blue": 250, "purple": 320, "red": 361}  # they end here
 _TICS: Final = 2  # of 35 a second, a frame
 _ATTEMPTS: Final = 60
 _NO_MESSAGES_LITTLE_BOB: Final = "+con_midtime 0 +movebob 0.15"
@@ -113,7 +113,7 @@ def words() -> list[str]:
     phrases = sentence.split(" ") + [
         word for _, phrase in _POLICIES.values() for word in phrase.split()
     ]
-    every = chain(phrases, _SCENARIOS.values(), _MONSTERS.values(), _LIGHTS, _SPACES, _HUES)
+    every = chain(phrases, _SCENARIOS.values(), _MONSTERS.values(), _LIGHTS, _SPACES, HUES)
     return sorted(set(every) - {"{}"})
 
 
@@ -129,7 +129,7 @@ def look(frames: Picture) -> tuple[str, str]:
     red, green, blue = frames.mean((0, 1, 2)).tolist()
     hue, saturation, _ = colorsys.rgb_to_hsv(red / 255, green / 255, blue / 255)
     light = _LIGHTS[sum((red + green + blue) / 3 > least for least in (62, 92))]
-    colour = next(name for name, end in _HUES.items() if (hue * 360 - 15) % 360 < end)
+    colour = next(name for name, end in HUES.items() if (hue * 360 - 15) % 360 < end)
     return light, "grey" if saturation < 0.15 else colour
 
 
