@@ -5,10 +5,12 @@ On a card torch's symmetric memory maps it (`tests/gpu/test_two_gpus.py`); all e
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,18 +22,27 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.patching.models import named, run
+from tests.patching.models import named, run, wan
 from tests.ranks import enable_parallelism, on_ranks
 from turbo_rcm_patch import parallel, patch_model, report_of
+from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.patching import symmetric
+from turbo_rcm_patch.patching.families import diffusers_parts
+from turbo_rcm_patch.patching.ulysses import Ulysses, attention
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
+#: What was mapped last, which has to be free before more is.
+_mapped: list[ref[Tensor]] = []
+
+
 def _map(folder: Path, own: Tensor, group: Any) -> tuple[list[Tensor], Any]:
     """Files that all ranks map, with NaN in them."""
+    assert not [one for one in _mapped if one() is not None]
     folder = folder / str(own.numel())
     folder.mkdir(exist_ok=True)
     dist.barrier(group)
@@ -40,6 +51,7 @@ def _map(folder: Path, own: Tensor, group: Any) -> tuple[list[Tensor], Any]:
         for rank in range(group.size())
     ]
     every[group.rank()].fill_(255)
+    _mapped[:] = map(ref, every)
     dist.barrier(group)
     return every, partial(dist.barrier, group)
 
@@ -102,6 +114,156 @@ def test_the_bits_are_those_of_exchanges_through_the_group(
     on_ranks(ranks, _same_bits, str(tmp_path), ranks, name, ways)
 
 
+# --- slow ranks ----------------------------------------------------------------------------------
+
+
+class _Deferred(TorchDispatchMode):
+    """Puts copies off."""
+
+    def __init__(self, later: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self._later = later
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.copy_.default
+        self._later.append(partial(func, *args))
+        return args[0]
+
+
+class _LateCopies(symmetric._Copies):
+    """Copies beside the stream that run as late as they may."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._later: list[Callable[[], object]] = []
+
+    def beside(self, staged: tuple[Tensor, ...]) -> Any:
+        super().beside(staged)
+        return _Deferred(self._later)
+
+    def join(self) -> None:
+        for copy in self._later:
+            copy()
+        self._later.clear()
+        super().join()
+
+
+def _attend_to(to: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *, spec: Any) -> bool:
+    """Write as the kernels of a card do: some rows of one rank after those of another."""
+    out = attention.attend(q, k, v, spec=spec)
+    for one, part in zip(to, out.chunk(len(to), 1), strict=True):
+        one.copy_(part)
+    return True
+
+
+def _slowly(function: Any, first: bool) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
+        if first:
+            time.sleep(0.1)
+        made = function(*args, **named)
+        if not first:
+            time.sleep(0.1)
+        return made
+
+    return call
+
+
+#: Where a rank is slow: before it writes q, k and v; before it reads them; before it reads the
+#: output.
+_POINTS: list[tuple[Any, str, bool]] = [
+    (symmetric.Shared, "write", True),
+    (Ulysses, "to_heads", False),
+    (diffusers_parts, "project_out", True),
+]
+
+
+def _one_is_slow(rank: int, folder: str, ranks: int, slow: tuple[int, ...]) -> None:
+    model = wan(num_attention_heads=ranks).eval().requires_grad_(False)
+    inputs = named("t2v").inputs(1)
+    if ranks == 3:
+        inputs["hidden_states"] = torch.randn(1, 4, 3, 8, 8)
+    patch_model(model, attention="exact", guard=False)
+    enable_parallelism(model, ulysses_degree=ranks)
+    videos = [inputs["hidden_states"] + shift for shift in (0.0, 1.0)]
+
+    def outputs() -> list[Tensor]:
+        return [run(model, inputs | {"hidden_states": x}) for x in videos]
+
+    expected = outputs()
+    assert not torch.equal(*expected)
+    for kernel, one, (place, name, first) in product((False, True), slow, _POINTS):
+        late = mock.patch.object(place, name, _slowly(getattr(place, name), first))
+        with (
+            mapped(folder, _Copies=_LateCopies),
+            mock.patch.object(
+                attention, "attend_to", _attend_to if kernel else lambda *_, **__: False
+            ),
+            late if rank == one else mock.MagicMock(),
+        ):
+            assert all(map(torch.equal, outputs(), expected)), (kernel, one, name)
+            assert "in symmetric memory" in str(report_of(model))
+
+
+@pytest.mark.parametrize(("ranks", "slow"), [(2, (0, 1)), (3, (1,))])
+def test_a_slow_rank_reads_and_writes_in_time(
+    tmp_path: Path, ranks: int, slow: tuple[int, ...]
+) -> None:
+    on_ranks(ranks, _one_is_slow, str(tmp_path), ranks, slow)
+
+
+def _several_shapes(rank: int, folder: str) -> None:
+    spec, group = AttentionSpec(heads=2, attention="exact", impl="reference"), dist.group.WORLD
+    with mapped(folder):
+        for slow, (batch, tokens, dtype) in product(
+            range(2), [(2, 12, torch.float32), (1, 4, torch.float16), (1, 12, torch.float32)]
+        ):
+            x = torch.randn(batch, tokens, 8).to(dtype)
+            ulysses = Ulysses(group, spec, 4, [tokens, tokens])
+            v, q, k = (ulysses.send(index, x + index) for index in (2, 0, 1))
+            came = ulysses.to_heads(q, k, v)
+            for index, heads in enumerate(came[:3]):
+                if rank == slow:
+                    time.sleep(0.05)
+                assert torch.equal(ulysses.local(heads), (x + index).chunk(2, 2)[rank])
+            out = ulysses.to_tokens(came[0])
+            if rank == slow:
+                time.sleep(0.1)
+            assert torch.equal(out, x)
+        assert symmetric.in_use(group)
+
+
+def test_an_attention_of_another_shape_overwrites_nothing_that_a_slow_rank_reads(
+    tmp_path: Path,
+) -> None:
+    on_ranks(2, _several_shapes, str(tmp_path))
+
+
+def _after_a_failure(rank: int, folder: str) -> None:
+    options: dict[str, Any] = {"attention": "exact", "guard": False}
+    expected = _output(options, 2, "t2v", 2)
+    one = named("t2v")
+    model = one.model()
+    patch_model(model, **options)
+    enable_parallelism(model, ulysses_degree=2)
+    with mapped(folder, _Copies=_LateCopies):
+        run(model, one.inputs(2))
+        to_k = model.blocks[1].attn1.to_k
+        with (
+            mock.patch.object(to_k, "forward", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            run(model, one.inputs(1))
+        assert torch.equal(run(model, one.inputs(2)), expected[0])
+        assert "in symmetric memory" in str(report_of(model))
+
+
+def test_what_a_failed_call_was_sending_does_not_reach_the_next(tmp_path: Path) -> None:
+    on_ranks(2, _after_a_failure, str(tmp_path))
+
+
+# --- ranks that cannot share ---------------------------------------------------------------------
+
+
 def _fails_on_one(rank: int, folder: str, what: str) -> None:
     def allocate(*_: object) -> Any:
         raise RuntimeError("no memory")
@@ -141,14 +303,49 @@ def test_ranks_of_two_hosts_exchange_through_the_group(tmp_path: Path) -> None:
     on_ranks(2, _elsewhere, str(tmp_path))
 
 
+def _switched_off(rank: int, folder: str) -> None:
+    options: dict[str, Any] = {"attention": "int8", "guard": False}
+    with mapped(folder), mock.patch.dict(os.environ, {symmetric.OFF: str(rank)}):
+        _output(options, 2, "t2v", 1, shared=False)
+
+
+def test_one_rank_switches_symmetric_memory_off_for_all(tmp_path: Path) -> None:
+    on_ranks(2, _switched_off, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("links", "joined"),
+    [
+        ([[0, 2], [2, 0]], True),
+        ([[0, 2, 0], [2, 0, 0], [0, 0, 0]], False),
+        ([[0]], False),  # a process that sees its own GPU only, or a part of one (MIG)
+        (ValueError("no NVML"), False),
+    ],
+)
+def test_memory_is_shared_where_nvlink_joins_all_gpus(links: Any, joined: bool) -> None:
+    detect = mock.Mock(side_effect=[SimpleNamespace(matrix=links)])
+    if isinstance(links, Exception):
+        detect.side_effect = links
+    private = torch._C._distributed_c10d
+    with (
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(private, "_detect_dma_connectivity", detect, create=True),
+    ):
+        found = symmetric._boot(torch.device("cuda", 0))
+    assert (found is not None) == (joined and symmetric._BOOT_ID.exists())
+    assert detect.called
+
+
 def _kept_inputs(rank: int, folder: str) -> None:
-    """A hook of the output projection keeps what it saw."""
+    """A hook inside the output projection, as below a LoRA, keeps what it saw."""
     one, kept = named("t2v"), []
     model = one.model()
     patch_model(model, attention="exact", guard=False)
     enable_parallelism(model, ulysses_degree=2)
     for block in model.blocks:
-        block.attn1.to_out[0].register_forward_hook(lambda module, args, out: kept.append(args[0]))
+        linear = block.attn1.to_out[0]
+        linear.register_forward_hook(lambda module, args, out: kept.append(args[0]))
+        block.attn1.to_out[0] = nn.Sequential(linear)
     with mapped(folder):
         run(model, one.inputs())
         assert "in symmetric memory" in str(report_of(model))
@@ -172,9 +369,59 @@ def _undone(rank: int, folder: str) -> None:
                 run(pipe.transformer, one.inputs())
                 assert "in symmetric memory" in str(report_of(pipe.transformer))
                 memory = ref(symmetric._memories[dist.group.WORLD])
-            gc.collect()
             assert memory() is None
 
 
 def test_the_memory_is_freed_when_parallel_is_undone(tmp_path: Path) -> None:
     on_ranks(2, _undone, str(tmp_path))
+
+
+def _after_an_error_of_the_card(rank: int, folder: str) -> None:
+    one = named("t2v")
+    pipe = SimpleNamespace(transformer=one.model())
+    patch_model(pipe.transformer, attention="int8", guard=False)
+    broken = mock.patch.object(symmetric._Memory, "synchronize", side_effect=RuntimeError)
+    with mapped(folder), mock.patch.object(torch.accelerator, "device_count", return_value=2):
+        with pytest.raises(ZeroDivisionError), broken, parallel(pipe, ulysses=2):
+            run(pipe.transformer, one.inputs())
+            raise ZeroDivisionError
+        assert symmetric.in_use(dist.group.WORLD)  # Freeing it, torch would end the process.
+
+
+def test_an_error_of_the_card_is_seen_after_parallel(tmp_path: Path) -> None:
+    on_ranks(2, _after_an_error_of_the_card, str(tmp_path))
+
+
+def _waits_in_vain(rank: int, folder: str) -> None:
+    def of(rank: int, nbytes: int) -> Tensor:
+        return torch.from_file(str(Path(folder, str(rank))), True, nbytes, dtype=torch.uint8)
+
+    class Handle:
+        """What torch's `rendezvous` returns."""
+
+        def __init__(self, own: Tensor, group: Any) -> None:
+            self._group = group
+
+        def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return of(rank, *size)
+
+        def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+            wait = timedelta(milliseconds=timeout_ms or 1e9)
+            dist.monitored_barrier(self._group, wait, wait_all_ranks=True)
+
+    torchs = pytest.importorskip("torch.distributed._symmetric_memory")
+    own: dict[str, Any] = {"_map": symmetric._map}
+    own["_allocate"] = lambda nbytes, device: of(rank, nbytes)
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    with mapped(folder, **own), mock.patch.object(torchs, "rendezvous", Handle):
+        shared = symmetric.shared(group, torch.randn(1, 4, 8))
+        assert shared is not None
+        if rank == 0:
+            begun = time.monotonic()
+            with pytest.raises(RuntimeError, match="monitoredBarrier"):
+                shared.barrier()
+            assert time.monotonic() - begun < 60
+
+
+def test_a_rank_waits_for_another_no_longer_than_the_groups_timeout(tmp_path: Path) -> None:
+    on_ranks(2, _waits_in_vain, str(tmp_path))

@@ -68,7 +68,8 @@ class Notes:
 
     Attributes:
         streams: The residual streams after each branch, fp32 [B, N, C] each.
-        attention: Operands of the self-attention, None if it ran exactly.
+        attention: Operands of the self-attention, None if it ran exactly. They have to be read at
+            once: other ranks overwrite those in their symmetric memory.
     """
 
     def __init__(self) -> None:

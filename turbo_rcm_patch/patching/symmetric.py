@@ -5,6 +5,15 @@ kernel then stores each part of its result where the rank that needs it will rea
 packed, unpacked or sent, and a result travels while the rest of it is still computed. NVLink's
 multicast is not used.
 
+Nothing is overwritten before it was read, however slow a rank is. Each rank's stream runs
+
+    write q, k, v | barrier | read q, k, v, write out | barrier | read out | write the next q, k, v
+
+- q, k and v are read before the second barrier, and written next after it.
+- out is read before the next attention's first barrier, and written next after that.
+- They lie in four parts that do not depend on the shape, so this holds between two shapes, too.
+- Copies that a failed call left are waited for before a rank writes again.
+
 Elsewhere, and if any rank cannot set it up, exchanges go through the process group.
 """
 
@@ -15,6 +24,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -29,8 +39,12 @@ _log = logging.getLogger(__name__)
 _ALIGNED_TO: Final = 256
 #: Changes with each start of a Linux machine, and is the same in all its containers.
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+#: Differ between containers.
+_NAMESPACES: Final = "/proc/self/ns/mnt", "/proc/self/ns/pid"
 #: Keeps torch from NVLink's multicast, which these exchanges do not need.
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+#: "1", on any rank: exchanges go through the process group.
+OFF: Final = "TURBO_RCM_PATCH_NO_SYMMETRIC_MEMORY"
 
 
 class Shared:
@@ -45,7 +59,8 @@ class Shared:
     def __init__(self, memory: _Memory, x: Tensor) -> None:
         batch, n, channels = x.shape
         own, ranks = memory.rank, len(memory.flat)
-        width, part, size = channels // ranks, _part(x), x.numel() * x.element_size()
+        width, size = channels // ranks, x.numel() * x.element_size()
+        part = memory.flat[own].numel() // 4
 
         def tensors(index: int, *shape: int) -> list[Tensor]:
             begin = index * part
@@ -57,8 +72,8 @@ class Shared:
         self.out = out[own]
         self.to_out = tuple(one[..., own * width : (own + 1) * width] for one in out)
         self._to_qkv = [tuple(x[:, own * n : (own + 1) * n] for x in of_rank) for of_rank in qkv]
-        self._memory = memory
-        self._copied: list[tuple[Tensor, ...]] = []
+        # Not the memory, which holds this: in a cycle it would wait for the garbage collector.
+        self._rank, self._copies, self._barrier = own, memory.copies, memory.barrier
 
     def write(self, index: int, kernel: Callable[[tuple[Tensor, ...]], None]) -> None:
         """Give every rank its heads of the local tokens of q, k or v.
@@ -70,65 +85,81 @@ class Shared:
             index: 0 for q, 1 for k, 2 for v.
             kernel: Writes to the tensors [B, n, H*D / P] of the ranks.
         """
-        to, own = self._to_qkv[index], self._memory.rank
+        to, own = self._to_qkv[index], self._rank
         if index == 1 or len(to[0]) > 1:  # Rows of several samples are no single copy.
             return kernel(to)
         staged = tuple(x if rank == own else torch.empty_like(x) for rank, x in enumerate(to))
         kernel(staged)
-        with self._memory.beside():
+        with self._copies.beside(staged):
             for rank in [*range(own + 1, len(to)), *range(own)]:  # not all to the same one
                 to[rank].copy_(staged[rank])
-        self._copied.append(staged)
         return None
 
     def barrier(self) -> None:
         """Make the stream wait until all ranks are here. What they wrote is there then."""
-        if self._copied:
-            self._memory.join()
-            self._copied.clear()
-        self._memory.barrier()
+        self._copies.join()
+        self._barrier()
 
 
-class _Memory:
-    """The memory of a group: a flat tensor of bytes of each rank."""
+class _Copies:
+    """Copies to other ranks beside what the stream does next."""
 
-    def __init__(self, rank: int, flat: list[Tensor], barrier: Callable[[], None]) -> None:
-        self.rank, self.flat, self.barrier = rank, flat, barrier
-        self._made: dict[Any, Shared] = {}
-        device = flat[rank].device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._staged: list[tuple[Tensor, ...]] = []
         self._stream: Any = None
         self._beside: Any = None
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def fits(self, nbytes: int, device: torch.device) -> bool:
-        own = self.flat[self.rank]
-        return own.numel() >= nbytes and own.device == device
-
-    def shared(self, x: Tensor) -> Shared:
-        """Return the tensors for local tokens like x [B, n, H*D]."""
+    def follow(self) -> None:
+        """Copy behind what the current stream does from now on, and that behind all before."""
         if self._beside is not None:
-            stream = torch.cuda.current_stream(x.device)
+            stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)  # The same memory was used there before.
             self._stream = stream
-        key = x.shape, x.dtype
-        if key not in self._made:
-            with torch.inference_mode(False):  # Later calls may be outside of that mode.
-                self._made[key] = Shared(self, x)
-        return self._made[key]
+        self.join()  # what a failed call left
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """Return a context whose copies run beside what the stream does next."""
+    def beside(self, staged: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+        """Return a context for the copies of tensors, which are kept until they are joined."""
+        self._staged.append(staged)
         if self._beside is None:
             return nullcontext()
         self._beside.wait_stream(self._stream)
         return torch.cuda.stream(self._beside)
 
     def join(self) -> None:
-        """Make the stream wait for these copies."""
-        if self._beside is not None:
+        """Make the stream wait for the copies."""
+        if self._staged and self._beside is not None:
             self._stream.wait_stream(self._beside)
+        self._staged.clear()
+
+
+class _Memory:
+    """The memory of a group: a flat tensor of bytes of each rank, in four parts of one size."""
+
+    def __init__(self, rank: int, flat: list[Tensor], barrier: Callable[[], None]) -> None:
+        self.rank, self.flat, self.barrier = rank, flat, barrier
+        self.device = flat[rank].device
+        self.copies = _Copies(self.device)
+        self._made: dict[Any, Shared] = {}
+
+    def fits(self, nbytes: int, device: torch.device) -> bool:
+        return self.flat[self.rank].numel() >= nbytes and self.device == device
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def shared(self, x: Tensor) -> Shared:
+        """Return the tensors for local tokens like x [B, n, H*D]."""
+        self.copies.follow()
+        key = x.shape, x.dtype
+        if key not in self._made:
+            with torch.inference_mode(False):  # Later calls may be outside of that mode.
+                self._made[key] = Shared(self, x)
+        return self._made[key]
 
 
 #: The memory of each group; None where it could not be set up.
@@ -148,7 +179,9 @@ def shared(group: Any, x: Tensor) -> Shared | None:
     memory = _memories.get(group)
     if group in _memories and (memory is None or memory.fits(4 * _part(x), x.device)):
         return None if memory is None else memory.shared(x)
-    with torch.inference_mode(False):
+    memory = _memories.pop(group, None)
+    memory = None  # What is too small is freed first.
+    with torch.inference_mode(False), _on(x.device):
         memory = _memories[group] = _set_up(group, 4 * _part(x), x.device)
     return None if memory is None else memory.shared(x)
 
@@ -159,13 +192,27 @@ def in_use(group: Any) -> bool:
 
 
 def release() -> None:
-    """Forget all memory, so that it is freed."""
+    """Forget all memory, so that it is freed.
+
+    It is kept after an error of its GPU, because torch would end the process here, before Python
+    shows that error.
+    """
+    try:
+        for memory in filter(None, list(_memories.values())):
+            memory.synchronize()
+    except RuntimeError:
+        return
     _memories.clear()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one, where torch's functions expect that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
     """Map memory of every rank, on all of them or on none."""
-    boots = _gather(group, _boot(device), device)
+    boots = _gather(group, None if os.environ.get(OFF) == "1" else _boot(device))
     if None in boots or len(set(boots)) > 1:
         return None
     why, made = "", None
@@ -177,7 +224,7 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
             made = step(made)
         except Exception as error:  # of torch's private functions, too
             why = str(error) or type(error).__name__
-        return all(_gather(group, not why, device))
+        return all(_gather(group, not why))
 
     if (
         done(lambda _: _allocate(nbytes, device))
@@ -192,37 +239,44 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
     return None
 
 
-def _gather(group: Any, value: object, device: torch.device) -> list[Any]:
+def _gather(group: Any, value: object) -> list[Any]:
     every: list[Any] = [None] * group.size()
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(every, value, group=group)
+    dist.all_gather_object(every, value, group=group)
     return every
 
 
 def _boot(device: torch.device) -> str | None:
-    """Return what identifies this host, or None if its GPUs are not joined by NVLink."""
-    if device.type != "cuda" or torch.version.cuda is None or not _BOOT_ID.exists():
+    """Return what identifies this host and container, or None if its GPUs are not joined by
+    NVLink. The ranks hand over their memory by files of the container and numbers of processes."""
+    if device.type != "cuda" or torch.version.cuda is None:
         return None
-    from torch._C import _autograd, _distributed_c10d
-
     try:
+        from torch._C import _autograd, _distributed_c10d
+
         detect: Any = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
         links = detect(_autograd.DeviceType.CUDA, "nvlink").matrix
-    except (AttributeError, TypeError, RuntimeError):  # It is not torch's public API.
+        here = [_BOOT_ID.read_text(), *map(os.readlink, _NAMESPACES)]
+    except Exception:  # It is not torch's public API, and the files are Linux's.
         return None
-    joined = all(links[i][j] for i in range(len(links)) for j in range(len(links)) if i != j)
-    return _BOOT_ID.read_text() if joined else None
+    # A process that sees one GPU cannot tell. torch refuses ranks whose GPUs have one number.
+    ranks = range(len(links))
+    joined = len(ranks) > 1 and all(links[i][j] for i in ranks for j in ranks if i != j)
+    return " ".join(here) if joined else None
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    torch.cuda.empty_cache()  # It is not taken from what torch keeps.
     made: Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     return made
 
 
 def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
-    """Return the memory of all ranks, and a barrier among them on the current stream."""
+    """Return the memory of all ranks, and a barrier among them on the current stream.
+
+    It ends with an error of the GPU after the group's timeout; by default it would wait for ever.
+    """
     from torch.distributed._symmetric_memory import rendezvous
 
     before = os.environ.get(_NO_MULTICAST)
@@ -237,7 +291,8 @@ def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
     every = [
         own if i == rank else handle.get_buffer(i, size, own.dtype) for i in range(group.size())
     ]
-    return every, handle.barrier
+    timeout = group._get_backend(own.device).options._timeout
+    return every, partial(handle.barrier, timeout_ms=math.ceil(timeout.total_seconds() * 1000))
 
 
 def _tried(memory: _Memory) -> _Memory:

@@ -125,7 +125,7 @@ class Ulysses:
         return lambda: _joined(came(), (batch, width), self._tokens, 1)
 
     def to_heads(
-        self, q: Coming, k: Coming, v: Coming, *, keep: bool
+        self, q: Coming, k: Coming, v: Coming
     ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         """Wait for q, k and v.
 
@@ -133,17 +133,15 @@ class Ulysses:
             q: What `send` returned for q.
             k: What it returned for k.
             v: What it returned for v.
-            keep: They are read after the attention, too.
 
         Returns:
             q, k and v, [B, N, h*D] each, and the options of their attention over the h heads of
-            this rank. Without any head the tensors are empty.
+            this rank. Without any head the tensors are empty. They may be read until the output is
+            exchanged.
         """
         came = q(), k(), v()
         if self._shared is not None:
             self._shared.barrier()
-            if keep:  # The other ranks overwrite them for the next attention.
-                came = came[0].clone(), came[1].clone(), came[2].clone()
         return *came, _with_heads(self._spec, self._heads[self._rank] or 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:

@@ -48,7 +48,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, hooked
+from turbo_rcm_patch.patching.plain import author_class, compiling, hooked
 from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
 from turbo_rcm_patch.patching.ulysses import (
     author_attention,
@@ -160,7 +160,7 @@ class WanBlock(PatchedBlock):
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         else:
             sent = parts.qkv_sent(attn, h, ulysses, own)
-            q, k, v, spec = ulysses.to_heads(*sent, keep=notes is not None)
+            q, k, v, spec = ulysses.to_heads(*sent)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
         made = None
@@ -183,7 +183,7 @@ class WanBlock(PatchedBlock):
                 notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
         if ulysses is not None:
             out = ulysses.to_tokens(out) if made is None else made
-            if hooked(attn.to_out[0]):
+            if not compiling() and any(map(hooked, attn.to_out[0].modules())):
                 out = out.clone()  # A hook may keep it, and the next attention overwrites it.
         return parts.project_out(attn, out)
 
