@@ -6,12 +6,17 @@ two GPUs are visible, two of them run: two heads cannot be dealt out to four ran
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from diffusers.models.attention_dispatch import attention_backend
 
 from tests.measures import relative_l2
@@ -119,6 +124,60 @@ def test_exchanges_in_symmetric_memory_give_the_same_bits(
     backend: str, options: dict[str, Any]
 ) -> None:
     _on_two(backend, _same_bits, options)
+
+
+def _freed(rank: int, backend: str) -> None:
+    """What is too small is freed, and all when it is released, also where a peer mapped it."""
+    device = torch.device("cuda", rank)
+    x = torch.zeros(1, 1024, 16384, dtype=torch.bfloat16, device=device)  # 32 MiB
+    dist.all_reduce(x[0, :1, :1].clone())  # NCCL keeps buffers
+    assert symmetric.shared(dist.group.WORLD, x[:, :1]) is not None
+    symmetric.release()
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.mem_get_info(device)[0]
+    for tokens, kept in ((512, 64), (1024, 128), (256, 128)):
+        assert symmetric.shared(dist.group.WORLD, x[:, :tokens]) is not None
+        dist.barrier()
+        used = before - torch.cuda.mem_get_info(device)[0]
+        assert kept << 20 <= used <= (kept + 16) << 20, (tokens, used)
+    symmetric.release()
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    assert before - torch.cuda.mem_get_info(device)[0] <= 16 << 20
+
+
+def _waits_in_vain(rank: int, backend: str) -> None:
+    device = torch.device("cuda", rank)
+    shared = symmetric.shared(dist.group.WORLD, torch.zeros(1, 64, 256, device=device))
+    assert shared is not None
+    if rank == 1:
+        time.sleep(300)
+    shared.barrier()
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        os._exit(3)  # torch's own clean-up may wait for a GPU that has failed
+
+
+def _with_nvlink() -> None:
+    if torch.cuda.device_count() < 2 or symmetric._boot(torch.device("cuda", 0)) is None:
+        pytest.skip("needs two GPUs that NVLink joins")
+
+
+@pytest.mark.gpu
+def test_symmetric_memory_is_freed() -> None:
+    _with_nvlink()
+    _on_two(NCCL, _freed)
+
+
+@pytest.mark.gpu
+def test_a_rank_waits_no_longer_than_the_groups_timeout() -> None:
+    _with_nvlink()
+    begun = time.monotonic()
+    with pytest.raises(mp.ProcessExitedException):
+        on_ranks(2, _waits_in_vain, NCCL, backend=NCCL, timeout=timedelta(seconds=20))
+    assert time.monotonic() - begun < 150
 
 
 def _halves_a_step(rank: int, backend: str, options: dict[str, Any] | None) -> None:
