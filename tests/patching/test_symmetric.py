@@ -156,13 +156,15 @@ def _attend_to(to: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *, spec:
     return True
 
 
-def _slowly(function: Any, first: bool) -> Any:
+def slowly(function: Any, first: bool, sleep: Callable[[], object]) -> Any:
+    """A function with a pause before it or after it."""
+
     def call(*args: Any, **named: Any) -> Any:
         if first:
-            time.sleep(0.1)
+            sleep()
         made = function(*args, **named)
         if not first:
-            time.sleep(0.1)
+            sleep()
         return made
 
     return call
@@ -170,7 +172,7 @@ def _slowly(function: Any, first: bool) -> Any:
 
 #: Where a rank is slow: before it writes q, k and v; before it reads them; before it reads the
 #: output.
-_POINTS: list[tuple[Any, str, bool]] = [
+POINTS: list[tuple[Any, str, bool]] = [
     (symmetric.Shared, "write", True),
     (Ulysses, "to_heads", False),
     (diffusers_parts, "project_out", True),
@@ -191,8 +193,10 @@ def _one_is_slow(rank: int, folder: str, ranks: int, slow: tuple[int, ...]) -> N
 
     expected = outputs()
     assert not torch.equal(*expected)
-    for kernel, one, (place, name, first) in product((False, True), slow, _POINTS):
-        late = mock.patch.object(place, name, _slowly(getattr(place, name), first))
+    for kernel, one, (place, name, first) in product((False, True), slow, POINTS):
+        late = mock.patch.object(
+            place, name, slowly(getattr(place, name), first, partial(time.sleep, 0.1))
+        )
         with (
             mapped(folder, _Copies=_LateCopies),
             mock.patch.object(

@@ -179,8 +179,8 @@ def shared(group: Any, x: Tensor) -> Shared | None:
     memory = _memories.get(group)
     if group in _memories and (memory is None or memory.fits(4 * _part(x), x.device)):
         return None if memory is None else memory.shared(x)
-    memory = _memories.pop(group, None)
-    memory = None  # What is too small is freed first.
+    memory = None
+    _memories.pop(group, None)  # What is too small is freed first.
     with torch.inference_mode(False), _on(x.device):
         memory = _memories[group] = _set_up(group, 4 * _part(x), x.device)
     return None if memory is None else memory.shared(x)
@@ -206,7 +206,7 @@ def release() -> None:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is the current one, where torch's functions expect that."""
+    """Return a context in which a GPU is the current one, as torch's functions expect."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
