@@ -43,7 +43,8 @@ _mapped: list[ref[Tensor]] = []
 def _map(folder: Path, own: Tensor, group: Any) -> tuple[list[Tensor], Any]:
     """Files that all ranks map, with NaN in them."""
     assert not [one for one in _mapped if one() is not None]
-    folder = folder / str(own.numel())
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    folder = folder / f"{ranks} {own.numel()}"
     folder.mkdir(exist_ok=True)
     dist.barrier(group)
     every = [

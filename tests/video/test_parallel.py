@@ -22,6 +22,7 @@ from torch import nn
 
 from tests import processes
 from tests.measures import relative_l2
+from tests.patching.test_symmetric import mapped
 from tests.patching.test_ulysses import gather_uneven
 from tests.patching.vae import conv_in_float64
 from tests.ranks import on_ranks
@@ -193,7 +194,7 @@ def test_a_patched_vae_decodes_rows_on_all_ranks(patch_first: bool) -> None:
     on_ranks(2, decodes_rows, patch_first)
 
 
-def shares_forwards_and_sequence(rank: int, patch_first: bool) -> None:
+def shares_forwards_and_sequence(rank: int, folder: str, patch_first: bool) -> None:
     """Two by two ranks, as torch sees the pipeline afterwards, and with no patch."""
     pipe = micro_pipe(experts=True)
     options: dict[str, Any] = {"attention": "int8", "guard": False}
@@ -214,6 +215,9 @@ def shares_forwards_and_sequence(rank: int, patch_first: bool) -> None:
     assert "transformer on ranks 0, 1, 2, 3: 2 blocks fused with int8 attention" in report
     assert "transformer_2 on ranks 0, 1, 2, 3: 2 blocks fused with int8 attention" in report
     assert "parallel over 2 ranks" in report
+    with mapped(folder):  # Each pair of ranks has memory of its own, and both networks use it.
+        assert torch.equal(latents(pipe, {}), made)
+        assert "in symmetric memory" in str(report_of(pipe))
     if patch_first:
         shared.undo()
         assert torch.equal(latents(pipe, {}), expected)
@@ -235,13 +239,13 @@ def same_everywhere(x: torch.Tensor) -> bool:
     return all(torch.equal(x, other) for other in every)
 
 
-def in_either_order(rank: int) -> None:
+def in_either_order(rank: int, folder: str) -> None:
     for patch_first in (True, False):
-        shares_forwards_and_sequence(rank, patch_first)
+        shares_forwards_and_sequence(rank, folder, patch_first)
 
 
-def test_both_are_set_up_and_undone_in_one_call() -> None:
-    with_devices(4, in_either_order)
+def test_both_are_set_up_and_undone_in_one_call(tmp_path: Path) -> None:
+    with_devices(4, in_either_order, str(tmp_path))
 
 
 def with_devices(ranks: int, function: Callable[..., None], *args: object) -> None:
