@@ -785,7 +785,6 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
     a real video it keeps a ninth (3 % of the peak, weights included). What may always be held is
     larger than this model, so it is switched off."""
     monkeypatch.setattr(measure, "_LEAST", 0)
-    monkeypatch.setattr(guard, "_ROWS", 1024)
     inputs = WAN.inputs(batch=1, dtype=BF16)
     inputs["hidden_states"] = torch.randn(1, 4, 5, 62, 54).bfloat16()
     peaks = []

@@ -83,6 +83,8 @@ class PatchedBlock(Replacement):
 
     #: Names of the block's members that take the residual streams between two branches, in order.
     stages: ClassVar[tuple[str, ...]]
+    #: Name of the one member that mixes the rows of a stream, its self-attention; "" if several do.
+    mixes: ClassVar[str] = ""
 
     def __init__(
         self, block: Any, path: str, config: PatchConfig, heads: int, head_dim: int
@@ -246,6 +248,12 @@ class PatchedBlock(Replacement):
         """Return members of the block that a comparison with the author's code calls instead."""
         return {}
 
+    def plain_attention(self) -> bool:
+        """Return True if the author's self-attention runs on this device alone, by no code but the
+        author's, and is dense."""
+        compiled = getattr(getattr(self.block, self.mixes), "_compiled_call_impl", None)
+        return self.group() is None and not self.other_forwards() and compiled is None
+
     def place(self) -> tuple[Any, str]:
         """Return the module and the name of the function that the block replaces."""
         return self.block, "forward"
@@ -266,6 +274,16 @@ class PatchedBlock(Replacement):
         Args:
             notes: Collects what the guard compares, or None.
             *inputs: The inputs of the author's forward.
+        """
+        raise NotImplementedError
+
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        """Return the inputs of the author's forward for some rows of its streams, where the block
+        names what `mixes` them.
+
+        Args:
+            take: Takes those rows of [B, N, ...].
+            *inputs: The inputs; what only `mixes` reads may stay as it is.
         """
         raise NotImplementedError
 

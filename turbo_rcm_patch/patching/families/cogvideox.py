@@ -8,6 +8,7 @@ turns only video tokens, so text has an angle of zero. Written against diffusers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -62,6 +63,7 @@ class CogVideoXBlockForward(PatchedBlock):
     tables: KeptTables
 
     stages = ("norm1", "norm2")
+    mixes = "attn1"
 
     def __call__(
         self,
@@ -215,6 +217,10 @@ class CogVideoXBlockForward(PatchedBlock):
             and text.shape[1] > 0
         )
         return "" if fits else "text, modulation or rotary table do not fit the video"
+
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        video, text, *rest = inputs
+        return take(video), take(text), *rest
 
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         video, text = values[:2]

@@ -8,6 +8,7 @@ imports none of it, and recognises it by names, layout and signatures.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -81,6 +82,7 @@ class TurboBlock(PatchedBlock):
     tables: KeptTables
 
     stages = ("norm1", "norm3", "norm2")
+    mixes = "self_attn"
 
     def __call__(
         self,
@@ -210,6 +212,12 @@ class TurboBlock(PatchedBlock):
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
+
+    def plain_attention(self) -> bool:
+        return super().plain_attention() and not is_sparse(self.block.self_attn)
+
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        return take(inputs[0]), *inputs[1:]
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
         """Return a self-attention forward that runs without flash-attn, if that is missing.

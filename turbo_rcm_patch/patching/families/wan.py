@@ -14,6 +14,7 @@ against diffusers 0.42.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -74,6 +75,7 @@ class WanBlock(PatchedBlock):
     __slots__ = ()
 
     stages = ("norm1", "norm2", "norm3")
+    mixes = "attn1"
 
     def __call__(
         self,
@@ -281,6 +283,12 @@ class WanBlock(PatchedBlock):
         split = context_parallel(getattr(self.block.attn1, "processor", None))
         return None if split is None else split._flattened_mesh.get_group()
 
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        x, text, temb, *rest = inputs
+        if temb.ndim == 4 and temb.shape[1] == x.shape[1]:  # a timestep per token
+            temb = take(temb)
+        return take(x), text, temb, *rest
+
     def author_members(self) -> dict[str, Any]:
         return {"attn1": author_attention(self, self.block.attn1)}
 
@@ -365,6 +373,11 @@ class SkyReelsBlock(WanBlock):
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
         return super().modulation(temb.transpose(1, 2) if temb.ndim == 4 else temb)
+
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        x, text, temb, *rest = inputs
+        temb = take(temb.transpose(1, 2)).transpose(1, 2) if temb.ndim == 4 else temb
+        return take(x), text, temb, *rest
 
 
 # --- what is patched in a model ------------------------------------------------------------------

@@ -5,6 +5,7 @@ a hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch import Tensor
@@ -73,6 +74,10 @@ class VACEBlock(WanBlock):
         if control.shape != hidden_states.shape or control.dtype != hidden_states.dtype:
             return "the control stream does not fit the video"
         return super().why_inputs(control, context, temb, rotary)
+
+    def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
+        video, text, control, *rest = inputs
+        return take(video), text, take(control), *rest
 
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
