@@ -14,8 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.measures import relative_l2
 from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
@@ -410,6 +412,63 @@ def test_nothing_is_decided_about_a_sound_model(one: Any) -> None:
     assert torch.equal(run(model, inputs), made)
 
 
+def subclasses(cls: type) -> list[type]:
+    return [cls, *(sub for one in cls.__subclasses__() for sub in subclasses(one))]
+
+
+@pytest.mark.supports(classes(MODELS), "the guard")
+@pytest.mark.parametrize("one", MODELS, ids=str)
+def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the self-attention's rows some are compared, and all of its keys are read."""
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    author, found, errors, work = guard._author, [], [], [0]
+
+    def counted(*args: Any) -> Any:
+        if one.name == "anyflow-far":  # torch's flex_attention runs under no mode
+            return author(*args)
+        with FlopCounterMode(display=False) as counter:
+            stages = author(*args)
+        work[-1] += counter.get_total_flops()
+        return stages
+
+    monkeypatch.setattr(guard, "_author", counted)
+    for alone in (True, False):
+        if not alone:
+            for cls in subclasses(PatchedBlock):
+                monkeypatch.setattr(cls, "mixes", "")
+        model, inputs = one.model(), one.inputs()
+        report = patch_model(model, attention="int8", fidelity=None)
+        made = run(model, inputs)
+        found.append(([replace(record, error=0.0) for record in report.guard], made))
+        errors.append([record.error for record in report.guard])
+        work.append(0)
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+    # The attention of an "rcm" is all of its block.
+    assert work[0] < work[1] or one.name.startswith("rcm") or one.name == "anyflow-far"
+
+
+def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wan2.1-14B over the 32,760 tokens of a 480p video, counted without computing."""
+    with torch.device("meta"):
+        block = WanTransformerBlock(5120, 13824, 40, cross_attn_norm=True).to(BF16)
+        table = torch.empty(1, 32760, 1, 128)
+        x, text, temb = (torch.empty(1, n, 5120, dtype=BF16) for n in (32760, 512, 6))
+    patched = WanBlock(block.requires_grad_(False), "", PatchConfig(), 40, 128)
+    work = []
+    for mixes in ("attn1", ""):
+        monkeypatch.setattr(WanBlock, "mixes", mixes)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            guard._author(patched, (x, text, temb, (table, table)))
+        work.append(counter.get_total_flops() / 1e12)
+    assert work == pytest.approx([9.36, 41.96], rel=0.01)
+
+
 def bits(linear: Any, fidelity: float, count: int) -> list[Tensor]:
     """What the first forwards of a model return; the guard decides in the first."""
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
@@ -771,10 +830,10 @@ def test_another_error_of_the_authors_code_is_raised(
     assert len(report.guard) == 2
 
 
-def peak(model: Any, inputs: dict[str, Any]) -> int:
-    """The most bytes that a forward holds."""
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that a call holds."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-        run(model, inputs)
+        call()
     found = [e for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = itertools.accumulate(e.nbytes() for e in sorted(found, key=lambda e: e.start_ns()))
     return max(held)
@@ -792,9 +851,26 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
         model = wan(num_layers=1, num_attention_heads=6, ffn_dim=1536)
         model = model.bfloat16().eval().requires_grad_(False)
         report = patch_model(model, attention="exact", guard=guarded)
-        peaks.append(peak(model, inputs))
+        peaks.append(peak(lambda model=model: run(model, inputs)))
         assert len(report.guard) == guarded
     assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_as_many_heads_are_measured_at_a_time_as_twice_the_queries_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at a time of 48, beside the sums of the norms and the random numbers of a head."""
+    monkeypatch.setattr(measure, "_LEAST", 0)
+    q, k, v, out = (torch.randn(1, 4096, 48 * 16).bfloat16() for _ in range(4))
+    norms, angles = Norms(q[0, 0], k[0, 0], eps=1e-6), torch.rand(4096, 16)
+    given = Operands(q, k, v, norms, (angles.cos(), angles.sin()), 48, out)
+    attend, heads = measure._attend, []
+    monkeypatch.setattr(
+        measure, "_attend", lambda *args: (heads.append(args[0].shape[1]), attend(*args))[1]
+    )
+    held = peak(lambda: measure.attention_errors(given))
+    assert heads == [2] * 24
+    assert held < 2.25 * q.nbytes
 
 
 def test_the_guard_leaves_no_hooks() -> None:

@@ -83,7 +83,7 @@ class PatchedBlock(Replacement):
 
     #: Names of the block's members that take the residual streams between two branches, in order.
     stages: ClassVar[tuple[str, ...]]
-    #: Name of the one member that mixes the rows of a stream, its self-attention; "" if several do.
+    #: Name of the one member that mixes the rows of a stream, the self-attention; "" for several.
     mixes: ClassVar[str] = ""
 
     def __init__(

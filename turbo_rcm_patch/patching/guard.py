@@ -431,8 +431,10 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
 
 
 def _run_author(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
-    """Run the author's forward on a shallow copy of the block with some members replaced. The block
-    itself is not changed, because another thread may be running it."""
+    """Run the author's forward on a shallow copy of the block with some members replaced.
+
+    The block itself is not changed, because another thread may be running it.
+    """
     twin = object.__new__(type(block.block))
     vars(twin).update(vars(block.block) | block.author_members() | members)
     with in_16_bits():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +39,12 @@ _WHOLE: Final = 4096
 _ROUNDING_ALLOWANCE: Final = 0.5
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
-#: Bytes that the heads that are measured at a time may hold, where the queries are not larger. For
-#: every key a head holds about eight times its channels and six times its rows in fp32.
+#: Bytes that the heads that are measured at a time may hold, where twice the queries are not
+#: larger: a feed-forward holds more. For every key a head holds about four times its channels and
+#: four times its rows in fp32.
 _LEAST: Final = 32 << 20
-_CHANNELS: Final = 8
-_LOGITS: Final = 6
+_CHANNELS: Final = 4
+_LOGITS: Final = 4
 #: Largest number of parts into which the keys are split for the product with the values. Without
 #: a split, one or two multiprocessors per head would loop over all keys.
 _PARTS: Final = 16
@@ -240,8 +241,8 @@ def attention_errors(given: Operands) -> tuple[float, float]:
     batch, keys, dim = len(k), k.shape[1], q.shape[2] // heads
     step = -(-q.shape[1] // _ROWS)
     rows = None if rotary is None else (rotary[0][::step], rotary[1][::step])
-    wide_q = _Heads(q[:, ::step], norms.q, norms.q_bias, rows, norms.eps, dim)
-    wide_k = _Heads(k, norms.k, norms.k_bias, rotary, norms.eps, dim)
+    wide_q = _heads(q[:, ::step], norms.q, norms.q_bias, rows, norms.eps, dim)
+    wide_k = _heads(k, norms.k, norms.k_bias, rotary, norms.eps, dim)
     # A separate generator, so that the caller's random numbers do not change. All heads share the
     # same draws: the mean of the squares does not change.
     random = torch.Generator(q.device).manual_seed(0)
@@ -254,15 +255,14 @@ def attention_errors(given: Operands) -> tuple[float, float]:
         for n in (wide_q.x.shape[1], keys)
     )  # fmt: skip
     held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * wide_q.x.shape[1])
-    most = max(1, max(_LEAST, q.nbytes) // held)
+    most = max(1, max(_LEAST, 2 * q.nbytes) // held)
     sums = torch.zeros(4, device=q.device, dtype=torch.float32)
     for start in range(0, heads, most):
         some = slice(start * dim, (start + most) * dim)
         qh, kh = wide_q.of(some), wide_k.of(some)
         vh = split_heads(v[..., some], qh.shape[1])
-        v_wide = vh.to(torch.float32, memory_format=torch.contiguous_format)
-        truth, moved = _attend([(qh, kh), (qh * shake_q, kh * shake_k)], v_wide)
         rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh)
+        truth, moved = _attend(qh, kh, vh, shake_q, shake_k)
         got = split_heads(out[:, ::step, some], qh.shape[1])
         off = torch.stack([torch.zeros_like(truth), got, rounded, moved]) - truth
         sums += vector_norm(off.flatten(1), dim=-1).square()
@@ -281,6 +281,7 @@ class _Heads(NamedTuple):
         tables: (cos, sin), [N, D] each, or None.
         eps: Epsilon of the norm.
         dim: D.
+        scale: [B, N, 1], what a norm across all heads multiplies by before its weight, or None.
     """
 
     x: Tensor
@@ -289,14 +290,13 @@ class _Heads(NamedTuple):
     tables: Rotary | None
     eps: float
     dim: int
+    scale: Tensor | None = None
 
     def of(self, some: slice) -> Tensor:
         """Return the heads of some channels, normalised and rotated, in fp32 [B, H, N, D]."""
         x, weight = self.x[..., some], self.weight
-        if weight is not None and self.bias is None and len(weight) == self.x.shape[2]:
-            square = vector_norm(self.x, dim=-1, keepdim=True, dtype=torch.float32).square()
-            x = x.float() * torch.rsqrt(square / len(weight) + self.eps) * weight[some].float()
-            weight = None
+        if weight is not None and self.scale is not None:
+            x, weight = x * self.scale * weight[some].float(), None
         cos, sin = self.tables or (None, None)
         return norm_rope(
             x, x.shape[2] // self.dim, weight=weight, bias=self.bias, cos=cos, sin=sin,
@@ -304,27 +304,45 @@ class _Heads(NamedTuple):
         )  # fmt: skip
 
 
-def _attend(pairs: list[tuple[Tensor, Tensor]], v: Tensor) -> tuple[Tensor, ...]:
-    """Compute attentions with the same values in fp32, for few rows.
+def _heads(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> _Heads:
+    """Return `_Heads`, with the sums of a norm across all heads computed once for all of them."""
+    made = _Heads(x, weight, bias, *rest)
+    if weight is None or bias is not None or len(weight) != x.shape[2]:
+        return made
+    square = vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+    return made._replace(scale=torch.rsqrt(square / len(weight) + made.eps))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, shake_q: Tensor, shake_k: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute attention in fp32 for few rows, and the same with q and k shaken.
 
     If the user has allowed TF32, its roundings, an eighth of bf16's, add up to 6 % to the author's
     share of a bf16 model (simulated). They can double that of an fp16 model, where the error of
     int8 is hundreds of times larger.
 
     Args:
-        pairs: For each attention q [B, H, R, D] and k [B, H, N, D].
-        v: [B, H, N, D], dense.
+        q: [B, H, R, D].
+        k: [B, H, N, D].
+        v: [B, H, N, D], in any dtype.
+        shake_q: What q is multiplied by, [B, 1, R, D].
+        shake_k: What k is multiplied by, [B, 1, N, D].
 
     Returns:
-        [B, H, R, D] for each.
+        Both, [B, H, R, D].
     """
-    batch, heads, rows, dim = pairs[0][0].shape
+    batch, heads, rows, dim = q.shape
     keys = v.shape[2]
     parts = next(n for n in range(_PARTS, 0, -1) if keys % n == 0)
     weights = []
-    for q, k in pairs:
+    for shaken in (False, True):
+        q, k = (q * shake_q, k * shake_k) if shaken else (q, k)
         logits = torch.bmm((q * dim**-0.5).flatten(0, 1), k.flatten(0, 1).mT)
         weights.append(logits.softmax(-1).view(-1, rows, parts, keys // parts).transpose(1, 2))
-    by_part = torch.cat(weights, 2).flatten(0, 1)  # [B * H * parts, pairs * R, N / parts]
-    out = torch.bmm(by_part, v.reshape(-1, keys // parts, dim))
+        del logits
+    by_part = torch.cat(weights, 2).flatten(0, 1)  # [B * H * parts, 2 * R, N / parts]
+    del weights
+    wide = v.to(torch.float32, memory_format=torch.contiguous_format)
+    out = torch.bmm(by_part, wide.reshape(-1, keys // parts, dim))
     return out.view(batch, heads, parts, -1, rows, dim).sum(2).unbind(2)

@@ -283,6 +283,10 @@ class WanBlock(PatchedBlock):
         split = context_parallel(getattr(self.block.attn1, "processor", None))
         return None if split is None else split._flattened_mesh.get_group()
 
+    def plain_attention(self) -> bool:
+        chosen = parts.chosen_backend(self.block.attn1.processor)
+        return super().plain_attention() and not chosen
+
     def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
         x, text, temb, *rest = inputs
         if temb.ndim == 4 and temb.shape[1] == x.shape[1]:  # a timestep per token
