@@ -10,6 +10,8 @@ measured with "unpatched", with random weights of its true size.
 from __future__ import annotations
 
 import multiprocessing
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -31,6 +33,7 @@ from benchmarks.runner import (
     is_patched,
     peak_gib,
     seconds_of,
+    wait,
 )
 from benchmarks.ways import WAYS, Way, as_written, record_report
 from turbo_rcm_patch import patch_model
@@ -114,17 +117,38 @@ def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
     for measured in (False, True) if compiles else (True,):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            record.update(pool.submit(_videos, plan, case, method, measured).result())
+            given = plan, case, method, time.time(), measured
+            record.update(pool.submit(_videos, *given).result())
     if not record.pop("finite"):
         raise Wrong("frames that are not finite")
     if not record["same_bits"]:
         raise Wrong("one seed gave different frames")
 
 
+def _phases(what: str, began: float, device: torch.device) -> Callable[..., None]:
+    """Return what prints the seconds of each phase at its end, so that a run that is cut off shows
+    where it was."""
+    print(what, end=":", file=sys.stderr, flush=True)
+
+    def ended(phase: str, end: str = ",") -> None:
+        nonlocal began
+        wait(device)
+        now = time.time()
+        print(f" {phase} {now - began:.1f}", end=end, file=sys.stderr, flush=True)
+        began = now
+
+    return ended
+
+
 @torch.no_grad()
-def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
-    """Make a video of one step, or with `measured` two whole ones, and return what is known."""
+def _videos(plan: Plan, case: str, method: str, began: float, measured: bool) -> Record:
+    """Make a video of one step, or with `measured` two whole ones, and return what is known.
+
+    `began` is when the process was asked for, by `time.time`.
+    """
     device, how = plan.torch_device(), _METHODS[method]
+    ended = _phases(f"{case}, {method}{'' if measured else ', one step'}", began, device)
+    ended("start")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     record: Record = {}
     if method == "unpatched" and not plan.micro and not case.startswith("cog"):
@@ -132,11 +156,13 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
     one = _CASES[case] if measured else _CASES[case]._replace(steps=1)
     vae_dtype = torch.bfloat16 if case.startswith("cog") else how.vae
     pipe, video = build_pipeline(one, plan, vae_dtype, device)
+    ended("weights")
     report = None
     if how.options is not None:
         begin = idle_at(device)
         report = patch_model(pipe, **how.options)
         record["patch_seconds"] = idle_at(device) - begin
+        ended("patch")
     decode, times, second = pipe.vae.decode, list[float](), list[torch.Tensor]()
 
     def decoding(*args: Any, **kwargs: Any) -> Any:
@@ -153,10 +179,12 @@ def _videos(plan: Plan, case: str, method: str, measured: bool) -> Record:
         begin = idle_at(device)
         frames = video()
         record["first_seconds"] = idle_at(device) - begin
+        ended("first video", "," if measured else " s\n")
         record["finite"] = bool(frames.isfinite().all())
         if measured:
             frames = frames.cpu()  # The peak of the second video is its own.
             record["peak_gib"] = peak_gib(again, device)
+            ended("second", " s\n")
             begin, denoised, end = times
             record["second_seconds"] = end - begin
             record["denoise_seconds"] = denoised - begin

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -94,9 +96,14 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
 
 @pytest.mark.parametrize(("measured", "forwards"), [(False, [2]), (True, [4, 4])])
 def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
-    measured: bool, forwards: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: bool,
+    forwards: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With guidance a step has two forwards; a toy video has two steps."""
+    """With guidance a step has two forwards; a toy video has two steps. Each phase says at its end
+    how long it took."""
     found, build = [0], pipeline.build_pipeline
 
     def counting(*given: Any) -> Any:
@@ -111,8 +118,13 @@ def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
 
     monkeypatch.setattr(pipeline, "build_pipeline", counting)
     plan = Plan(out=tmp_path, device="cpu", micro=True)
-    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
+    method = "patched guard off"
+    record = pipeline._videos(plan, "1.3b-30-steps", method, time.time() - 7, measured)
     assert found[:-1] == forwards and ("second_seconds" in record) == measured
+    phases = ["start 7", "weights", "patch", "first video", *["second"] * measured]
+    line = ", ".join(rf"{phase}[ .]\d+(\.\d)?" for phase in phases)
+    head = f"1.3b-30-steps, {method}{', one step' * (not measured)}"
+    assert re.fullmatch(rf"{head}: {line} s\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
