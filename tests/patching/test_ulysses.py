@@ -19,6 +19,7 @@ from tests.ranks import enable_parallelism, on_ranks
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops.residual import api as residual
+from turbo_rcm_patch.patching import measure
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -81,8 +82,13 @@ def test_sla_over_two_ranks() -> None:
     on_ranks(2, equals_one_rank_with_sla)
 
 
-def decides_alike(rank: int) -> None:
+#: Rows up to which all are compared: of these sequences all, or some.
+WHOLE = [4096, 8]
+
+
+def decides_alike(rank: int, whole: int) -> None:
     """A fault on one rank is seen there, and both decide."""
+    measure._WHOLE = whole
     one = named("t2v")
     model, inputs = one.model(), one.inputs()
     expected = run(model, inputs)
@@ -100,8 +106,9 @@ def decides_alike(rank: int) -> None:
     assert relative_l2(made, expected) < 0.02
 
 
-def test_ranks_decide_together() -> None:
-    on_ranks(2, decides_alike)
+@pytest.mark.parametrize("whole", WHOLE)
+def test_ranks_decide_together(whole: int) -> None:
+    on_ranks(2, decides_alike, whole)
 
 
 def refuses_uneven_heads(rank: int, name: str) -> None:
@@ -168,17 +175,22 @@ def test_uneven_heads_and_lengths_are_served(heads: int, ranks: int) -> None:
     on_ranks(ranks, each_way, WAYS, serves_uneven_parts, heads, ranks)
 
 
-def serves(rank: int, *given: Any) -> None:
+def serves(rank: int, whole: int, *given: Any) -> None:
+    measure._WHOLE = whole
     serves_uneven_parts(*given)
 
 
+@pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("heads", [3, 1])
-def test_the_guard_compares_uneven_heads_also_where_diffusers_refuses_them(heads: int) -> None:
-    on_ranks(2, serves, {"attention": "int8", "guard": True, "fidelity": None}, True, heads, 2)
+def test_the_guard_compares_uneven_heads_also_where_diffusers_refuses_them(
+    heads: int, whole: int
+) -> None:
+    options = {"attention": "int8", "guard": True, "fidelity": None}
+    on_ranks(2, serves, whole, options, True, heads, 2)
 
 
 def test_six_heads_on_four_ranks() -> None:
-    on_ranks(4, serves, {"attention": "int8", "guard": False}, True, 6, 4)
+    on_ranks(4, serves, 4096, {"attention": "int8", "guard": False}, True, 6, 4)
 
 
 def test_another_parallelism_is_refused() -> None:

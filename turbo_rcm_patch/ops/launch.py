@@ -331,13 +331,12 @@ def compile_ahead(call: Callable[[], object]) -> None:
         call: Its torch operations run, on memory that no kernel has written. So it must keep
             nothing of what it computes.
     """
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # before Triton 3.5
-        return
-    with (
-        ThreadPoolExecutor() as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-        compiling_only(),
-    ):
-        call()
+    with ThreadPoolExecutor() as pool:
+        try:
+            from triton.runtime._async_compile import AsyncCompileMode
+
+            mode = AsyncCompileMode(pool, ignore_errors=True)
+        except (ImportError, TypeError):  # before Triton 3.6: each launch compiles its own
+            return
+        with mode, compiling_only():
+            call()
