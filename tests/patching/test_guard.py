@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -449,6 +450,39 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     # The attention of an "rcm" is all of its block.
     assert work[0] < work[1] or one.name.startswith("rcm") or one.name == "anyflow-far"
+
+
+def compiled(model: Any) -> None:
+    for block in model.blocks:
+        block.attn1.compile(backend="eager")
+
+
+def with_backend(model: Any) -> None:  # `set_attention_backend` chooses it for later models too
+    for block in model.blocks:
+        block.attn1.processor._attention_backend = AttentionBackendName._NATIVE_MATH
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "count"),
+    [("t2v", lambda model: None, 2), ("cogvideox-5b", lambda model: None, 2), ("t2v", compiled, 0),
+     ("t2v", with_backend, 0), ("sla", lambda model: None, 0), ("anyflow-far", lambda model: None, 0)],
+    ids=["wan", "cogvideox", "compiled", "backend", "sla", "anyflow-far"],
+)  # fmt: skip
+def test_an_attention_that_is_not_plainly_torchs_is_run_over_all_rows(
+    name: str, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other code than torch's attention may not run where a mode watches it."""
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    some, watched = [], guard._SomeQueries.__enter__
+    monkeypatch.setattr(
+        guard._SomeQueries, "__enter__", lambda self: (some.append(self), watched(self))[1]
+    )
+    model, inputs = named(name).model(), named(name).inputs()
+    change(model)
+    report = patch_model(model, attention="int8", fidelity=None)
+    run(model, inputs)
+    assert len(some) == count and all(one.some for one in some)
+    assert [record.verdict for record in report.guard] == ["kept"] * 2
 
 
 def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(

@@ -264,10 +264,10 @@ class PatchedBlock(Replacement):
         return {}
 
     def plain_attention(self) -> bool:
-        """Return True if the author's self-attention runs on this device alone, by no code but the
-        author's, and is dense."""
+        """Return True if the self-attention that the author's forward calls is its author's, and
+        is neither compiled nor computed by a backend that the user chose."""
         compiled = getattr(getattr(self.block, self.mixes), "_compiled_call_impl", None)
-        return self.group() is None and not self.other_forwards() and compiled is None
+        return compiled is None and not self.other_forwards()
 
     def place(self) -> tuple[Any, str]:
         """Return the module and the name of the function that the block replaces."""

@@ -213,9 +213,6 @@ class TurboBlock(PatchedBlock):
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
 
-    def plain_attention(self) -> bool:
-        return super().plain_attention() and not is_sparse(self.block.self_attn)
-
     def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
         return take(inputs[0]), *inputs[1:]
 
