@@ -159,7 +159,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 def about(given: argparse.Namespace, q: Tensor) -> dict[str, Any]:
     """What was measured where."""
     gpu = q.device.type == "cuda"
-    record = {"model": str(given.model), "tokens": q.shape[2], "forward": given.forward}
+    record = {"model": Path(given.model).name, "tokens": q.shape[2], "forward": given.forward}
     where = torch.cuda.get_device_name(q.device) if gpu else "cpu"
     return record | {"prompt": given.prompt, "device": where, "torch": torch.__version__}
 

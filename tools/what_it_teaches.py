@@ -132,7 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for i, row in enumerate(rows):
         print(f"| {i} | {' | '.join(f'{value:.3g}' for value in row.values())} |")
     network = {}
-    for name, config in (("int8 attention", {}), ("and int8 Linears", {"linear": "int8"})):
+    changed: dict[str, dict[str, Any]] = {
+        "int8 attention": {}, "with fp8 values": {"pv": "fp8"},
+        "and int8 Linears": {"linear": "int8"},
+    }  # fmt: skip
+    for name, config in changed.items():
         network[name] = of_network(pipe.transformer, call, **config)
         print(f"{name}: {network[name]}")
     record = about(given, seen[0][0]) | {"layers": rows, "network": network}
