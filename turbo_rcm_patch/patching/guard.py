@@ -48,6 +48,7 @@ from turbo_rcm_patch.patching.measure import (
     Stages,
     attention_errors,
     measure,
+    predicted,
     sample,
     shares,
 )
@@ -158,6 +159,7 @@ class Guard:
         pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
             for a model without one.
         agree: Returns the same numbers on all ranks that run a block together (`ulysses.agree`).
+        last: The network's last Linear, or None.
     """
 
     def __init__(
@@ -167,9 +169,10 @@ class Guard:
         count: int,
         pipe: object | None,
         agree: Callable[..., list[float]],
+        last: Any,
     ) -> None:
         self._target = config.fidelity
-        self.log, self._count, self._agree = log, count, agree
+        self.log, self._count, self._agree, self._last = log, count, agree, last
         # A diffusers pipeline can be referred to weakly.
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
@@ -201,8 +204,8 @@ class Guard:
 
         It is the largest over all ways to run, and None before all blocks of one were compared.
         """
-        seen = [_sum(seen.shares) for seen in list(self._seen.values())]
-        return max([(one.fast / one.author) ** 0.5 for one in seen if one.author], default=None)
+        seen = [(list(seen.shares.values()), way[0]) for way, seen in list(self._seen.items())]
+        return max([predicted(*one) for one in seen if any(map(any, one[0]))], default=None)
 
     def within_video(self) -> bool:
         """Return True if the pipeline is known to be past the first step of a video."""
@@ -316,7 +319,7 @@ class Guard:
             if off > BUDGET:
                 share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
             else:
-                share, reason = self._share(block, found, notes, dtype, here, first)
+                share, reason = self._share(block, fast, author, notes, here, first)
             higher = _next_level(block, notes) if reason else level
             if block.level == level < higher:  # else another thread raised it meanwhile
                 block.raise_level(higher, reason)
@@ -341,9 +344,9 @@ class Guard:
     def _share(
         self,
         block: PatchedBlock,
-        found: Measure,
+        fast: Stages,
+        author: Stages,
         notes: _Notes,
-        dtype: torch.dtype,
         here: _Forward,
         first: bool,
     ) -> tuple[Shares, str]:
@@ -351,14 +354,18 @@ class Guard:
         ""."""
         if not first or self._target is None:
             return _NOTHING, ""
-        int8 = any(forward.on for forward in block.int8)
-        one = Shares(*self._agree(block, [*shares(found, notes.errors, dtype, int8)]))
+        int8, dtype = any(forward.on for forward in block.int8), here.way[0]
+        last = getattr(self._last, "weight", None)
+        channels = author[-1][-1].shape[-1]
+        if type(last) is not nn.Parameter or last.is_meta or last.shape[-1] != channels:
+            last = None  # sharded, offloaded, quantised or of another stream
+        found = shares(fast, author, notes.errors, last, dtype, int8)
+        one = Shares(*self._agree(block, [*found]))
         if not math.isfinite(one.author + one.fast):
             return _NOTHING, ""
-        seen = _sum(here.shares)
-        predicted = ((seen.fast + one.fast) / max(seen.author + one.author, 1e-60)) ** 0.5
-        if predicted > _TARGET_SHARE * self._target and _next_level(block, notes) < Level.AUTHOR:
-            return one, f"the network's error would be {predicted:.2f}, target {self._target:g}"
+        error = predicted([*here.shares.values(), one], dtype)
+        if error > _TARGET_SHARE * self._target and _next_level(block, notes) < Level.AUTHOR:
+            return one, f"the network's error would be {error:.2f}, target {self._target:g}"
         return one, ""
 
     def _skip(self, block: PatchedBlock, here: _Forward, words: str) -> None:
@@ -511,8 +518,3 @@ def _raise_unless_cannot_run(error: Exception) -> None:
 
 def _finite(stages: Stages) -> bool:
     return all(bool(x.isfinite().all()) for streams in stages for x in streams)
-
-
-def _sum(found: dict[int, Shares]) -> Shares:
-    every = list(found.values())
-    return Shares(sum(one.author for one in every), sum(one.fast for one in every))

@@ -8,8 +8,9 @@ sum of a large one. The rounding of the author's stream is subtracted first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +40,8 @@ _WHOLE: Final = 4096
 _ROUNDING_ALLOWANCE: Final = 0.5
 #: Rows of an attention that are compared with fp32, evenly spaced.
 _ROWS: Final = 64
+#: Rows of a block's output that are read as the network's last Linear reads them.
+_READ_ROWS: Final = 512
 #: Bytes that the heads that are measured at a time may hold, where twice the queries are not
 #: larger: a feed-forward holds more. For every key a head holds about four times its channels and
 #: four times its rows in fp32.
@@ -50,9 +53,10 @@ _LOGITS: Final = 4
 _PARTS: Final = 16
 #: Relative root mean square error of one rounding, in units of the dtype's epsilon.
 _ROUNDING: Final = 0.204
-#: Roundings between the residual stream and q or k, and inside a branch.
+#: Roundings between the residual stream and q or k, inside a branch, and outside the blocks.
 _OF_OPERANDS: Final = 2.0
 _INSIDE: Final = 4.0
+_OUTSIDE: Final = 2.5
 
 #: What is compared of the residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
@@ -66,14 +70,10 @@ class Measure:
     Attributes:
         error: The largest error, scaled so that `BUDGET` is the limit for every kind of error.
         where: The branch, the stream and the sample with that error, in words.
-        added: The square of what each branch adds, as a share of the square of the block's output.
-        distance: Square of the distance of the two outputs, as the same share.
     """
 
     error: float
     where: str
-    added: tuple[float, ...]
-    distance: float
 
 
 def sample(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -105,23 +105,19 @@ def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.d
     """
     floor = 2 * (_ROUNDING_ALLOWANCE * torch.finfo(dtype).eps) ** 2
     streams = zip(zip(*fast, strict=True), zip(*author, strict=True), lengths, strict=True)
-    errors, sums = zip(*[_compare(xs, ys, n, floor) for xs, ys, n in streams], strict=True)
+    errors = [_compare(xs, ys, n, floor) for xs, ys, n in streams]
     table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]
-    total = torch.stack(sums).sum(0)
-    shares = torch.nan_to_num(total / total[-1], nan=inf)
-    # The only wait for the device.
-    values = torch.cat([table.flatten(), shares]).tolist()
-    found, (distance, *others) = values[: table.numel()], values[table.numel() :]
+    found = table.flatten().tolist()  # The only wait for the device.
     worst = max(range(len(found)), key=found.__getitem__)
     place, sample = divmod(worst, table.shape[3])
-    stage, stream, kind = place // (3 * len(sums)), place // 3 % len(sums), place % 3
-    where = f"branch {stage + 1}" + (f", stream {stream + 1}" if len(sums) > 1 else "")
+    stage, stream, kind = place // (3 * len(errors)), place // 3 % len(errors), place % 3
+    where = f"branch {stage + 1}" + (f", stream {stream + 1}" if len(errors) > 1 else "")
     where += ("", ", its worst rows", ", its last rows")[kind]
     where += f", sample {sample}" if table.shape[3] > 1 else ""
-    return Measure(found[worst], where, tuple(others[1::3]), distance)
+    return Measure(found[worst], where)
 
 
-def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> tuple[Tensor, Tensor]:
+def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> Tensor:
     """Compare one stream.
 
     Args:
@@ -131,16 +127,14 @@ def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> tuple
         floor: Square of the rounding of the author's stream, as a share of the stream's square.
 
     Returns:
-        The errors of all rows, of the worst rows and of the last rows, [branches, 3, B], and what
-        `_squares` returns, summed over rows and samples.
+        The errors of all rows, of the worst rows and of the last rows, [branches, 3, B].
     """
     every, last = _rows_of(length)
-    found = _squares(fast, author)
-    off, adds, size = found[1:].view(-1, 3, *found.shape[1:]).unbind(1)
+    off, adds, size = _squares(fast, author).unbind(1)
     left = (off - floor * size).clamp_min(0)
     last_left, last_adds = left[..., -last:], adds[..., -last:]
     if every > 1:
-        found, left, adds = found[..., :-last], left[..., :-last], adds[..., :-last]
+        left, adds = left[..., :-last], adds[..., :-last]
     typical = adds.median(-1).values
     # The error of the worst hundredth is relative to what these rows add or to the typical row,
     # whichever is larger.
@@ -149,18 +143,15 @@ def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> tuple
     least = torch.maximum(typical * last, last_adds.sum(-1))
     offs = torch.stack([left.sum(-1), worst.mean(-1), last_left.sum(-1)], 1)
     sizes = torch.stack([adds.sum(-1), ROW_ROOM**2 * own, LAST_ROOM**2 * least], 1)
-    errors = torch.where(offs == 0, offs, offs / sizes).sqrt()
-    # The caller adds streams of different lengths, so the compared rows stand for all rows.
-    return errors, found.sum((-2, -1)) * (length / left.shape[-1])
+    return torch.where(offs == 0, offs, offs / sizes).sqrt()
 
 
 def _squares(fast: _Stream, author: _Stream) -> Tensor:
     """Sum squares over the channels of some rows.
 
     Returns:
-        fp32 [1 + 3 * branches, B, n]. The first is the square of the distance of the two outputs.
-        Three of each branch follow: the squares of the distance of the two terms that it adds, of
-        the author's term, and of the author's stream after it.
+        fp32 [branches, 3, B, n]: the squares of the distance of the two terms that a branch adds,
+        of the author's term, and of the author's stream after it.
     """
     norms: list[Tensor] = []
     before, off_before = author[0], None
@@ -172,17 +163,15 @@ def _squares(fast: _Stream, author: _Stream) -> Tensor:
         off = now if off_before is None else now - off_before
         norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
         before, off_before = y, now
-    return torch.stack([vector_norm(now, dim=-1), *norms]).square()
+    return torch.stack(norms).square().view(-1, 3, *norms[0].shape)
 
 
 # --- errors to fp32 ------------------------------------------------------------------------------
 
 
 class Shares(NamedTuple):
-    """Squares of the errors that a block adds, as shares of the square of its output.
-
-    If every such error reaches the network's output with the same factor, the patched network's
-    error divided by the unpatched one's is sqrt(sum of `fast` / sum of `author`).
+    """Squares of the errors that a block adds, as shares of the square of what the network's last
+    Linear reads of its output.
 
     Attributes:
         author: Share of the author's block.
@@ -194,32 +183,65 @@ class Shares(NamedTuple):
 
 
 def shares(
-    found: Measure, of_attention: tuple[float, float] | None, dtype: torch.dtype, int8: bool
+    fast: Stages,
+    author: Stages,
+    of_attention: tuple[float, float] | None,
+    last: Tensor | None,
+    dtype: torch.dtype,
+    int8: bool,
 ) -> Shares:
     """Estimate what the author's block and the fast path add to the network's error.
 
-    Three terms are computed for both: the roundings of the residual stream (the author's after
-    every branch, the fast path's once), the roundings inside the branches, and exact attention of
+    An error counts by what the network's last Linear reads of it: a rounding is largest in the
+    largest channels of the stream, which a trained network hardly reads, and a branch writes, with
+    its errors, what is read.
+
+    Three errors are drawn for both: the roundings of the residual stream (the author's after every
+    branch, the fast path's once), the roundings inside the branches, and exact attention of
     operands that carry their own roundings. The error of int8 attention is measured on a sample of
     rows. The error of int8 Linears is the rest of the distance between both.
 
     Args:
-        found: The comparison of the block.
+        fast: Rows of the fast path's streams, the video last.
+        author: Rows of the author's.
         of_attention: What `attention_errors` measured in its self-attention, or None.
+        last: Weight of the network's last Linear [Cout, C], None if it cannot be read.
         dtype: The model's dtype. For fp32 the roundings of bf16 are taken, because no 8-bit path
             comes near fp32.
         int8: True if Linears ran in int8.
     """
-    wide, eps = dtype == torch.float32, _eps(dtype)
-    square, inside = (_ROUNDING * eps) ** 2, _INSIDE * sum(found.added)
-    author, fast = square * (len(found.added) + inside), square * (1 + inside) * (not wide)
-    if of_attention is not None:
-        of_fast, of_author = of_attention
-        author += of_author * found.added[0]
-        fast += of_fast * found.added[0]
-    if int8:
-        fast += max(0.0, found.distance - author - fast)
-    return Shares(author, fast)
+    step = -(-author[-1][-1].shape[1] // _READ_ROWS)
+    streams = [stage[-1][:, ::step].float() for stage in author]
+    x, square = streams[-1], (_ROUNDING * _eps(dtype)) ** 2
+    added = [(after - before).square() for before, after in pairwise(streams)]
+    inside = square * _INSIDE * sum(added)
+    of_fast, of_author = of_attention or (0.0, 0.0)
+    rounded = square * sum([one.square() for one in streams[1:]])
+    once = 0.0 if dtype == torch.float32 else square * x.square() + inside
+    drawn = torch.randn(
+        x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device
+    )
+    ys = [
+        torch.zeros_like(x),
+        x + drawn * (rounded + inside + of_author * added[0]).sqrt(),
+        x + drawn * (once + of_fast * added[0]).sqrt(),
+        fast[-1][-1][:, ::step].float(),
+    ]
+    normed = [F.layer_norm(y, y.shape[-1:]) for y in (x, *ys)]
+    off = torch.stack([y - normed[0] for y in normed[1:]])
+    if last is not None:
+        off = off @ last.to(off).T
+    size, of_author, of_fast, distance = vector_norm(off.flatten(1), dim=1).square().tolist()
+    of_fast = max(of_fast, int8 * (distance - of_author))
+    return Shares(of_author / max(size, 1e-30), of_fast / max(size, 1e-30))
+
+
+def predicted(found: Iterable[Shares], dtype: torch.dtype) -> float:
+    """Return the patched network's error divided by the unpatched one's, if every error reaches
+    the output with the same factor."""
+    outside = _OUTSIDE * (_ROUNDING * _eps(dtype)) ** 2
+    authors, fasts = zip(*found, strict=True)
+    return float(((outside + sum(fasts)) / (outside + sum(authors))) ** 0.5)
 
 
 def _eps(dtype: torch.dtype) -> float:

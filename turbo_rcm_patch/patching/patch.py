@@ -299,7 +299,8 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
-        record.guard = Guard(config, log, len(blocks), pipe, agree)
+        last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
+        record.guard = Guard(config, log, len(blocks), pipe, agree, last)
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
         block.index, block.guard = index, record.guard
