@@ -743,15 +743,15 @@ def test_the_prediction_is_the_networks_error(name: str, dtype: Any, options: An
 def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
     """Its residual stream has channels of all sizes, and the last Linear reads few of them."""
     pipe: Any = load_pipeline(name, device="cpu")
-    size = ["--frames", "5", "--height", "96", "--width", "160", "--forward", "0"]
+    size = ["--frames", "5", "--height", "96", "--width", "160", "--forward", "2"]
     call = one_call(pipe, settings("").parse_args(["--out", "", *size]))
     asked, kept = (
         of_network(pipe.transformer, call, attention="int8", fidelity=fidelity, **options)
         for fidelity in (100.0, 1.0)
     )
-    assert 0.9 * asked["measured"] < asked["predicted"] < 1.25 * asked["measured"]
     assert kept["measured"] < 1.1
-    assert (asked["measured"] > 1.2) == bool(kept["decisions"])
+    assert all(0.9 < one["predicted"] / one["measured"] < 1.5 for one in (asked, kept))
+    assert not options or asked["measured"] > 1.5 and kept["decisions"]
 
 
 def test_an_error_counts_by_what_the_last_linear_reads() -> None:

@@ -218,11 +218,10 @@ def shares(
     of_fast, of_author = of_attention or (0.0, 0.0)
     rounded = square * sum([one.square() for one in streams[1:]])
     once = 0.0 if dtype == torch.float32 else square * x.square() + inside
-    drawn = torch.randn(
-        x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device
-    )
+    random = torch.Generator(x.device).manual_seed(0)
+    drawn = torch.randn(x.shape, generator=random, device=x.device)
     ys = [
-        torch.zeros_like(x),
+        torch.zeros_like(x),  # what is read of the output itself, with a minus
         x + drawn * (rounded + inside + of_author * added[0]).sqrt(),
         x + drawn * (once + of_fast * added[0]).sqrt(),
         fast[-1][-1][:, ::step].float(),
