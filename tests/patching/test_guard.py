@@ -810,7 +810,7 @@ def test_check_next_compares_every_block() -> None:
 
 def test_another_length_with_another_attention_is_compared_again() -> None:
     model, inputs = WAN.model(), WAN.inputs()
-    report = patch_model(model, attention="int8")
+    report = patch_model(model, attention="int8", fidelity=None)
     run(model, inputs)
     run(model, {**inputs, "hidden_states": inputs["hidden_states"][:, :, :2]})
     assert len(report.guard) == 2
