@@ -219,7 +219,7 @@ def shares(
     rounded = square * sum([one.square() for one in streams[1:]])
     once = 0.0 if dtype == torch.float32 else square * x.square() + inside
     random = torch.Generator(x.device).manual_seed(0)
-    drawn = torch.randn(x.shape, generator=random, device=x.device)
+    drawn = torch.randn(x.shape, generator=random, device=x.device, dtype=x.dtype)
     ys = [
         torch.zeros_like(x),  # what is read of the output itself, with a minus
         x + drawn * (rounded + inside + of_author * added[0]).sqrt(),
