@@ -120,6 +120,8 @@ def halves_a_step(rank: int, name: str, way: str) -> None:
     make, given = PIPELINES[name]
     pipe, options = make(), WAYS[way]
     batched = qualified_name(type(pipe)) in ONE_CALL
+    if batched and way == "guard":  # It sees both halves, and one by one the first alone.
+        options = options | {"fidelity": 3.0}
     patch = patched(pipe, **options) if options else nullcontext()
     with patch as report, by_halves(pipe) if batched else nullcontext():
         expected = latents(pipe, given)
