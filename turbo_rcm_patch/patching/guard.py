@@ -16,7 +16,7 @@ the author's code cannot run, or memory is short, the next forward tries again.
 What a forward learns belongs to it until the block is decided, so forwards of several threads
 decide alike. The guard compares few rows of each stream, and runs the author's block for those
 rows alone, whose queries still see all keys. It measures an attention as soon as it has run. So it
-takes little more memory than the block, and a fifth of the author's time over many rows.
+takes little more memory than the block, and over many rows a fifth of the author's operations.
 """
 
 from __future__ import annotations

@@ -215,15 +215,15 @@ def shares(
     x, square = streams[-1], (_ROUNDING * _eps(dtype)) ** 2
     added = [(after - before).square() for before, after in pairwise(streams)]
     inside = square * _INSIDE * sum(added)
-    of_fast, of_author = of_attention or (0.0, 0.0)
+    int8_attention, exact_attention = of_attention or (0.0, 0.0)
     rounded = square * sum([one.square() for one in streams[1:]])
     once = 0.0 if dtype == torch.float32 else square * x.square() + inside
     random = torch.Generator(x.device).manual_seed(0)
     drawn = torch.randn(x.shape, generator=random, device=x.device, dtype=x.dtype)
     ys = [
         torch.zeros_like(x),  # what is read of the output itself, with a minus
-        x + drawn * (rounded + inside + of_author * added[0]).sqrt(),
-        x + drawn * (once + of_fast * added[0]).sqrt(),
+        x + drawn * (rounded + inside + exact_attention * added[0]).sqrt(),
+        x + drawn * (once + int8_attention * added[0]).sqrt(),
         fast[-1][-1][:, ::step].float(),
     ]
     normed = [F.layer_norm(y, y.shape[-1:]) for y in (x, *ys)]
@@ -231,7 +231,8 @@ def shares(
     if last is not None:
         off = off @ last.to(off).T
     size, of_author, of_fast, distance = vector_norm(off.flatten(1), dim=1).square().tolist()
-    of_fast = max(of_fast, int8 * (distance - of_author))
+    if int8:
+        of_fast = max(of_fast, distance - of_author)
     return Shares(of_author / max(size, 1e-30), of_fast / max(size, 1e-30))
 
 

@@ -77,7 +77,8 @@ class VACEBlock(WanBlock):
 
     def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
         video, text, control, *rest = inputs
-        return take(video), text, take(control), *rest
+        control, text, *rest = super().rows_of(take, control, text, *rest)
+        return take(video), text, control, *rest
 
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
