@@ -20,8 +20,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -309,11 +309,19 @@ def compiled(name: str, target: Target) -> list[Result]:
 
     if case.run is _conv3d and target != HOPPER:
         return []
+    with stand_in(target, launch=launch):
+        case.run(case, target)
+    return results
+
+
+@contextmanager
+def stand_in(target: Target, **stands_in: Any) -> Iterator[None]:
+    """Compile for a target, with other functions in the place of those of all operators."""
     if target == HOPPER:  # These modules load when they are first needed.
         for table in _TABLES:
             for one in table:
                 gluon.hopper_module(one.load, one.what)
-    stands_in = {"launch": launch, "target_of": lambda device: target}
+    stands_in["target_of"] = lambda device: target
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):
             for own, value in stands_in.items():
@@ -321,8 +329,7 @@ def compiled(name: str, target: Target) -> list[Result]:
                     stack.enter_context(mock.patch.object(module, own, value))
         stack.enter_context(mock.patch.dict(vars(triton.runtime.driver)))
         triton.runtime.driver.set_active(_driver(target))
-        case.run(case, target)
-    return results
+        yield
 
 
 def _measured(bare: Result, compile_it: Callable[[], Any]) -> Result:

@@ -7,11 +7,25 @@ Triton.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
+import triton
+from diffusers import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from tests.launches import needs_hopper_kernels
-from tools.aot import AMPERE, HOPPER, Result, compiled, faults, order_faults
-from turbo_rcm_patch.ops.launch import Target
+from tools.aot import AMPERE, HOPPER, Result, compiled, faults, order_faults, stand_in
+from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.ops.conv3d import api as conv3d
+from turbo_rcm_patch.ops.launch import Target, compile_ahead
+from turbo_rcm_patch.ops.residual import triton as residual
+from turbo_rcm_patch.patching.families.vae_wan import WanDecoder
+from turbo_rcm_patch.patching.families.wan import WanBlock
 
 _PROLOGUE = {"statistics_kernel", "prologue_kernel"}
 _OWN_PROLOGUE = {"hopper_statistics_kernel", "hopper_prologue_kernel"}
@@ -78,3 +92,74 @@ def test_a_broken_limit_is_named(change: dict[str, object], words: str) -> None:
     assert not faults(Result(**good))
     (said,) = faults(Result(**good | change))
     assert words in said
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is asked of an H200 where tensors are on the meta device."""
+    needs_hopper_kernels()
+    with stand_in(HOPPER):
+        monkeypatch.setattr(conv3d, "_on_kernels", lambda call: True)
+        yield
+
+
+def asked(call: Callable[[], object]) -> set[tuple[str, str]]:
+    """The kernels that a call would have compiled, by name and specialisation."""
+    found = set()
+
+    def hook(*, key: Any, fn: Any, **_: Any) -> bool:
+        found.add((fn.name, str(key)))
+        return True  # not to be compiled
+
+    with mock.patch.object(triton.knobs.runtime, "jit_cache_hook", hook):
+        compile_ahead(call)
+    return found
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_a_video_launches_is_compiled_by_several_threads_before() -> None:
+    """The skips and norms of a block, compiled for real: their launches find them compiled."""
+
+    def call() -> None:
+        x, row = empty(1, 999, 1536, dtype=torch.float32), empty(1, 1, 1536, dtype=torch.float32)
+        for branch, norm_dtype in ((None, torch.bfloat16), (x, None)):
+            residual.skip_norm(
+                x, branch, gate=None if branch is None else row, factor=row, offset=row,
+                weight=None, bias=None, one=1.0, eps=1e-6, dtype=x.dtype,
+                norm_dtype=norm_dtype or x.dtype,
+            )  # fmt: skip
+
+    threads: set[int] = set()
+
+    def compiled_here(**_: Any) -> None:
+        threads.add(threading.get_ident())
+
+    before = asked(call)
+    with mock.patch.object(triton.knobs.compilation, "listener", compiled_here):
+        compile_ahead(call)
+    assert len(before) == 2
+    assert threads and threading.get_ident() not in threads
+    assert not asked(call)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_frames_meet_nearly_all_kernels_of_wans_decoder() -> None:
+    """24 of 26; of the network 8 more. All are compiled before the first video's launches."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan().bfloat16().eval().requires_grad_(False)
+        block = WanTransformerBlock(1536, 8960, 12, cross_attn_norm=True).bfloat16()
+    config = PatchConfig(impl="triton", attention="int8", pv="fp8")
+    decoder, latents = WanDecoder(vae, "vae", config), empty(1, 16, 21, 60, 104)
+    rotary = (empty(1, 32760, 1, 128, dtype=torch.float32),) * 2
+    inputs = empty(1, 32760, 1536), empty(1, 512, 1536), empty(1, 6, 1536), rotary
+    patched = WanBlock(block.requires_grad_(False), "", config, 12, 128)
+    with torch.no_grad():
+        whole = asked(lambda: decoder.run_video(latents))
+        few = asked(lambda: decoder.run_start(latents))
+        assert len(asked(lambda: patched.fast(None, *inputs))) == 8
+    assert few < whole
+    assert (len(whole), len(few)) == (26, 24)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.inputs import attention_inputs
 from tests.launches import Log, write_down_launches
+from turbo_rcm_patch.ops.launch import compile_ahead
 from turbo_rcm_patch.ops.numerics import quantize_rows
 from turbo_rcm_patch.ops.replay import keep_for_replay, recorder, replayed
 from turbo_rcm_patch.ops.residual.triton import norm_rotate, skip, skip_norm
@@ -144,6 +145,32 @@ def attention(**options: Any) -> Call:
         return launcher(attention_inputs(*x[:3], heads=HEADS, **tensors, **options))
 
     return call
+
+
+def test_what_is_compiled_ahead_is_neither_started_nor_recorded(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def warmup(kernel: Any, *, grid: Any, **arguments: Any) -> None:
+        asked.append(kernel.__name__)
+
+    monkeypatch.setattr(triton.JITFunction, "warmup", warmup)
+
+    def make() -> list[Tensor]:
+        return [tokens(n) for n in (96, 160, 160)]
+
+    for _ in range(3):
+        compile_ahead(lambda: attention()(make()))
+    assert len(asked) == 9 and not log
+    with pytest.raises(KeyError):
+        compile_ahead(lambda: {}["an error of the call"])
+    assert compare(log, attention(), make) == 3
+    # Triton 3.5 knows no option for errors.
+    name = "triton.runtime._async_compile.AsyncCompileMode"
+    monkeypatch.setattr(name, lambda pool: pytest.fail())
+    compile_ahead(lambda: pytest.fail("each launch compiles its own"))
+    assert len(asked) == 9
 
 
 # --- the launchers -------------------------------------------------------------------------------

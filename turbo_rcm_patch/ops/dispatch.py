@@ -160,6 +160,14 @@ def load_kernels(impl: str, device: torch.device) -> None:
     hash_compiler()
 
 
+def compile_ahead(impl: str, device: torch.device, call: Callable[[], object]) -> None:
+    """Compile what a call launches on a GPU, several kernels at a time: `launch.compile_ahead`."""
+    if device.type == "cuda" and resolve_impl(impl, device) == "triton":
+        from turbo_rcm_patch.ops import launch
+
+        launch.compile_ahead(call)
+
+
 def resolve_pv(
     pv: PVDType, device: torch.device, n_kv: int | None = None
 ) -> Literal["fp8", "bf16", "fp16"]:

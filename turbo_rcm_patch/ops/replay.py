@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -64,6 +65,21 @@ def recorder() -> Recorder | None:
     return getattr(_local, "recorder", None)
 
 
+def compiles_only() -> bool:
+    """Return True while this thread compiles launches and starts none (`launch.compile_ahead`)."""
+    return getattr(_local, "compiles_only", False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Let `launch` compile and start nothing."""
+    _local.compiles_only = True
+    try:
+        yield
+    finally:
+        _local.compiles_only = False
+
+
 def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
     """Keep a tensor for the life of the process, so that recordings may hold its address."""
     _kept[tensor.untyped_storage().data_ptr()] = tensor
@@ -71,8 +87,9 @@ def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replays() -> bool:
-    """Return True if launches may be replayed: no recording runs, and no hook watches them."""
-    return recorder() is None and not _launch_hooks()
+    """Return True if launches may be replayed: no recording runs, no hook watches them, and they
+    are not only compiled."""
+    return recorder() is None and not _launch_hooks() and not compiles_only()
 
 
 def _recorded(

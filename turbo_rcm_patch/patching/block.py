@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.dispatch import compile_ahead
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
 from turbo_rcm_patch.patching.pieces import Notes
 from turbo_rcm_patch.patching.plain import (
@@ -76,9 +78,8 @@ class PatchedBlock(Replacement):
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_exact", "backend", "block", "config", "copies", "guard",
-        "head_dim",
-        "index", "int8", "last", "left", "level", "path", "reason",
+        "__weakref__", "_ahead", "_asked", "_exact", "backend", "block", "config", "copies",
+        "guard", "head_dim", "index", "int8", "last", "left", "level", "path", "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -95,7 +96,7 @@ class PatchedBlock(Replacement):
             impl=config.impl,
         )  # fmt: skip
         self._exact = replace(self._asked, attention="exact")
-        self.level, self.reason = Level.AS_ASKED, ""
+        self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = self.backend = ""
         self.guard: Guard | None = None
         self.index = 0
@@ -132,8 +133,22 @@ class PatchedBlock(Replacement):
         self.renew_copies(why, self.streams(inputs)[0])
         if why:
             return self.author
+        if not self.index:
+            self.compile_ahead(self.streams(inputs)[0], partial(self.fast, None, *inputs))
         guard = self.guard
         return self.compare if guard is not None and guard.wants(self, inputs) else None
+
+    def compile_ahead(self, x: Tensor, fast: Callable[[], object]) -> None:
+        """Compile what the fast path launches together, before its first call.
+
+        That runs the modules without the kernels' results, so a module must keep nothing: no int8
+        copy, which a kernel writes, and nothing foreign.
+        """
+        if self._ahead or capturing(x):
+            return
+        self._ahead = True
+        if not self.int8 and self.group() is None and not self.foreign():
+            compile_ahead(self.config.impl, x.device, fast)
 
     def compare(self, *inputs: Any) -> Any:
         """Run the fast path, and compare it with the author's forward."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -213,6 +214,9 @@ class PatchedCoder(PatchedBlock):
     def place(self) -> tuple[Any, str]:
         return self.vae, self.caller
 
+    def group(self) -> Any:
+        return self.ranks().group
+
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the coder over a whole video, and log how it ran where that has changed."""
         if compiling():
@@ -229,6 +233,7 @@ class PatchedCoder(PatchedBlock):
         self.last = why or (0, 0)
         if why:
             return self.by_author(self.vae, x, *args, **kwargs)
+        self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
         guard, key = self.guard, (x.dtype, x.device.type)
         expected = None
         if guard is not None and self.compared.get(key) != guard.requests:
@@ -270,6 +275,12 @@ class PatchedCoder(PatchedBlock):
             What the author's function returns.
         """
         raise NotImplementedError
+
+    def run_start(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the fast path over few frames. With one more than the guard compares, a decoder
+        launches nearly all kernels of a video."""
+        frames = self.first_frames(x) + (self.part == "decoder")
+        self.run_video(x[:, :, :frames], *args, **kwargs)
 
     def coded(self, video: Video, x: Tensor) -> Any:
         """Run the fast path over the next frames of a video."""
