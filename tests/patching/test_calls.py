@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.measures import relative_l2
 from tests.patching.models import MODELS, mapped, named, run
 from tests.patching.test_changes import TIGHT
+from tests.patching.vae import VAES
 from turbo_rcm_patch import patch_model, patched
+from turbo_rcm_patch.patching import block as blocks
 from turbo_rcm_patch.patching import sla_as_defined
 
 
@@ -40,6 +42,45 @@ def blocks_of(model: Any) -> list[Any]:
 
 def tensors(made: Any) -> list[torch.Tensor]:
     return [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None]
+
+
+def counted(model: Any) -> Any:
+    """A model whose first block has a hook that counts its calls."""
+    model.blocks[0].attn1.to_q.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "count"),
+    [(lambda model: model, {}, 1), (lambda model: model, {"guard": False}, 1),
+     (lambda model: model, {"linear": "int8"}, 0), (counted, {}, 0)],
+    ids=["plain", "no-guard", "int8-copies", "foreign"],
+)  # fmt: skip
+def test_kernels_are_compiled_ahead_once_where_nothing_keeps_what_modules_compute(
+    change: Any, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = named("t2v")
+    model, inputs = change(one.model()), one.inputs()
+    ahead: list[Tensor] = []
+    monkeypatch.setattr(blocks, "compile_ahead", lambda impl, device, call: ahead.append(call()))
+    patch_model(model, attention="int8", **options)
+    made = [run(model, inputs) for _ in range(2)]
+    assert len(ahead) == count and torch.equal(*made)
+
+
+@pytest.mark.parametrize("vae", VAES, ids=lambda vae: vae.name)
+def test_kernels_of_a_vae_are_compiled_ahead_once_over_its_first_frames(
+    vae: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[Any] = []
+    monkeypatch.setattr(
+        blocks, "compile_ahead", lambda impl, device, call: ahead.append(call() is None)
+    )
+    model = vae.model()
+    patch_model(model)
+    with torch.no_grad():
+        made = [model.decode(vae.latent(5)).sample for _ in range(2)]
+    assert ahead == [True] and torch.equal(*made)
 
 
 class Gain(CogVideoXAttnProcessor2_0):  # type: ignore[misc]
