@@ -41,9 +41,15 @@ from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.clips import completed
 from turbo_rcm_patch.video.environment import device_name, version_of, versions
 from turbo_rcm_patch.video.filters import flip
-from turbo_rcm_patch.video.generation import generate
+from turbo_rcm_patch.video.generation import (
+    decode_latents,
+    encode,
+    sample_latents,
+    settings_for,
+)
 from turbo_rcm_patch.video.measures import Drift, frame_drift, latent_drift, relative_l2
 from turbo_rcm_patch.video.report import shown_command
+from turbo_rcm_patch.video.source import sources_of
 from turbo_rcm_patch.video.store import to_json
 from turbo_rcm_patch.video.verdict import judge
 
@@ -174,12 +180,16 @@ def made(
         if not path.is_file():
             pipe = pipe or load_pipeline(model, device=device)
             videos = []
-            for seed, prompt in enumerate(prompts):
+            settings = settings_for(pipe)
+            for seed, source in enumerate(sources_of(prompts)):
+                text = encode(pipe, source, settings)  # a text encoder stays on its own backend
                 with change(pipe):
-                    video = generate(pipe, prompt, seed=seed)
-                fps = video.settings.fps
-                videos.append({"frames": video.frames, "latents": video.latents, "fps": fps})
-                print(f"{name}: {prompt}, {video.seconds:.1f} s", file=sys.stderr, flush=True)
+                    video = sample_latents(pipe, text, seed=seed, settings=settings)
+                    frames = decode_latents(pipe, video.latents)[0]
+                videos.append({"frames": frames, "latents": video.latents, "fps": settings.fps})
+                print(
+                    f"{name}: {source.prompt}, {video.seconds:.1f} s", file=sys.stderr, flush=True
+                )
             torch.save(videos, path)
         found[name] = torch.load(path, weights_only=True)
     return found

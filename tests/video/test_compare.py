@@ -262,6 +262,25 @@ def test_any_backend_of_diffusers_is_judged(pipe, tmp_path: Path, backend: str) 
     assert f"{backend}, median" in short
 
 
+def test_a_backend_of_16_bits_alone_is_judged(
+    micro_folder: Path, monkeypatch, tmp_path: Path
+) -> None:
+    """As sageattention is one, though a Wan in bf16 keeps some parameters in fp32."""
+    pipe = load_pipeline(micro_folder, device="cpu", dtype=torch.bfloat16)
+    name = AttentionBackendName._NATIVE_MATH
+    own = _AttentionBackendRegistry._backends[name]
+
+    def of_16_bits(query: torch.Tensor, *inputs: Any, **named: Any) -> Any:
+        assert query.dtype in (torch.bfloat16, torch.float16)
+        return own(query, *inputs, **named)
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, name, of_16_bits)
+    found = compare(
+        pipe, RED, out=tmp_path, settings=ONE_STEP, attention_backend=name.value
+    )  # fmt: skip
+    assert found.network is not None and found.verdict == "unchanged"
+
+
 def test_a_backend_that_ran_nothing_in_int8_is_not_judged(pipe, tmp_path: Path) -> None:
     """Of 64 tokens, where it is exact; under guidance each block runs twice a step."""
     guided: dict[str, Any] = {"sampler": "scheduler", "guidance_scale": 4.0}

@@ -117,14 +117,17 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
                 _try_backend(network, attention_backend)
 
 
-def _try_backend(network: torch.nn.Module, name: str) -> None:
-    """Compute one small attention of a network's heads and dtype on its backend."""
+def _try_backend(network: Any, name: str) -> None:
+    """Compute one small attention of a network's heads and dtype on its backend.
+
+    Its dtype is not that of any parameter: Wan keeps some of them in fp32.
+    """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    config: Any = network.config
+    config = network.config
     shape = (1, 256, config.num_attention_heads, config.attention_head_dim)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    query = query.to(execution_device(network), next(network.parameters()).dtype)
+    query = query.to(execution_device(network), network.dtype)
     try:
         with torch.no_grad():
             finite = bool(dispatch_attention_fn(query, query, query).isfinite().all())
