@@ -43,11 +43,16 @@ _SPECIAL: Final = ("<pad>", "</s>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Steps of a stage, videos or samples a step, and the largest learning rate."""
+    """Steps of a stage, videos or samples a step, and the largest learning rate.
+
+    With `muon` (torch 2.9) the matrices of blocks are trained by Muon, whose steps are scaled to
+    the size of AdamW's (arXiv 2502.16982).
+    """
 
     steps: int
     batch: int
     lr: float
+    muon: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +296,7 @@ class World(Wan):
     recipe = Recipe(
         stages={
             "vae": Budget(4000, 2, 1e-3),
-            "teacher": Budget(8000, 128, 1e-3),
+            "teacher": Budget(8000, 128, 1e-3, muon=True),
             "student": Budget(3000, 128, 4e-4),
             "decoder": Budget(1500, 2, 6e-4),
         },
@@ -301,8 +306,8 @@ class World(Wan):
             Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
         ),
         settings={"fps": 16, "steps": 4, "sigma_max": 80, "guidance_scale": 1.0}, fill=48,
-        crop_phase=0.85, latent_channels=16, vae_channels=(16, 32, 64, 64), heads=3, head_dim=128,
-        ffn_dim=768,
+        guidance=2.5, crop_phase=0.85, latent_channels=16, vae_channels=(16, 32, 64, 64), heads=3,
+        head_dim=128, ffn_dim=768,
     )  # fmt: skip
     source = WorldSource
     most_bytes = 20 * 2**20
@@ -429,7 +434,7 @@ def small(recipe: Recipe, steps: int = 4) -> Recipe:
     return replace(
         recipe,
         stages={
-            name: Budget(steps, 4 if name in ("teacher", "student") else 2, one.lr)
+            name: replace(one, steps=steps, batch=4 if name in ("teacher", "student") else 2)
             for name, one in recipe.stages.items()
         },
         buckets=tuple(

@@ -113,9 +113,19 @@ class Stage:
             p for net in self.average.values() for p in net.parameters()
         ]
         self._salt, self._decay, fused = salt, decay, run.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, budget.lr, (0.9, 0.99), weight_decay=weight_decay, fused=fused
-        )
+        blocks: list[Tensor] = [
+            p for net in networks.values() for key, p in net.named_parameters()
+            if budget.muon and p.ndim == 2 and key.startswith("blocks.")
+        ]  # fmt: skip
+        rest = [p for p in self.parameters if not any(p is one for one in blocks)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, budget.lr, (0.9, 0.99), weight_decay=weight_decay, fused=fused)
+        ]
+        if blocks:
+            muon = torch.optim.Muon(
+                blocks, budget.lr, weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            self.optimizers.append(muon)
         self.scenes, self.noise = torch.Generator(), torch.Generator(run.device)
         self.step = 0
         self._path = run.out / "state" / f"{name}.pt"
@@ -147,7 +157,8 @@ class Stage:
         """
         if self.run.rank:
             return
-        state: dict[str, Any] = {"step": self.step, "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"step": self.step}
+        state["optimizers"] = [one.state_dict() for one in self.optimizers]
         state["networks"] = {key: net.state_dict() for key, net in self.networks.items()}
         state["average"] = {key: net.state_dict() for key, net in self.average.items()}
         with atomic(self._path) as partial:
@@ -168,8 +179,8 @@ class Stage:
         for nets, kind in ((self.networks, "networks"), (self.average, "average")):
             for key, net in nets.items():
                 net.load_state_dict(state.get(kind, state["average"])[key])
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self.optimizers, state.get("optimizers", []), strict=False):
+            optimizer.load_state_dict(kept)
         self.step = state["step"]
         self.run.log(stage=self.name, event="resumed", step=self.step, of_file=path.name)
 
@@ -184,14 +195,16 @@ class Stage:
         start, first = saved, self.step
         while not self.done:
             self.reseed()
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate()
             loss = loss_of()
-            self.optimizer.zero_grad(set_to_none=True)
+            for parameter in self.parameters:
+                parameter.grad = None
             loss.backward()  # type: ignore[no-untyped-call]
             self._average_gradients()
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self._learning_rate()
+                optimizer.step()
             self.step += 1
             decay = min(self._decay, (1 + self.step) / (10 + self.step))
             with torch.no_grad():

@@ -15,10 +15,18 @@ from training.families import Budget
 from training.stage import OutOfTimeError, Recorded, Run, Stage, TrainingError
 
 
-def _stage(out: Path, steps: int = 10) -> Stage:
+class _Blocks(nn.Sequential):
+    """A network with a block, whose matrix is trained by Muon where a budget asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(nn.Linear(2, 3)), nn.Linear(3, 1)
+
+
+def _stage(out: Path, steps: int = 10, *, muon: bool = False) -> Stage:
     torch.manual_seed(0)
-    run = Run(out, torch.device("cpu"))
-    return Stage(run, "teacher", {"net": nn.Linear(2, 1)}, Budget(steps, 1, 0.1), salt=1)
+    run, net = Run(out, torch.device("cpu")), _Blocks() if muon else nn.Linear(2, 1)
+    return Stage(run, "teacher", {"net": net}, Budget(steps, 1, 0.1, muon), salt=1)
 
 
 def _loss(stage: Stage) -> Tensor:
@@ -26,10 +34,31 @@ def _loss(stage: Stage) -> Tensor:
     return (stage.networks["net"](noise) - 3).square().mean()
 
 
-def test_a_stage_that_is_resumed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = _stage(tmp_path / "whole", 30)
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has it")
+
+
+@needs_muon
+def test_muon_trains_the_matrices_of_blocks_alone(tmp_path: Path) -> None:
+    steps = {}
+    for muon in (False, True):
+        stage = _stage(tmp_path / str(muon), 1, muon=True)
+        if not muon:
+            run = Run(tmp_path / "adamw", torch.device("cpu"))
+            stage = Stage(run, "teacher", stage.networks, Budget(1, 1, 0.1), salt=1)
+        before = {name: p.clone() for name, p in stage.networks["net"].named_parameters()}
+        stage.train(lambda stage=stage: _loss(stage))
+        after = dict(stage.networks["net"].named_parameters())
+        steps[muon] = {name: after[name] - old for name, old in before.items()}
+    for name in ("blocks.0.bias", "head.weight", "head.bias"):
+        torch.testing.assert_close(steps[True][name], steps[False][name])
+    assert not torch.allclose(steps[True]["blocks.0.weight"], steps[False]["blocks.0.weight"])
+
+
+@pytest.mark.parametrize("muon", [False, pytest.param(True, marks=needs_muon)])
+def test_a_stage_that_is_resumed_ends_as_if_it_had_not_been(tmp_path: Path, muon: bool) -> None:
+    whole = _stage(tmp_path / "whole", 30, muon=muon)
     whole.train(lambda: _loss(whole))
-    first = _stage(tmp_path / "parts", 30)
+    first = _stage(tmp_path / "parts", 30, muon=muon)
 
     def dies() -> Tensor:
         if first.step == 20:
@@ -39,7 +68,7 @@ def test_a_stage_that_is_resumed_ends_as_if_it_had_not_been(tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "SAVE_EVERY", -1.0)
         first.train(dies)
-    rest = _stage(tmp_path / "parts", 30)
+    rest = _stage(tmp_path / "parts", 30, muon=muon)
     assert rest.step == 20
     rest.train(lambda: _loss(rest))
     for kind in ("networks", "average"):
