@@ -133,8 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"| {i} | {' | '.join(f'{value:.3g}' for value in row.values())} |")
     network = {}
     changed: dict[str, dict[str, Any]] = {
-        "int8 attention": {}, "with fp8 values": {"pv": "fp8"},
-        "and int8 Linears": {"linear": "int8"},
+        "int8 attention": {"pv": "bf16"}, "with fp8 values": {"pv": "fp8"},
+        "with fp8 values, fidelity 2": {"pv": "fp8", "fidelity": 2.0},
+        "int8 Linears": {"pv": "bf16", "linear": "int8"},
     }  # fmt: skip
     for name, config in changed.items():
         network[name] = of_network(pipe.transformer, call, **config)
