@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -489,6 +491,17 @@ def test_an_attention_that_is_not_plainly_torchs_is_run_over_all_rows(
     assert [record.verdict for record in report.guard] == ["kept"] * 2
 
 
+def test_a_text_of_more_rows_than_are_compared_is_compared_with_its_video(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    model, inputs = COG.model(), COG.inputs()
+    inputs["encoder_hidden_states"] = torch.randn(2, 20, 16)
+    report = patch_model(model, attention="int8", fidelity=None)
+    run(model, inputs)
+    assert [record.verdict for record in report.guard] == ["kept"] * 2
+
+
 def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -841,6 +854,7 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
         assert made.isfinite().all() == (forward % 3 == 2)
         spoiled.data = table
     assert not report.guard.decisions, str(report.guard)
+    assert "not compared: blocks.0-1 (its author's result is not finite)" in str(report.guard)
     assert all("int8" in words for words in report.ran().values())
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
@@ -871,6 +885,34 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert torch.equal(run(model, inputs), made[0])
     kept = [record.path for record in report.guard if record.verdict == "kept"]
     assert sorted(kept) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors", ""])
+def test_a_comparison_leaves_nothing_to_the_garbage_collector(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that memory was short for: what it held is free before the next block."""
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    model, inputs = WAN.model(), WAN.inputs()
+    patch_model(model, attention="int8")
+    seen, fast = [], WanBlock.fast
+
+    def noting(self: Any, notes: Any, x: Tensor, *rest: Any) -> Any:
+        seen.append(ref(x))
+        return fast(self, notes, x, *rest)
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(WanBlock, "fast", noting)
+    if place:
+        monkeypatch.setattr(guard, place, fails)
+    gc.disable()
+    try:
+        run(model, inputs)
+        assert len(seen) > 1 and not any(one() is not None for one in seen)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
@@ -955,7 +997,10 @@ def test_the_report_outlives_the_model() -> None:
     model = one.model()
     report: PatchReport = patch_model(model)
     run(model, one.inputs())
+    last = ref(model.proj_out)
     del model
+    gc.collect()
+    assert last() is None
     assert "9 of 9" not in str(report)
     assert len(report.guard) == 2
 

@@ -66,7 +66,9 @@ def test_a_report_can_be_pickled() -> None:
     model, inputs = named("t2v").model(), named("t2v").inputs()
     report = patch_model(model, linear="int8")
     run(model, inputs)
-    kept = pickle.loads(pickle.dumps(report))
+    held = pickle.dumps(report)
+    assert b"_rebuild_parameter" not in held  # It may be read where no GPU is.
+    kept = pickle.loads(held)
     assert str(kept) == str(report)
     assert kept.as_dict() == report.as_dict()
     before = str(report)
