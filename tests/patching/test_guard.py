@@ -555,12 +555,13 @@ def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
     [("as-is", "exact attention"), ("int8", "exact attention, Linears in 16 bits")],
 )
 def test_what_misses_the_target_is_exact_from_the_call_that_decides(
-    linear: Any, verdict: str
+    linear: Any, verdict: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
     assert report.guard.decisions[-1].verdict == verdict
+    assert f"blocks.1: {verdict} from now on: the network's error would be" in caplog.text
     assert all("exact" in words for words in report.ran().values())
     assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)
@@ -739,10 +740,16 @@ def test_an_attentions_error_is_what_it_is(
      (torch.float16, {"attention": "exact"})],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["t2v", "i2v"])
-def test_the_prediction_is_the_networks_error(name: str, dtype: Any, options: Any) -> None:
+@pytest.mark.parametrize(("name", "large"), [("t2v", 0), ("i2v", 0), ("t2v", 10)])
+def test_the_prediction_is_the_networks_error(
+    name: str, large: float, dtype: Any, options: Any
+) -> None:
+    """Also where every other channel of the stream is large, and the last Linear reads the rest."""
     one = named(name)
     model, inputs = one.model(dtype), one.inputs(dtype=dtype)
+    if large:
+        model.patch_embedding.bias.data[::2] += large
+        model.proj_out.weight.data[:, ::2] = 0
     truth = run(copy.deepcopy(model).float(), wide(inputs))
     unpatched = relative_l2(run(model, inputs).float(), truth)
     report = patch_model(model, fidelity=1e3, **options)
@@ -765,6 +772,20 @@ def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
     assert kept["measured"] < 1.1
     assert all(0.9 < one["predicted"] / one["measured"] < 1.5 for one in (asked, kept))
     assert not options or asked["measured"] > 1.5 and kept["decisions"]
+
+
+def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:
+    """The errors of all blocks count together."""
+    found = []
+    for fidelity in (100.0, 0.01, 1.2):
+        model = wan(num_layers=8).bfloat16().eval().requires_grad_(False)
+        report = patch_model(model, attention="int8", linear="int8", fidelity=fidelity)
+        run(model, WAN.inputs(dtype=BF16))
+        words = report.ran().values()
+        found.append((report.guard.prediction, sum("int8 Linears" in one for one in words)))
+    (asked, every), (exact, none), (kept, some) = found
+    assert exact < 1 < 1.2 < asked and (every, none) == (8, 0)
+    assert kept <= 1.2 and 0 < some < 8
 
 
 def test_an_error_counts_by_what_the_last_linear_reads() -> None:

@@ -13,6 +13,7 @@ from tests.patching.models import named, run
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops import dispatch, launch
 from turbo_rcm_patch.ops.dispatch import Implementation, always, run_first
+from turbo_rcm_patch.patching.block import Level
 
 
 def replace_linears(model: nn.Module) -> None:
@@ -49,6 +50,17 @@ def test_sums_are_in_fp32_where_a_kernel_closes_them(name: str) -> None:
     block = (model.blocks if name == "t2v" else model.transformer_blocks)[0]
     block.attn1.processor = object()
     assert "model dtype" in str(report)
+
+
+def test_blocks_that_run_alike_for_other_reasons_share_a_row() -> None:
+    report = patch_model(named("t2v").model())
+    for index, block in enumerate(report._blocks()):
+        block.raise_level(Level.EXACT, f"the network's error would be 1.{index}")
+    said = str(report.pairs)
+    assert said.count("two-launch  (2)") == 3
+    for index in range(2):
+        rows = ", ".join(f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn"))
+        assert f"\n  {rows}: exact attention; the network's error would be 1.{index}" in said
 
 
 def test_a_block_whose_forward_was_replaced_later_is_not_fused() -> None:
