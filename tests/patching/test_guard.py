@@ -777,15 +777,15 @@ def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
 def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:
     """The errors of all blocks count together."""
     found = []
-    for fidelity in (100.0, 0.01, 1.2):
+    for fidelity in (100.0, 0.01, 1.1):
         model = wan(num_layers=8).bfloat16().eval().requires_grad_(False)
         report = patch_model(model, attention="int8", linear="int8", fidelity=fidelity)
         run(model, WAN.inputs(dtype=BF16))
         words = report.ran().values()
         found.append((report.guard.prediction, sum("int8 Linears" in one for one in words)))
     (asked, every), (exact, none), (kept, some) = found
-    assert exact < 1 < 1.2 < asked and (every, none) == (8, 0)
-    assert kept <= 1.2 and 0 < some < 8
+    assert exact < 1.1 < asked and (every, none) == (8, 0)
+    assert 0.85 * 1.1 < kept <= 1.1 and 0 < some < 8
 
 
 def test_an_error_counts_by_what_the_last_linear_reads() -> None:
