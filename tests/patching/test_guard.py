@@ -842,6 +842,21 @@ def test_check_next_compares_every_block() -> None:
     assert len(report.guard) == before + 2
 
 
+def test_a_check_that_memory_was_short_for_is_made_on_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    report = patch_model(model, attention="int8", fidelity=None)
+    run(model, inputs)
+    report.guard.check_next()
+    with monkeypatch.context() as context:
+        context.setattr(guard, "measure", mock.Mock(side_effect=MemoryError))
+        run(model, inputs)
+    assert len(report.guard) == 2 + len(report.guard.skipped) == 3
+    run(model, inputs)
+    assert len(report.guard) == 5
+
+
 def test_another_length_with_another_attention_is_compared_again() -> None:
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8", fidelity=None)
