@@ -22,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 
 .PHONY: help demo test test-diffusers test-engines test-gpu test-two-gpus test-op fuzz mutants record lint format docs dist clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 	@printf '\nVariables: PYTHON=%s  VENV=%s  OUT=%s  GPU_WORKERS=%s  PIP_ARGS, PYTEST_ARGS (passed on)\n' \
 	    '$(PYTHON)' '$(VENV)' '$(OUT)' '$(GPU_WORKERS)'
 

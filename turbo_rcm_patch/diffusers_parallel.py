@@ -174,6 +174,9 @@ def _check_network(name: str, network: Any, ulysses: int) -> None:
     elif ulysses > 1 and getattr(network, "_cp_plan", None) is None:
         expected = "a network with a parallel plan in diffusers"
         got, remedy = f"a {type(network).__name__}", "Use cfg=2 alone"
+    elif ulysses > 1 and not torch.accelerator.device_count():
+        expected, got = "a GPU, which diffusers' enable_parallelism asks for", "none"
+        remedy = "Use cfg=2 alone"
     elif not is_patched(network) and any(
         heads_are_refused(heads, ulysses) for heads in heads_of(network)
     ):

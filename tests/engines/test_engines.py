@@ -128,6 +128,12 @@ for tokens in ({SHORT}, {LONG}):
     assert done.code == 1 and "DeviceError" in done.err
 
 
+def test_its_help_has_examples() -> None:
+    done = as_sageattention("--help")
+    assert done.code == 0
+    assert "examples:\n  python -m turbo_rcm_patch as-sageattention -- " in done.out
+
+
 def test_a_command_that_cannot_be_started_is_named() -> None:
     done = as_sageattention("--replace", "--", "no-such-program")
     assert done.code == 2 and "no-such-program" in done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -489,6 +491,17 @@ def test_an_attention_that_is_not_plainly_torchs_is_run_over_all_rows(
     assert [record.verdict for record in report.guard] == ["kept"] * 2
 
 
+def test_a_text_of_more_rows_than_are_compared_is_compared_with_its_video(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    model, inputs = COG.model(), COG.inputs()
+    inputs["encoder_hidden_states"] = torch.randn(2, 20, 16)
+    report = patch_model(model, attention="int8", fidelity=None)
+    run(model, inputs)
+    assert [record.verdict for record in report.guard] == ["kept"] * 2
+
+
 def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -542,12 +555,13 @@ def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
     [("as-is", "exact attention"), ("int8", "exact attention, Linears in 16 bits")],
 )
 def test_what_misses_the_target_is_exact_from_the_call_that_decides(
-    linear: Any, verdict: str
+    linear: Any, verdict: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
     assert report.guard.decisions[-1].verdict == verdict
+    assert f"blocks.1: {verdict} from now on: the network's error would be" in caplog.text
     assert all("exact" in words for words in report.ran().values())
     assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)
@@ -726,10 +740,16 @@ def test_an_attentions_error_is_what_it_is(
      (torch.float16, {"attention": "exact"})],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["t2v", "i2v"])
-def test_the_prediction_is_the_networks_error(name: str, dtype: Any, options: Any) -> None:
+@pytest.mark.parametrize(("name", "large"), [("t2v", 0), ("i2v", 0), ("t2v", 10)])
+def test_the_prediction_is_the_networks_error(
+    name: str, large: float, dtype: Any, options: Any
+) -> None:
+    """Also where every other channel of the stream is large, and the last Linear reads the rest."""
     one = named(name)
     model, inputs = one.model(dtype), one.inputs(dtype=dtype)
+    if large:
+        model.patch_embedding.bias.data[::2] += large
+        model.proj_out.weight.data[:, ::2] = 0
     truth = run(copy.deepcopy(model).float(), wide(inputs))
     unpatched = relative_l2(run(model, inputs).float(), truth)
     report = patch_model(model, fidelity=1e3, **options)
@@ -752,6 +772,20 @@ def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
     assert kept["measured"] < 1.1
     assert all(0.9 < one["predicted"] / one["measured"] < 1.5 for one in (asked, kept))
     assert not options or asked["measured"] > 1.5 and kept["decisions"]
+
+
+def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:
+    """The errors of all blocks count together."""
+    found = []
+    for fidelity in (100.0, 0.01, 1.1):
+        model = wan(num_layers=8).bfloat16().eval().requires_grad_(False)
+        report = patch_model(model, attention="int8", linear="int8", fidelity=fidelity)
+        run(model, WAN.inputs(dtype=BF16))
+        words = report.ran().values()
+        found.append((report.guard.prediction, sum("int8 Linears" in one for one in words)))
+    (asked, every), (exact, none), (kept, some) = found
+    assert exact < 1.1 < asked and (every, none) == (8, 0)
+    assert 0.85 * 1.1 < kept <= 1.1 and 0 < some < 8
 
 
 def test_an_error_counts_by_what_the_last_linear_reads() -> None:
@@ -808,6 +842,21 @@ def test_check_next_compares_every_block() -> None:
     assert len(report.guard) == before + 2
 
 
+def test_a_check_that_memory_was_short_for_is_made_on_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    report = patch_model(model, attention="int8", fidelity=None)
+    run(model, inputs)
+    report.guard.check_next()
+    with monkeypatch.context() as context:
+        context.setattr(guard, "measure", mock.Mock(side_effect=MemoryError))
+        run(model, inputs)
+    assert len(report.guard) == 2 + len(report.guard.skipped) == 3
+    run(model, inputs)
+    assert len(report.guard) == 5
+
+
 def test_another_length_with_another_attention_is_compared_again() -> None:
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8", fidelity=None)
@@ -841,6 +890,7 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
         assert made.isfinite().all() == (forward % 3 == 2)
         spoiled.data = table
     assert not report.guard.decisions, str(report.guard)
+    assert "not compared: blocks.0-1 (its author's result is not finite)" in str(report.guard)
     assert all("int8" in words for words in report.ran().values())
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
@@ -871,6 +921,34 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert torch.equal(run(model, inputs), made[0])
     kept = [record.path for record in report.guard if record.verdict == "kept"]
     assert sorted(kept) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors", ""])
+def test_a_comparison_leaves_nothing_to_the_garbage_collector(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that memory was short for: what it held is free before the next block."""
+    monkeypatch.setattr(measure, "_WHOLE", 12)
+    model, inputs = WAN.model(), WAN.inputs()
+    patch_model(model, attention="int8")
+    seen, fast = [], WanBlock.fast
+
+    def noting(self: Any, notes: Any, x: Tensor, *rest: Any) -> Any:
+        seen.append(ref(x))
+        return fast(self, notes, x, *rest)
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(WanBlock, "fast", noting)
+    if place:
+        monkeypatch.setattr(guard, place, fails)
+    gc.disable()
+    try:
+        run(model, inputs)
+        assert len(seen) > 1 and not any(one() is not None for one in seen)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
@@ -955,7 +1033,10 @@ def test_the_report_outlives_the_model() -> None:
     model = one.model()
     report: PatchReport = patch_model(model)
     run(model, one.inputs())
+    last = ref(model.proj_out)
     del model
+    gc.collect()
+    assert last() is None
     assert "9 of 9" not in str(report)
     assert len(report.guard) == 2
 

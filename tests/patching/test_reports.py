@@ -13,6 +13,7 @@ from tests.patching.models import named, run
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops import dispatch, launch
 from turbo_rcm_patch.ops.dispatch import Implementation, always, run_first
+from turbo_rcm_patch.patching.block import Level
 
 
 def replace_linears(model: nn.Module) -> None:
@@ -51,6 +52,17 @@ def test_sums_are_in_fp32_where_a_kernel_closes_them(name: str) -> None:
     assert "model dtype" in str(report)
 
 
+def test_blocks_that_run_alike_for_other_reasons_share_a_row() -> None:
+    report = patch_model(named("t2v").model())
+    for index, block in enumerate(report._blocks()):
+        block.raise_level(Level.EXACT, f"the network's error would be 1.{index}")
+    said = str(report.pairs)
+    assert said.count("two-launch  (2)") == 3
+    for index in range(2):
+        rows = ", ".join(f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn"))
+        assert f"\n  {rows}: exact attention; the network's error would be 1.{index}" in said
+
+
 def test_a_block_whose_forward_was_replaced_later_is_not_fused() -> None:
     """As cache-dit does to VACE."""
     model = named("vace").model()
@@ -66,7 +78,9 @@ def test_a_report_can_be_pickled() -> None:
     model, inputs = named("t2v").model(), named("t2v").inputs()
     report = patch_model(model, linear="int8")
     run(model, inputs)
-    kept = pickle.loads(pickle.dumps(report))
+    held = pickle.dumps(report)
+    assert b"_rebuild_parameter" not in held  # It may be read where no GPU is.
+    kept = pickle.loads(held)
     assert str(kept) == str(report)
     assert kept.as_dict() == report.as_dict()
     before = str(report)

@@ -3,6 +3,7 @@ CPU."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tests.ranks import enable_parallelism, on_ranks
 from turbo_rcm_patch import patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops.residual import api as residual
-from turbo_rcm_patch.patching import block, measure
+from turbo_rcm_patch.patching import block, guard, measure
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -114,9 +115,25 @@ def test_ranks_decide_together(whole: int) -> None:
     on_ranks(2, decides_alike, whole)
 
 
+def predicts_alike(rank: int) -> None:
+    """The prediction of one rank is far over the target."""
+    one = named("t2v")
+    model, inputs = one.model(), one.inputs()
+    report = patch_model(model, attention="int8")
+    enable_parallelism(model, ulysses_degree=2)
+    far = measure.Shares(1e-6, 1.0)
+    with mock.patch.object(guard, "shares", lambda *_: far) if rank else nullcontext():
+        run(model, inputs)
+    assert report.last_forward == {"fused with exact attention": 2}
+
+
+def test_ranks_predict_together() -> None:
+    on_ranks(2, predicts_alike)
+
+
 def refuses_uneven_heads(rank: int, name: str) -> None:
-    for attention, guard in product(("exact", "int8"), (True, False)):
-        options: Any = {"attention": attention, "guard": guard}
+    for attention, guarded in product(("exact", "int8"), (True, False)):
+        options: Any = {"attention": attention, "guard": guarded}
         model, inputs = named(name).model(), named(name).inputs()
         enable_parallelism(model, ulysses_degree=2)
         with pytest.raises((RuntimeError, ValueError)):

@@ -332,6 +332,11 @@ def differs_without_harm(rank: int) -> None:
         parallel(skyreels(), cfg=2)
     with pytest.raises(ContextParallelError, match="a parallel plan in diffusers"):
         parallel(micro_cogvideox(), ulysses=2)
+    with (
+        mock.patch.object(torch.accelerator, "device_count", return_value=0),
+        pytest.raises(ContextParallelError, match="expected a GPU.*Use cfg=2 alone"),
+    ):
+        parallel(micro_pipe(), ulysses=2)
 
 
 def test_what_would_go_wrong_is_refused_in_words() -> None:
@@ -363,6 +368,16 @@ def test_generate_alone_is_told_to_use_torchrun(micro_folder: Path, tmp_path, ca
     given = ["generate", "--model", os.fspath(micro_folder), "--prompt", PROMPT, "--ulysses", "2"]
     assert main([*given, "--out", os.fspath(tmp_path / "out"), "--device", "cpu"]) == 2
     assert "torchrun --nproc-per-node 2" in " ".join(capsys.readouterr().err.split())
+
+
+def test_cfg_parallel_without_guidance_is_told(micro_folder: Path, tmp_path, capsys) -> None:
+    given = ["generate", *QUICK, *options(model=micro_folder, sampler="scheduler", steps=1)]
+    given += ["--prompt", PROMPT, "--cfg-parallel", "--out", os.fspath(tmp_path)]
+    alone = mock.patch("turbo_rcm_patch.diffusers_parallel.parallel", return_value=nullcontext())
+    for scale, told in (("1", True), ("5", False)):
+        with alone:
+            assert main([*given, "--guidance-scale", scale]) == 0
+        assert ("both groups of --cfg-parallel" in capsys.readouterr().out) == told
 
 
 def test_one_process_is_refused() -> None:

@@ -16,6 +16,10 @@ from turbo_rcm_patch.errors import ConfigError
 
 #: Its line in the list of commands.
 HELP: Final = "Run a program in which `import sageattention` finds this package's attention."
+_EXAMPLES: Final = """examples:
+  python -m turbo_rcm_patch as-sageattention -- torchrun --nproc-per-node 2 generate.py
+  python -m turbo_rcm_patch as-sageattention --require -- python main.py --use-sage-attention
+"""
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -26,7 +30,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     """
     parser = argparse.ArgumentParser(
         prog="python -m turbo_rcm_patch as-sageattention", description=HELP,
-        usage="%(prog)s [--replace] [--require] -- COMMAND ...",
+        usage="%(prog)s [--replace] [--require] -- COMMAND ...", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_arguments(parser)
     given = parser.parse_args(argv)

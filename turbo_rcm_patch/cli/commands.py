@@ -190,6 +190,8 @@ def _write_share(
         store.is_made(paths[line], identity, but_for="inputs")
     if not given.patch:
         _say_dense(pipe)
+    if given.cfg_parallel and processes.first and settings.guidance_scale <= 1:
+        print("Without guidance both groups of --cfg-parallel compute the same; try --ulysses.")
     made: list[tuple[float, float, int]] = []
     folder = given.out.expanduser() not in paths.values()
     lock = store.lock_folder(given.out) if folder and processes.first else nullcontext()

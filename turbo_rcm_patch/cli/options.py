@@ -50,7 +50,8 @@ class Model(Command):
     Attributes:
         model: A Wan or CogVideoX pipeline folder, a hub id, or one of the shipped models "tiny"
             and "tiny-cogvideox".
-        lora: A LoRA to load, with its scale (1 without one). May be repeated.
+        lora: A LoRA to load, with its scale (1 without one). May be repeated. Before it,
+            `transformer=` (high noise) or `transformer_2=` chooses an expert of Wan 2.2.
     """
 
     model: str = field(default="tiny", metadata=_MODEL)
@@ -227,6 +228,8 @@ class Judge(Command):
 class Pairs(Model):
     """List the skip pairs of a model and how each would run.
 
+    No weights are loaded, and the VAE is left out: `generate` prints its pairs too.
+
     examples:
       turbo-rcm-patch pairs --model tiny
       turbo-rcm-patch pairs --model PATH
@@ -311,7 +314,7 @@ class Demo(Command):
 
     Generates 10 prompts with a shipped model: unpatched, patched, and unpatched with another exact
     attention. Judges the videos, then runs one attention through the Triton kernels. Exit
-    code 0 only if the verdict is "unchanged" and the kernels are right. The guard makes most
+    code 0 only if the verdict is "unchanged" and the kernels are right. The guard makes all
     blocks of tiny-cogvideox exact, so that its videos are "not judged".
 
     examples:

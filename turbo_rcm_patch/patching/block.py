@@ -70,6 +70,7 @@ class PatchedBlock(Replacement):
         left: Why the block's forward could not be replaced, or "".
         guard: Compares the block with its author's code now and then; None without a guard.
         index: The number of the block among the patched ones, in the order in which they run.
+        proj_out: The network's last Linear, or None.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
         last: Why the last call outside a compiler ran the author's forward, or the numbers of
@@ -79,7 +80,8 @@ class PatchedBlock(Replacement):
 
     __slots__ = (
         "__weakref__", "_ahead", "_asked", "_exact", "backend", "block", "config", "copies",
-        "guard", "head_dim", "index", "int8", "last", "left", "level", "path", "reason",
+        "guard", "head_dim", "index", "int8", "last", "left", "level", "path", "proj_out",
+        "reason",
     )  # fmt: skip
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -100,6 +102,7 @@ class PatchedBlock(Replacement):
         self.left = self.backend = ""
         self.guard: Guard | None = None
         self.index = 0
+        self.proj_out: Any = None
         self.int8: list[Int8Forward] = []
         self.copies: Int8Copies | None = None
         self.last: str | tuple[int, int] | None = None

@@ -124,7 +124,7 @@ class _Notes(Notes):
 
     Attributes:
         errors: The errors of the attention, or None.
-        failed: The error that ended the measurement, or None.
+        failed: Why it could not be measured, or "".
     """
 
     class _Rows(list[tuple[Tensor, ...]]):
@@ -135,7 +135,7 @@ class _Notes(Notes):
         super().__init__()
         self.streams = self._Rows()
         self.errors: tuple[float, float] | None = None
-        self.failed: Exception | None = None
+        self.failed = ""
         self._measures = measures
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,8 +145,7 @@ class _Notes(Notes):
             try:
                 self.errors = attention_errors(Operands(*value))
             except Exception as error:
-                _raise_unless_cannot_run(error)
-                self.failed = error
+                self.failed = _why_cannot_run(error)
 
 
 class Guard:
@@ -159,7 +158,6 @@ class Guard:
         pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
             for a model without one.
         agree: Returns the same numbers on all ranks that run a block together (`ulysses.agree`).
-        last: The network's last Linear, or None.
     """
 
     def __init__(
@@ -169,10 +167,9 @@ class Guard:
         count: int,
         pipe: object | None,
         agree: Callable[..., list[float]],
-        last: Any,
     ) -> None:
         self._target = config.fidelity
-        self.log, self._count, self._agree, self._last = log, count, agree, last
+        self.log, self._count, self._agree = log, count, agree
         # A diffusers pipeline can be referred to weakly.
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
@@ -298,19 +295,17 @@ class Guard:
                     fast = [author[0], *notes.streams, sample(block.streams(out))]
                     found = measure(fast, author, lengths, dtype)
             except Exception as error:
-                _raise_unless_cannot_run(error)
-                failed = error
+                failed = _why_cannot_run(error)
             # Nothing can be learned where the author's own result is not finite.
             if found is not None and found.error == math.inf and not _finite(author):
                 self._refuse_non_finite(block, inputs)
-                found = None
+                found, failed = None, "its author's result is not finite"
             # All ranks that share a sequence go the same way.
             off, skip = self._agree(block, [found.error if found else 0.0], float(not found))
             if skip or found is None:
                 here.stopped, self._asked = True, self._asked or here.every
                 if failed:
-                    words = f"its author's code failed: {type(failed).__name__}: {failed}"
-                    self._skip(block, here, words)
+                    self._skip(block, here, failed)
                 return out
             if off > BUDGET and not fresh and block.copies is not None:
                 block.copies.forget()  # A weight may have changed behind its int8 copy.
@@ -355,7 +350,7 @@ class Guard:
         if not first or self._target is None:
             return _NOTHING, ""
         int8, dtype = any(forward.on for forward in block.int8), here.way[0]
-        last = getattr(self._last, "weight", None)
+        last = getattr(block.proj_out, "weight", None)
         channels = author[-1][-1].shape[-1]
         if type(last) is not nn.Parameter or last.is_meta or last.shape[-1] != channels:
             last = None  # sharded, offloaded, quantised or of another stream
@@ -421,7 +416,8 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
     streams = block.streams(inputs)
     members: dict[str, Any] = {}
     keep: Callable[[Any], tuple[Tensor, ...]] = sample
-    if block.mixes and any(x is not y for x, y in zip(sample(streams), streams, strict=True)):
+    *text, video = (x is not y for x, y in zip(sample(streams), streams, strict=True))
+    if block.mixes and video and not any(text):
         members[block.mixes], keep = _attention_of_rows(block, inputs), tuple
         inputs = block.rows_of(lambda x: sample((x,))[0], *inputs)
 
@@ -507,13 +503,17 @@ class _SomeQueries(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _raise_unless_cannot_run(error: Exception) -> None:
-    """Raise an error again unless it says that code cannot run here or that memory is short."""
+def _why_cannot_run(error: Exception) -> str:
+    """Return why code cannot run here, by its error; raise an error that says something else.
+
+    Kept, the error would hold what its traceback does until the garbage collector runs.
+    """
     kinds = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
     device = getattr(torch, "AcceleratorError", RuntimeError)
     words = type(error) in (RuntimeError, ValueError, AssertionError, device)
     if not (isinstance(error, kinds) or (words and any(one in str(error) for one in _CANNOT))):
         raise error
+    return f"its author's code failed: {type(error).__name__}: {error}"
 
 
 def _finite(stages: Stages) -> bool:

@@ -299,11 +299,11 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
-        last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
-        record.guard = Guard(config, log, len(blocks), pipe, agree, last)
+        record.guard = Guard(config, log, len(blocks), pipe, agree)
+    last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
-        block.index, block.guard = index, record.guard
+        block.index, block.guard, block.proj_out = index, record.guard, last
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue

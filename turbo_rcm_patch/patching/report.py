@@ -136,8 +136,7 @@ class PairTable(tuple[SkipPair, ...]):
         linears = any(pair.int8_linears for pair in self)
         rows = [["pairs", "kind", "heads", "skip", "residual dtype", "W_o", "runs"]]
         rows[0] += ["int8 Linears"] if linears else []
-        reasons: list[tuple[str, str]] = []
-        for alike in _groups(self, lambda pair: replace(pair, path=_shape(pair.path))):
+        for alike in _groups(self, lambda pair: replace(pair, path=_shape(pair.path), reason="")):
             pair, path = alike[0], _range([one.path for one in alike])
             row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
             row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
@@ -145,7 +144,6 @@ class PairTable(tuple[SkipPair, ...]):
             row.append("yes" if pair.projection else "no")
             row.append(f"{pair.runs}" + (f"  ({len(alike)})" if len(alike) > 1 else ""))
             rows.append(row + ([", ".join(pair.int8_linears) or "-"] if linears else []))
-            reasons += [(pair.reason, path)] if pair.reason else []
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
@@ -155,8 +153,9 @@ class PairTable(tuple[SkipPair, ...]):
         counts = Counter(pair.runs for pair in self)
         ways = ", ".join(f"{count} {runs}" for runs, count in counts.items())
         lines.append(f"{len(self)} pairs, {self.fused} fused: {ways}")
-        for group in _groups(reasons, lambda one: one[0]):
-            lines.append(f"  {', '.join(path for _, path in group)}: {group[0][0]}")
+        for alike in _groups([pair for pair in self if pair.reason], lambda pair: pair.reason):
+            paths = _groups([pair.path for pair in alike], _shape)
+            lines.append(f"  {', '.join(map(_range, paths))}: {alike[0].reason}")
         return "\n".join(lines)
 
 

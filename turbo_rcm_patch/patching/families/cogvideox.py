@@ -219,8 +219,7 @@ class CogVideoXBlockForward(PatchedBlock):
         return "" if fits else "text, modulation or rotary table do not fit the video"
 
     def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
-        video, text, *rest = inputs
-        return take(video), take(text), *rest
+        return take(inputs[0]), *inputs[1:]
 
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         video, text = values[:2]
