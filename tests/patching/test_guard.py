@@ -569,6 +569,27 @@ def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     assert torch.equal(run(model, inputs), made)
 
 
+@pytest.mark.parametrize(
+    ("linear", "verdicts"), [("as-is", set()), ("int8", {"exact attention, Linears in 16 bits"})]
+)
+def test_attention_that_is_exact_already_is_not_made_exact(
+    linear: Any, verdicts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" and few tokens, on a GPU."""
+    own = ops.resolved
+
+    def few(spec: Any, *given: Any) -> Any:
+        return own(replace(spec, attention="exact") if spec.attention == "auto" else spec, *given)
+
+    for module in (ops, attention_api):
+        monkeypatch.setattr(module, "resolved", few)
+    model = WAN.model(BF16)
+    report = patch_model(model, linear=linear, fidelity=0.01)
+    run(model, WAN.inputs(dtype=BF16))
+    assert {one.verdict for one in report.guard.decisions} == verdicts
+    assert report.guard.prediction > 0.01
+
+
 class Pipeline(SimpleNamespace):
     """As much of a pipeline as the guard asks for its step."""
 

@@ -315,7 +315,7 @@ class Guard:
                 share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
             else:
                 share, reason = self._share(block, fast, author, notes, here, first)
-            higher = _next_level(block, notes) if reason else level
+            higher = _next_level(block, here.way[2]) if reason else level
             if block.level == level < higher:  # else another thread raised it meanwhile
                 block.raise_level(higher, reason)
                 if not first:  # The fault began later, perhaps in other blocks too.
@@ -359,7 +359,8 @@ class Guard:
         if not math.isfinite(one.author + one.fast):
             return _NOTHING, ""
         error = predicted([*here.shares.values(), one], dtype)
-        if error > _TARGET_SHARE * self._target and _next_level(block, notes) < Level.AUTHOR:
+        higher = _next_level(block, here.way[2])
+        if error > _TARGET_SHARE * self._target and higher < Level.AUTHOR:
             return one, f"the network's error would be {error:.2f}, target {self._target:g}"
         return one, ""
 
@@ -397,9 +398,11 @@ class Guard:
             _log.warning("%s: %s from now on: %s", block.path, verdict, where)
 
 
-def _next_level(block: PatchedBlock, notes: Notes) -> Level:
-    """Return the next level that changes how a block runs."""
-    if block.level < Level.EXACT and block.config.attention not in ("exact",):
+def _next_level(block: PatchedBlock, attention: str) -> Level:
+    """Return the next level that changes how a block with this attention runs."""
+    asked = block.config.attention == "exact"
+    exact = asked or (attention == "exact" and not block.other_forwards())
+    if block.level < Level.EXACT and not exact:
         return Level.EXACT
     if block.level < Level.EXACT_16BIT and block.int8:
         return Level.EXACT_16BIT
