@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Whoever gets the first of them starts the interpreter, and others need not.
+    items.sort(key=lambda item: item.get_closest_marker("interpreter") is None)
     if "gpu" in (config.option.markexpr or ""):
         return
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -34,6 +34,7 @@ PRELOAD = (
     "pytest",
     "torch.distributed.device_mesh",
     "transformers.models.umt5.modeling_umt5",
+    "tests.freeze",  # the last one
 )
 #: How ranks are started, where "" is by the server. A mutant of a process is in those alone that
 #: are forked from itself.

@@ -44,7 +44,8 @@ importlib.machinery.PathFinder.find_spec = find_spec
 
 #: Each of the codes in a fork of its own; prints how they ended.
 FORK = """
-import json, os, sys, traceback, warnings
+import gc, json, os, sys, traceback, warnings
+gc.freeze()  # A collection in a fork copies the memory of all that was imported.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 ended = {}
 for name, code in json.loads(sys.argv[1]).items():

@@ -350,24 +350,31 @@ def _measured(bare: Result, compile_it: Callable[[], Any]) -> Result:
         found = [re.search(rf"\.{name}:\s*(\d+)", compiled.asm["amdgcn"]) for name in said]
         registers, stack, spills = (int(one[1]) if one else -1 for one in found)
         return replace(made, registers=registers, stack=stack, spills=spills)
-    usage, sass = _disassembled(compiled.asm["cubin"])
+    one_launch = made.kernel == "one_launch_kernel"
+    usage, sass = _resources(compiled.asm["cubin"], always=one_launch)
     names, loops = _instructions(sass)
     return replace(
-        made, registers=int(usage["REG"]), stack=int(usage["STACK"]), spills=_spills(names),
+        made, registers=usage["REG"], stack=usage["STACK"], spills=_spills(names),
         loop_spills=tuple(_spills(names[first:last]) for first, last in loops),
-        barrier=made.kernel != "one_launch_kernel" or _barrier_before_atomic(names),
+        barrier=not one_launch or _barrier_before_atomic(names),
     )  # fmt: skip
 
 
-def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
-    """Return the resources that the code needs, and the code."""
+def _resources(cubin: bytes, always: bool) -> tuple[dict[str, int], str]:
+    """Return the resources that the code needs, and the code, if it has local memory or `always`:
+    without any it cannot load or store there, and the disassembler takes as long as the rest."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tools = ((_BIN / "cuobjdump", "-res-usage"), (_BIN / "nvdisasm", "-c"))
-        run = [subprocess.run([*one, file.name], capture_output=True, check=True) for one in tools]
-    usage, sass = (done.stdout.decode() for done in run)
-    return dict(re.findall(r"(REG|STACK):(\d+)", usage)), sass
+
+        def run(tool: str, option: str) -> str:
+            command = [_BIN / tool, option, file.name]
+            return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+
+        found = re.findall(r"(REG|STACK|LOCAL):(\d+)", run("cuobjdump", "-res-usage"))
+        usage = {name: int(number) for name, number in found}
+        sass = run("nvdisasm", "-c") if always or usage["STACK"] or usage["LOCAL"] else ""
+    return usage, sass
 
 
 def _instructions(sass: str) -> tuple[list[str], list[tuple[int, int]]]:

@@ -4,9 +4,8 @@ CPU."""
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -420,26 +419,29 @@ with parallel(pipe, cfg=2):
     generate(pipe, "a red circle", on_step=on_step, **more, **SMALL)
 """
 
+#: torchrun, whose ranks are processes of their own.
+TORCHRUN = """
+import sys
+from torch.distributed.run import main
+main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
+"""
+
 
 def test_a_rank_that_fails_ends_all_within_30_seconds(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    with subprocess.Popen(
-        [*torchrun, "2", os.fspath(script), "fails"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
-    ) as run:  # fmt: skip
-        pids: set[int] = set()
-        assert run.stdout is not None
-        while len(pids) < 2:
-            line = run.stdout.readline()
-            assert line, run.communicate()[1]
-            if line.startswith("step"):
-                pids.add(int(line.split()[2]))
+    environment = os.environ | {"PYTHONPATH": os.fspath(ROOT)}
+    with processes.start(TORCHRUN, os.fspath(script), "fails", env=environment) as run:
+        run.until(lambda: len(ranks(run.out)) == 2)
         began = time.monotonic()
-        told = run.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 30 and run.returncode != 0
-    assert not any(map(alive, pids)) and "ValueError: rank one met its end" in told
+        done = run.wait(60)
+    assert time.monotonic() - began < 30 and done.code != 0
+    assert not any(map(alive, ranks(done.out))) and "ValueError: rank one met its end" in done.err
+
+
+def ranks(out: str) -> set[int]:
+    """The process ids that ranks print."""
+    return {int(pid) for pid in re.findall(r"^step \d (\d+)$", out, re.MULTILINE)}
 
 
 def test_ctrl_c_ends_all_within_30_seconds() -> None:
