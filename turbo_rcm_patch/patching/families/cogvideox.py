@@ -33,9 +33,8 @@ from turbo_rcm_patch.patching.families.common import (
     branch_pair,
     check_attention,
     check_parameters,
-    share,
 )
-from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
@@ -330,9 +329,11 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     consis = author_class(model).__name__ == "ConsisIDTransformer3DModel"
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
-    found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
-    made = [one.made(config, *_heads_of(one)) for one in found]
-    return share(made, tables=KeptTables()) + [
+    found = find_blocks(
+        model.transformer_blocks, where, cls, CogVideoXBlockForward, config, _heads_of,
+        tables=KeptTables(),
+    )  # fmt: skip
+    return found + [
         SkipPair(
             path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
             heads=attn.heads, head_dim=attn.dim_head,
@@ -343,12 +344,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     ]  # fmt: skip
 
 
-def _heads_of(found: Found) -> tuple[int, int]:
+def _heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attention, and return its heads and the channels of a head."""
-    attn: Any = getattr(found.block, "attn1", None)
+    attn: Any = getattr(block, "attn1", None)
     if type(attn) is not Attention:
         return 1, 0
     head_dim = attn.inner_dim // attn.heads
     linears = {"to_q": attn.to_q, "to_k": attn.to_k, "to_v": attn.to_v}
-    check_attention(f"{found.path}.attn1", head_dim, linears)
+    check_attention(f"{path}.attn1", head_dim, linears)
     return attn.heads, head_dim

@@ -104,16 +104,6 @@ def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> Non
                 )
 
 
-def share(
-    blocks: list[PatchedBlock | SkipPair], **attributes: object
-) -> list[PatchedBlock | SkipPair]:
-    """Give all blocks of a model the same attributes, and return the list."""
-    for block in blocks:
-        for name, value in attributes.items() if isinstance(block, PatchedBlock) else ():
-            setattr(block, name, value)
-    return blocks
-
-
 # --- for the report ------------------------------------------------------------------------------
 
 

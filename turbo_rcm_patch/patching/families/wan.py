@@ -36,7 +36,7 @@ from turbo_rcm_patch.patching.families.common import (
     check_parameters,
     inner_pair,
 )
-from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
@@ -412,8 +412,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     make = SkyReelsBlock if mask else WanBlock
-    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
-    return [one.made(config, *heads_of(one)) for one in found] + _face_pairs(model, path)
+    found = find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of)
+    return found + _face_pairs(model, path)
 
 
 def _face_pairs(model: Any, path: str) -> list[SkipPair]:
@@ -429,14 +429,14 @@ def _face_pairs(model: Any, path: str) -> list[SkipPair]:
     ]  # fmt: skip
 
 
-def heads_of(found: Found) -> tuple[int, int]:
+def heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attentions, and return their heads and the channels of a head."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
-        attn: Any = getattr(found.block, name, None)
+        attn: Any = getattr(block, name, None)
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
             named = {key.removeprefix(f"{name}."): one for key, one in linears.items()}
-            check_attention(f"{found.path}.{name}", head_dim, named)
+            check_attention(f"{path}.{name}", head_dim, named)
     return heads, head_dim

@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.common import check_parameters, share
+from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock, heads_of
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import (
@@ -229,6 +229,5 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     make = AnyFlowFARBlock if causal else AnyFlowBlock
-    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
-    made = [one.made(config, *heads_of(one)) for one in found]
-    return share(made, kept={"query": KeptTables(), "key": KeptTables()})
+    kept = {"query": KeptTables(), "key": KeptTables()}
+    return find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of, kept=kept)

@@ -94,5 +94,5 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     plain = wan.blocks_of(model, path, config)
     control: Any = sys.modules[author_class(model).__module__].WanVACETransformerBlock
     check_parameters({control.forward: _CONTROL}, "diffusers")
-    found = find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
-    return [one.made(config, *wan.heads_of(one)) for one in found] + plain
+    where = f"{path}.vace_blocks"
+    return find_blocks(model.vace_blocks, where, control, VACEBlock, config, wan.heads_of) + plain
