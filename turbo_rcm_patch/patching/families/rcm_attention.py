@@ -39,9 +39,7 @@ class RCMBlock(PatchedBlock):
         """
         inputs = x, t
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:

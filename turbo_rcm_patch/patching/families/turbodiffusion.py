@@ -107,9 +107,7 @@ class TurboBlock(PatchedBlock):
         """
         inputs = x, e, seq_lens, freqs, context, context_lens
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:

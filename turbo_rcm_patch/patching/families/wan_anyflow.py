@@ -89,9 +89,7 @@ class AnyFlowBlock(WanBlock):
             hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, *cached
         )  # fmt: skip
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def call_attention(

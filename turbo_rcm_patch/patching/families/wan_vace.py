@@ -25,6 +25,8 @@ _CONTROL: Final = (
     "self", "hidden_states", "encoder_hidden_states", "control_hidden_states", "temb",
     "rotary_emb",
 )  # fmt: skip
+#: What a control block returns.
+_Hint = tuple[Tensor | None, Tensor]
 
 
 class VACEBlock(WanBlock):
@@ -39,7 +41,7 @@ class VACEBlock(WanBlock):
         control_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: Rotary,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> _Hint:
         """Run the control block.
 
         Args:
@@ -54,14 +56,12 @@ class VACEBlock(WanBlock):
         """
         inputs = hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        made: tuple[Tensor | None, Tensor] = other(*inputs)
+        made: _Hint = self.fast(None, *inputs) if other is None else other(*inputs)
         return made
 
     def fast(  # type: ignore[override]
         self, notes: Notes | None, video: Tensor, text: Tensor, control: Tensor, *rest: Any
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> _Hint:
         block = self.block
         if block.proj_in is not None:
             control = block.proj_in(control) + video
