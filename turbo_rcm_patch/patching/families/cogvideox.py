@@ -33,6 +33,7 @@ from turbo_rcm_patch.patching.families.common import (
     branch_pair,
     check_attention,
     check_parameters,
+    pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
@@ -88,9 +89,7 @@ class CogVideoXBlockForward(PatchedBlock):
         more = () if attention_kwargs is None else (attention_kwargs,)
         inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        made: _Two = other(*inputs)
+        made: _Two = self.fast(None, *inputs) if other is None else other(*inputs)
         return made
 
     def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
@@ -333,15 +332,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         model.transformer_blocks, where, cls, CogVideoXBlockForward, config, _heads_of,
         tables=KeptTables(),
     )  # fmt: skip
-    return found + [
-        SkipPair(
-            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
-            heads=attn.heads, head_dim=attn.dim_head,
-            streams=(Stream("video", "1", "local_face_scale"),), cast="model", projection=True,
-            runs="as-written", reason="the network's own forward closes it, between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "perceiver_cross_attention", ()))
-    ]  # fmt: skip
+    face = "perceiver_cross_attention"
+    return found + pairs_between_blocks(model, path, face, "local_face_scale")
 
 
 def _heads_of(block: Any, path: str) -> tuple[int, int]:

@@ -163,6 +163,26 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
     )  # fmt: skip
 
 
+def pairs_between_blocks(model: Any, path: str, name: str, c_out: str) -> list[SkipPair]:
+    """Describe attentions, to a face for instance, that run between two blocks.
+
+    Args:
+        model: The model.
+        path: Its path.
+        name: Name of their list in the model, which may have none.
+        c_out: Their gate.
+    """
+    return [
+        SkipPair(
+            path=f"{path}.{name}.{index}".lstrip("."), kind="cross", heads=attn.heads,
+            head_dim=attn.to_q.out_features // attn.heads, streams=(Stream("video", "1", c_out),),
+            cast="model", projection=True, runs="as-written",
+            reason="the model's own forward adds it between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, name, ()))
+    ]  # fmt: skip
+
+
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
     """Return the names of a branch's Linears that run in int8."""
     found = [path for path in block.int8_linears() if not name or path.startswith(f"{name}.")]

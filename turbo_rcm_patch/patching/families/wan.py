@@ -35,6 +35,7 @@ from turbo_rcm_patch.patching.families.common import (
     check_attention,
     check_parameters,
     inner_pair,
+    pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
@@ -97,9 +98,7 @@ class WanBlock(PatchedBlock):
         """
         inputs = hidden_states, encoder_hidden_states, temb, rotary_emb
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(
@@ -370,9 +369,7 @@ class SkyReelsBlock(WanBlock):
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
@@ -413,20 +410,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     check_parameters(expected, "diffusers")
     make = SkyReelsBlock if mask else WanBlock
     found = find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of)
-    return found + _face_pairs(model, path)
-
-
-def _face_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Describe Wan-Animate's attentions to a face, which run between two blocks."""
-    return [
-        SkipPair(
-            path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
-            head_dim=attn.inner_dim // attn.heads, streams=(Stream("video", "1", "1"),),
-            cast="model", projection=True, runs="as-written",
-            reason="the model's own forward adds it between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "face_adapter", ()))
-    ]  # fmt: skip
+    return found + pairs_between_blocks(model, path, "face_adapter", "1")
 
 
 def heads_of(block: Any, path: str) -> tuple[int, int]:
