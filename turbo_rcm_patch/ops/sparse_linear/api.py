@@ -254,12 +254,11 @@ KEY_SUMS: Final = (
 @replayed
 def launch_key_sums(k: Tensor, v: Tensor, k_mean: Tensor, *, heads: int, block_k: int) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k."""
-    made: list[KeySums] = []
-    run_first(
+    sums: KeySums = run_first(
         KEY_SUMS, k.device, KeyPass(k, v, heads, block_k),
-        lambda own: made.append(own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k)),
+        lambda own: own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k),
     )  # fmt: skip
-    return made[-1]
+    return sums
 
 
 def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
