@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 import torch
 
-from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.config import Impl, check_choice
 from turbo_rcm_patch.errors import ConfigError, DTypeError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
@@ -42,12 +42,6 @@ def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> N
                 got=f"one on {x.device}",
                 remedy="Move it there",
             )
-
-
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse a value that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(name, expected=f"one of {tuple(choices)}", got=repr(value))
 
 
 def check_impl(impl: Impl) -> None:

@@ -15,13 +15,12 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 
-from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.config import CHOICES, PVDType, check_choice
 from turbo_rcm_patch.errors import (
-    ConfigError,
     DeviceError,
     Fp8UnsupportedError,
     MissingPackageError,
@@ -142,8 +141,7 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
             stacklevel=2,
         )
         return "reference"
-    if impl not in get_args(Impl):
-        raise ConfigError("impl", expected=f"one of {get_args(Impl)}", got=repr(impl))
+    check_choice("impl", impl, CHOICES["impl"])
     return "triton" if impl == "triton" else "reference"
 
 

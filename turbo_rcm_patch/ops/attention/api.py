@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.config import Form
+from turbo_rcm_patch.config import CHOICES, Form, check_choice
 from turbo_rcm_patch.errors import ConfigError, MaskError, OpError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
@@ -71,7 +71,7 @@ from turbo_rcm_patch.ops.register import (
     register,
 )
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.residual.api import check_cast, close_skip
+from turbo_rcm_patch.ops.residual.api import close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 if TYPE_CHECKING:
@@ -355,9 +355,8 @@ def attention_project_skip(
     Returns:
         [B, Nq, Cout], contiguous.
     """
-    if form not in get_args(Form):
-        raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
-    check_cast(cast)
+    check_choice("form", form, CHOICES["form"])
+    check_choice("cast", cast, get_args(Cast))
     check_attention(q, k, v, spec)
     if form == "one-launch" and not quantises(spec.attention):
         raise ConfigError(
