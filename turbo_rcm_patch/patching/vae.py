@@ -180,8 +180,6 @@ class PatchedCoder(PatchedBlock):
         config: How it is patched.
     """
 
-    __slots__ = ("compared", "ran", "said", "vae")
-
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
     caller: ClassVar[str]

@@ -59,7 +59,6 @@ _Two = tuple[Tensor, Tensor]
 class CogVideoXBlockForward(PatchedBlock):
     """The replacement of the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
 
-    __slots__ = ("tables",)
     tables: KeptTables
 
     stages = ("norm1", "norm2")

@@ -23,8 +23,6 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 class RCMBlock(PatchedBlock):
     """The replacement of the forward of an `RCMAttention`."""
 
-    __slots__ = ()
-
     stages = ("qkv",)
 
     def __call__(self, x: Tensor, t: float | Tensor) -> Tensor:

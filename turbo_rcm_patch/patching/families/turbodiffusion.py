@@ -77,7 +77,6 @@ _ROTARY: Final = "flash_apply_rotary_emb"
 class TurboBlock(PatchedBlock):
     """The replacement of the forward of a `WanAttentionBlock`."""
 
-    __slots__ = ("tables",)
     tables: KeptTables
 
     stages = ("norm1", "norm3", "norm2")
@@ -388,8 +387,6 @@ class RotaryForward(Replacement):
 
     It calls the same modules in the same order, and computes the rotary embedding in plain torch.
     """
-
-    __slots__ = ("_attn",)
 
     def __init__(self, attn: Any) -> None:
         self._attn = attn

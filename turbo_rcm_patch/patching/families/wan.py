@@ -73,8 +73,6 @@ _GATED_FFN: Final = Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]")
 class WanBlock(PatchedBlock):
     """The replacement of the forward of a `WanTransformerBlock`."""
 
-    __slots__ = ()
-
     stages = ("norm1", "norm2", "norm3")
     mixes = "attn1"
 
@@ -344,8 +342,6 @@ class WanBlock(PatchedBlock):
 
 class SkyReelsBlock(WanBlock):
     """The replacement of the forward of a `SkyReelsV2TransformerBlock`."""
-
-    __slots__ = ()
 
     def __call__(  # type: ignore[override]
         self,

@@ -55,8 +55,6 @@ _PADDED_TO: Final = 128
 class AnyFlowBlock(WanBlock):
     """Replaces the forward of an `AnyFlowTransformerBlock`."""
 
-    __slots__ = ("kept",)
-
     #: Rotary tables of the forward, by their names in `rotary_emb`.
     kept: dict[str, KeptTables]
 
@@ -152,8 +150,6 @@ class Cache(NamedTuple):
 
 class AnyFlowFARBlock(AnyFlowBlock):
     """Replaces the forward of a causal `AnyFlowTransformerBlock`."""
-
-    __slots__ = ()
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
         x, text, temb, rotary, _, *cached = inputs

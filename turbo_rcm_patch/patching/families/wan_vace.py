@@ -32,8 +32,6 @@ _Hint = tuple[Tensor | None, Tensor]
 class VACEBlock(WanBlock):
     """The replacement of the forward of a `WanVACETransformerBlock`."""
 
-    __slots__ = ()
-
     def __call__(  # type: ignore[override]
         self,
         hidden_states: Tensor,
