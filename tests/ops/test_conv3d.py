@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders import autoencoder_kl_wan as author
 
 from tests.implementations import over
-from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.errors import GradientError
 from turbo_rcm_patch.ops.conv3d import passes
 from turbo_rcm_patch.ops.conv3d.api import (
     conv3d,
@@ -159,14 +159,8 @@ def test_the_convolution_is_torchs(
     assert (y.double() - truth).norm() / truth.norm() <= limit
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_a_gradient_is_refused() -> None:
     x, weight = torch.randn(1, 3, 4, 4, 8), torch.randn(4, 3, 3, 3, 8)
-    with pytest.raises(ShapeError, match="pack_weight"):
-        conv3d(x, weight.movedim(-1, 1).contiguous())
-    with pytest.raises(DTypeError, match=r"float32.*bfloat16"):
-        conv3d(x, weight.bfloat16())
-    with pytest.raises(ConfigError, match="contiguous"):
-        conv3d(x.movedim(1, 2), weight)
     with pytest.raises(GradientError):
         conv3d(x.requires_grad_(), weight)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
 from turbo_rcm_patch.ops.register import refuse_gradient
 
@@ -157,24 +156,8 @@ def conv3d(
     Returns:
         [B, T', H', W', Cout], contiguous.
     """
-    if x.dim() != 5 or weight.dim() != 5 or x.shape[4] != weight.shape[4]:
-        raise ShapeError(
-            "x and weight of conv3d",
-            expected="[B, T, H, W, Cin] and [Cout, kT, kH, kW, Cin]",
-            got=f"{list(x.shape)} and {list(weight.shape)}",
-            remedy="Pack the weight with pack_weight",
-        )
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise DTypeError(
-            "x and weight of conv3d",
-            expected="both bfloat16, float16 or float32",
-            got=f"{x.dtype} and {weight.dtype}",
-        )
-    if not x.is_contiguous() or not weight.is_contiguous():
-        raise ConfigError(
-            "x and weight of conv3d", expected="contiguous tensors", got="other strides",
-            remedy="Call contiguous() on them",
-        )  # fmt: skip
+    assert x.dtype == weight.dtype and x.shape[4] == weight.shape[4]
+    assert x.is_contiguous() and weight.is_contiguous()
     refuse_gradient("conv3d", (x, weight, bias, residual))
     call = Call(x, weight, stride, padding, impl)
 
