@@ -108,11 +108,11 @@ def in_turn(calls: Sequence[Call]) -> Call:
     return lambda: next(turn)()
 
 
-def calls_within(call: Call, journal: Journal, seconds: float = 0.3) -> int:
-    """Return how many calls take about so many seconds, 5 to 100."""
+def calls_within(call: Call, journal: Journal) -> int:
+    """Return how many calls take about 0.3 s, 5 to 100."""
     call()
     once = seconds_of(call, journal.device)
-    return journal.plan.most(max(5, min(100, int(seconds / once))))
+    return journal.plan.most(max(5, min(100, int(0.3 / once))))
 
 
 def attention_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from turbo_rcm_patch.patching.sla import attach_proj_l
 if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
 
-#: Makes a forward from a seed; by name also from a timestep and, with `wide`, in fp32.
+#: Makes a forward from a seed; with `wide` in fp32.
 MakeCall = Callable[..., Call]
 
 _WAN: Final[dict[str, Any]] = {
@@ -83,6 +83,7 @@ _MICRO_SIZE: Final = (3, 8, 8)
 _TEXT_TOKENS: Final = 512
 #: Added to both gate rows of a block with live gates, so that attention reaches the output.
 _LIVE_GATE: Final = 0.3
+_TIMESTEP: Final = 988
 #: Factor on the query norms of a network with peaked attention.
 _SHARP: Final = 8.0
 #: Rows of a block's scale_shift_table that gate self-attention and feed-forward.
@@ -90,7 +91,7 @@ _GATE_ROWS: Final = (2, 5)
 
 
 @contextmanager
-def _made_on(device: torch.device, seed: int, dtype: torch.dtype) -> Iterator[None]:
+def made_on(device: torch.device, seed: int, dtype: torch.dtype) -> Iterator[None]:
     """Give modules that are made inside seeded weights on the device."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
@@ -119,7 +120,7 @@ def build_wan(name: str, plan: Plan, device: torch.device) -> WanTransformer3DMo
     config = _MICRO_WAN | channels if plan.micro else WANS[name]
     # In fp32, 14 billion parameters would leave no room.
     dtype = torch.bfloat16 if name == "14b" else torch.float32
-    with _made_on(device, plan.seed, dtype):
+    with made_on(device, plan.seed, dtype):
         network = WanTransformer3DModel(**config)
     kept = set(network._keep_in_fp32_modules)
     for path, parameter in network.named_parameters():
@@ -144,7 +145,7 @@ def build_cogvideox(name: str, plan: Plan, device: torch.device) -> CogVideoXTra
     from diffusers import CogVideoXTransformer3DModel
 
     config = COGVIDEOXS[name] | (_MICRO_COGVIDEOX if plan.micro else {})
-    with _made_on(device, plan.seed, torch.float32):
+    with made_on(device, plan.seed, torch.float32):
         network = CogVideoXTransformer3DModel(**config)
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.bfloat16()
@@ -181,7 +182,7 @@ def build_vae(name: str, plan: Plan, device: torch.device) -> Any:
     from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 
     make: Any = AutoencoderKLCogVideoX if name == "cogvideox" else AutoencoderKLWan
-    with _made_on(device, plan.seed, torch.float32):
+    with made_on(device, plan.seed, torch.float32):
         return make(**_VAES[name] | (_MICRO_VAES[name] if plan.micro else {})).eval()
 
 
@@ -196,6 +197,14 @@ def _noise(device: torch.device, seed: int, wide: bool) -> Callable[..., torch.T
     return draw
 
 
+def _forward(network: Any, inputs: dict[str, Any]) -> Call:
+    def call() -> torch.Tensor:
+        output: torch.Tensor = network(**inputs, return_dict=False)[0]
+        return output
+
+    return call
+
+
 def wan_call(
     network: WanTransformer3DModel,
     plan: Plan,
@@ -203,7 +212,6 @@ def wan_call(
     size: Sequence[int],
     seed: int,
     *,
-    timestep: float = 988.0,
     wide: bool = False,
 ) -> Call:
     """Return one forward at batch 1.
@@ -214,7 +222,6 @@ def wan_call(
         device: Where the network is.
         size: Latent frames, height and width.
         seed: Of the inputs.
-        timestep: Of the forward.
         wide: Give the same inputs in fp32.
     """
     noise = _noise(device, seed, wide)
@@ -223,23 +230,13 @@ def wan_call(
         "encoder_hidden_states": noise(
             1, 9 if plan.micro else _TEXT_TOKENS, network.config.text_dim
         ),
-        "timestep": torch.tensor([timestep], device=device),
+        "timestep": torch.tensor([float(_TIMESTEP)], device=device),
     }
-
-    def call() -> torch.Tensor:
-        output: torch.Tensor = network(**inputs, return_dict=False)[0]
-        return output
-
-    return call
+    return _forward(network, inputs)
 
 
 def cogvideox_call(
-    network: CogVideoXTransformer3DModel,
-    device: torch.device,
-    seed: int,
-    *,
-    timestep: float = 988.0,
-    wide: bool = False,
+    network: CogVideoXTransformer3DModel, device: torch.device, seed: int, *, wide: bool = False
 ) -> Call:
     """Return one forward at batch 1: 480 x 720 and 49 frames are 17,550 tokens and 226 of text.
 
@@ -259,15 +256,10 @@ def cogvideox_call(
     inputs = {
         "hidden_states": noise(1, frames, config.in_channels, height, width),
         "encoder_hidden_states": noise(1, config.max_text_seq_length, config.text_embed_dim),
-        "timestep": torch.tensor([int(timestep)], device=device),
+        "timestep": torch.tensor([_TIMESTEP], device=device),
         "image_rotary_emb": rotary,
     }
-
-    def call() -> torch.Tensor:
-        output: torch.Tensor = network(**inputs, return_dict=False)[0]
-        return output
-
-    return call
+    return _forward(network, inputs)
 
 
 def network_of(

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.models import SLA, build_cogvideox, build_vae, build_wan
+from benchmarks.models import SLA, build_cogvideox, build_vae, build_wan, made_on
 from benchmarks.runner import (
     Benchmark,
     Column,
@@ -203,13 +203,8 @@ def _text_seconds(device: torch.device) -> float:
     size = UMT5Config(
         vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64
     )
-    with device:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            encoder = UMT5EncoderModel._from_config(size)
-        finally:
-            torch.set_default_dtype(before)
+    with made_on(device, 0, torch.bfloat16):
+        encoder = UMT5EncoderModel._from_config(size)
     tokens = torch.ones(1, 512, dtype=torch.long, device=device)
     encoder(tokens)
     return seconds_of(lambda: encoder(tokens), device)

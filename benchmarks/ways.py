@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Unpack
@@ -45,35 +45,34 @@ def patch(**options: Unpack[PatchOptions]) -> Way:
 
 
 @contextmanager
-def compiled(network: Any, backend: str, *, fullgraph: bool = True) -> Iterator[None]:
+def _compiled(modules: Sequence[Any], **options: Any) -> Iterator[None]:
+    torch._dynamo.reset()
+    for module in modules:
+        module.compile(**options)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def compiled(
+    network: Any, backend: str, *, fullgraph: bool = True
+) -> AbstractContextManager[object]:
     """Compile every block, as diffusers' `compile_repeated_blocks` does.
 
     CogVideoX names no repeated blocks, so the blocks are compiled here.
     """
-    torch._dynamo.reset()
     blocks = getattr(network, "blocks", None) or network.transformer_blocks
-    for block in blocks:
-        block.compile(fullgraph=fullgraph, backend=backend)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None
-        torch._dynamo.reset()
+    return _compiled(blocks, fullgraph=fullgraph, backend=backend)
 
 
-@contextmanager
-def reduce_overhead(network: Any, backend: str) -> Iterator[None]:
+def reduce_overhead(network: Any, backend: str) -> AbstractContextManager[object]:
     """Compile the whole network with mode="reduce-overhead", which captures CUDA graphs."""
-    torch._dynamo.reset()
     inductor = backend == "inductor"  # Other backends have no modes.
     options = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
-    network.compile(fullgraph=True, **options)
-    try:
-        yield
-    finally:
-        network._compiled_call_impl = None
-        torch._dynamo.reset()
+    return _compiled([network], fullgraph=True, **options)
 
 
 def cudnn(network: Any, backend: str) -> AbstractContextManager[object]:

@@ -21,12 +21,10 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +38,6 @@ from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.clips import completed
 from turbo_rcm_patch.video.environment import device_name, version_of, versions
-from turbo_rcm_patch.video.filters import flip
 from turbo_rcm_patch.video.generation import (
     decode_latents,
     encode,
@@ -270,23 +267,6 @@ def words(rows: Mapping[str, list[dict[str, float]]]) -> dict[str, str]:
     return {name: judge(one, drifts[CONTROL]).word for name, one in drifts.items()}
 
 
-def flip_seconds() -> dict[str, float]:
-    """Return the CPU time that FLIP takes for a frame, by its size."""
-    seconds = {}
-    for height, width in ((128, 128), (480, 832), (720, 1280)):
-        truth = torch.rand(2, height, width, 3)
-        began = time.process_time()
-        if flip(truth.flip(0), truth)[0] is not None:
-            seconds[f"{width} x {height}"] = (time.process_time() - began) / len(truth)
-    return seconds
-
-
-def unrelated(videos: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the range and the median of the PSNR between videos of different prompts."""
-    found = [frame_drift(a["frames"], b["frames"]).psnr for a, b in combinations(videos, 2)]
-    return {"lowest": min(found), "median": statistics.median(found), "highest": max(found)}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Generate, measure, and write the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
@@ -320,8 +300,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "model": Path(given.model).name,
         "versions": versions()
         | {name: version_of(name) or "not installed" for name in ("flip-evaluator", FEATURES)},
-        "flip_cpu_seconds_a_frame": flip_seconds(),
-        "psnr_of_unrelated_baselines": unrelated(found["baseline"]),
         "prompts": list(prompts),
         "changes": {
             "legal": [one for one in LEGAL if one in rows],

@@ -83,9 +83,9 @@ def _run(command: Command) -> int:
 
         return demo(command)
     if isinstance(command, Doctor):  # It has to run where packages are missing.
-        from turbo_rcm_patch.cli.doctor import examine
+        from turbo_rcm_patch.cli.doctor import examine, healthy
 
-        return OK if examine(partial(print, flush=True)).healthy else CHANGED
+        return OK if healthy(examine(partial(print, flush=True))) else CHANGED
     from turbo_rcm_patch.cli import commands
 
     code: int = getattr(commands, type(command).__name__.lower())(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import wraps
@@ -34,7 +34,7 @@ Form = Literal["auto", "one-launch", "two-launch"]
 Kind = Literal["self", "cross", "image", "feed-forward"]
 
 #: Fields that take one of a few words.
-_CHOICES: Final = {
+CHOICES: Final = {
     "attention": get_args(Attention),
     "pv": get_args(PVDType),
     "linear": get_args(Linear),
@@ -120,19 +120,7 @@ class PatchConfig:
         return f"PatchConfig({', '.join(chosen)})"
 
     def __post_init__(self) -> None:
-        for field, choices in _CHOICES.items():
-            value = getattr(self, field)
-            if value not in choices:
-                raise ConfigError(
-                    f"PatchConfig.{field}", expected=f"one of {choices}", got=repr(value)
-                )
-        for field in ("smooth_k", "guard", "vae"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(
-                    f"PatchConfig.{field}",
-                    expected="True or False",
-                    got=repr(getattr(self, field)),
-                )
+        check_fields(self, CHOICES, "smooth_k", "guard", "vae")
         target = self.fidelity
         if target is not None and not (is_number(target) and 0.0 < target < float("inf")):
             raise ConfigError(
@@ -197,8 +185,8 @@ def _unnamed(what: str, value: object, call: str) -> ConfigError:
         _check_names(value)
         options = ", ".join(f"{name}={one!r}" for name, one in value.items())
     else:
-        field = next((name for name, words in _CHOICES.items() if value in words), "attention")
-        options = f"{field}={value if value in _CHOICES[field] else 'int8'!r}"
+        field = next((name for name, words in CHOICES.items() if value in words), "attention")
+        options = f"{field}={value if value in CHOICES[field] else 'int8'!r}"
     return ConfigError(
         what,
         expected="fields of PatchConfig by their names",
@@ -225,3 +213,19 @@ def _check_names(options: Mapping[Any, object]) -> None:
 def is_number(value: object) -> bool:
     """Return True for a real number that is not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is not one of the choices."""
+    if value not in choices:
+        raise ConfigError(name, expected=f"one of {tuple(choices)}", got=repr(value))
+
+
+def check_fields(owner: object, choices: Mapping[str, Sequence[object]], *flags: str) -> None:
+    """Refuse a field that is not one of its choices, and a flag that is neither True nor False."""
+    for field, its in choices.items():
+        check_choice(f"{type(owner).__name__}.{field}", getattr(owner, field), its)
+    for field in flags:
+        if not isinstance(value := getattr(owner, field), bool):
+            name = f"{type(owner).__name__}.{field}"
+            raise ConfigError(name, expected="True or False", got=repr(value))

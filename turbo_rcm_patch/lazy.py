@@ -9,8 +9,11 @@ from importlib import import_module
 from turbo_rcm_patch.extras import missing
 
 
-def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package, which loads a name when it is first used.
+def loading_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], object], list[str]]:
+    """Return the `__getattr__` of a package, which loads a name when it is first used, and its
+    `__all__`. A type checker reads the package's imports under TYPE_CHECKING instead.
 
     Args:
         package: Its name.
@@ -28,4 +31,4 @@ def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], obj
         setattr(sys.modules[package], name, value)
         return value
 
-    return find
+    return find, sorted(home)

@@ -95,27 +95,6 @@ def test_no_product_is_kept_in_memory(only: bool, tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_of_an_earlier_version_is_read_with_the_same_bits(tmp_path: Path) -> None:
-    """Its extra file has TurboDiffusion's names, and scales in fp32."""
-    folder = converted(SLA, tmp_path)
-    new, old = load_file(folder / EXTRA_FILE), {}
-    for key, tensor in new.items():
-        if key.endswith(".weight_scale_bits"):
-            key, tensor = key.replace("weight_scale_bits", "scale"), tensor.view(torch.float32)
-        old[key.replace(".weight_int8", ".int8_weight")] = tensor
-    assert len(old.keys() - new.keys()) == 40
-    before = load_int8_only(folder).state_dict()
-    save_file(old, folder / EXTRA_FILE, metadata={"turbo_rcm_patch": "2"})
-    after = load_int8_only(folder).state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    stock = WanTransformer3DModel.from_pretrained(folder, local_files_only=True)
-    assert len(load_extra(stock, folder).int8) == 20
-    write_checkpoint(folder, tmp_path / "back.pth")
-    state, back = (torch.load(tmp_path / f"{n}.pth", weights_only=True) for n in ("in", "back"))
-    assert all(torch.equal(back[n].reshape(t.shape), t) for n, t in state.items())
-
-
 def test_stock_classes_refuse_such_a_folder(tmp_path: Path) -> None:
     folder = converted(QUANT, tmp_path, int8_only=True)
     with pytest.raises(ValueError, match="turbo_rcm_int8"):

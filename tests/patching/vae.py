@@ -80,7 +80,7 @@ VAES = (WAN, WAN_RESIDUAL, COGVIDEOX)
 
 def conv_in_float64(
     x: Any, weight: Any, bias: Any = None, *, residual: Any = None, stride: Any = (1, 1, 1),
-    padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto",
+    padding: Any = (0, 0), dtype: Any = None, impl: Any = "auto", counts: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """A convolution whose sums do not depend on the size of its input."""
     planes, filters = (one.double().movedim(-1, 1) for one in (x, weight))

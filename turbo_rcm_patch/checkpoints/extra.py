@@ -202,8 +202,6 @@ class _SavesExtra:
     It holds the transformer, so that a deep copy saves its own.
     """
 
-    __slots__ = ("_model",)
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 

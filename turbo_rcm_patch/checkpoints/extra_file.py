@@ -23,15 +23,12 @@ from turbo_rcm_patch.checkpoints.pipeline import check_regular, read_json
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.patching.int8_weights import SCALE, WEIGHT, scale_bits
 from turbo_rcm_patch.patching.sla import MARK
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
-#: The version of the extra file. In version 2 int8 weights had the names of `_VERSION_2`, and fp32
-#: scales.
+#: The version of the extra file.
 EXTRA_METADATA: Final = {"turbo_rcm_patch": "3"}
-_VERSION_2: Final = {"int8_weight": WEIGHT, "scale": SCALE}
 #: diffusers' name of a file of weights.
 WEIGHTS: Final = "diffusion_pytorch_model"
 
@@ -57,8 +54,7 @@ ProjL = dict[str, tuple[Tensor, Tensor]]
 class StoredTensors:
     """The tensors of one or more safetensors files. Each is read only when it is used.
 
-    SLA's Linear has one name, `blocks.N.attn1.proj_l`, however the file calls it, and so have int8
-    weights and their scales.
+    SLA's Linear has one name, `blocks.N.attn1.proj_l`, however the file calls it.
 
     Attributes:
         listing: Shape and dtype of each, as a tensor on the meta device.
@@ -81,14 +77,8 @@ class StoredTensors:
             for key in opened.keys():  # noqa: SIM118  not a dictionary
                 part = opened.get_slice(key)
                 dtype = _DTYPES.get(part.get_dtype(), torch.bool)  # bool fits nothing wanted
-                get: Callable[[], Tensor] = partial(opened.get_tensor, key)
                 sla = _PROJ_L.fullmatch(key)
                 name = f"{sla[1]}.proj_l.{sla[2]}" if sla else key
-                linear, _, old = key.rpartition(".")
-                if path.name == EXTRA_FILE and old in _VERSION_2:
-                    name = f"{linear}.{_VERSION_2[old]}"
-                    if dtype.is_floating_point:
-                        dtype, get = torch.int32, partial(_bits, get)
                 if name in self.listing:
                     raise CheckpointError(
                         f"{path}: {key} occurs twice",
@@ -96,7 +86,7 @@ class StoredTensors:
                         remedy="Remove the files that do not belong to it",
                     )
                 self.listing[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-                self._get[name] = get
+                self._get[name] = partial(opened.get_tensor, key)
 
     def __contains__(self, key: str) -> bool:
         return key in self._get
@@ -120,10 +110,6 @@ class StoredTensors:
                     raise CheckpointError(linear, expected="a weight and a bias", got=f"no {key}")
             result[linear.removesuffix(".proj_l")] = self[pair[0]], self[pair[1]]
         return result
-
-
-def _bits(get: Callable[[], Tensor]) -> Tensor:
-    return scale_bits(get())
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -62,19 +62,7 @@ class Finding:
         return f"{line}\n{'':<20}-> {self.remedy}" if self.remedy else line
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """All findings."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """True if everything works that is needed."""
-        return all(one.state != "missing" for one in self.findings)
-
-
-def examine(report: Callable[[str], object] = lambda _: None) -> Examination:
+def examine(report: Callable[[str], object] = lambda _: None) -> list[Finding]:
     """Check versions, GPU and kernels. Changes nothing.
 
     Args:
@@ -84,10 +72,14 @@ def examine(report: Callable[[str], object] = lambda _: None) -> Examination:
     for one in chain(_packages(), _gpus(), _kernels()):
         report(str(one))
         found.append(one)
-    examination = Examination(tuple(found))
     bad = "something is missing: see the lines with !!"
-    report("everything that is needed works" if examination.healthy else bad)
-    return examination
+    report("everything that is needed works" if healthy(found) else bad)
+    return found
+
+
+def healthy(found: list[Finding]) -> bool:
+    """Return True if everything works that is needed."""
+    return all(one.state != "missing" for one in found)
 
 
 def check_version(name: str, version: str | None) -> Finding:

@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 import torch
 
-from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.config import Impl, check_choice
 from turbo_rcm_patch.errors import ConfigError, DTypeError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
@@ -42,12 +42,6 @@ def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> N
                 got=f"one on {x.device}",
                 remedy="Move it there",
             )
-
-
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse a value that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(name, expected=f"one of {tuple(choices)}", got=repr(value))
 
 
 def check_impl(impl: Impl) -> None:
@@ -221,14 +215,6 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
         raise MaskError("kv_lengths", expected="int32 or int64", got=str(kv_lengths.dtype))
 
 
-def check_residual(name: str, residual: torch.Tensor | None, shape: tuple[int, int, int]) -> None:
-    if residual is None:
-        return
-    check_float(name, residual)
-    if tuple(residual.shape) != shape:
-        raise ShapeError(name, expected=str(list(shape)), got=_shape(residual))
-
-
 def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Check weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
     for name, tensor in (("x", x), ("weight", weight)):
@@ -299,7 +285,10 @@ def skip_parts(
         c_skip and c_out as tensors or None, then the numbers that hold where they are None, in
         the order of the registered operations.
     """
-    check_residual("residual", residual, shape)
+    if residual is not None:
+        check_float("residual", residual)
+        if tuple(residual.shape) != shape:
+            raise ShapeError("residual", expected=str(list(shape)), got=_shape(residual))
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None:

@@ -9,18 +9,18 @@ numbers, so that a compiled graph does not depend on the choice.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 
-from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.config import CHOICES, PVDType, check_choice
 from turbo_rcm_patch.errors import (
-    ConfigError,
     DeviceError,
     Fp8UnsupportedError,
     MissingPackageError,
@@ -30,6 +30,8 @@ from turbo_rcm_patch.ops.formats import QMAX
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.attention.spec import AttentionSpec
     from turbo_rcm_patch.ops.launch import Target
+
+_T = TypeVar("_T")
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
 #: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
@@ -72,8 +74,9 @@ def run_first(
     table: Sequence[Implementation],
     device: torch.device,
     call: Any,
-    run: Callable[[ModuleType], None],
-) -> None:
+    run: Callable[[ModuleType], _T],
+    counts: Counter[str] | None = None,
+) -> _T:
     """Run the first implementation of a table that serves a call and that this Triton can build.
 
     Args:
@@ -81,6 +84,10 @@ def run_first(
         device: The device of the call.
         call: What the conditions look at.
         run: Launches the kernels of a module.
+        counts: Counts the implementation that runs, by its name.
+
+    Returns:
+        What `run` returned.
     """
     from turbo_rcm_patch.ops.gluon import ran
     from turbo_rcm_patch.ops.launch import target_of
@@ -88,11 +95,14 @@ def run_first(
     target = target_of(device)
     *special, portable = table
     for one in special:
-        if one.serves(target, call) and ran(one.load, one.what, run):
-            _chosen[one] = None
-            return
-    run(portable.load())
-    _chosen[portable] = None
+        if one.serves(target, call) and (made := ran(one.load, one.what, run)):
+            break
+    else:
+        one, made = portable, (run(portable.load()),)
+    _chosen[one] = None
+    if counts is not None:
+        counts[one.name] += 1
+    return made[0]
 
 
 #: What `run_first` ran in this process, in the order of first use. A recorded launch is repeated
@@ -131,8 +141,7 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
             stacklevel=2,
         )
         return "reference"
-    if impl not in get_args(Impl):
-        raise ConfigError("impl", expected=f"one of {get_args(Impl)}", got=repr(impl))
+    check_choice("impl", impl, CHOICES["impl"])
     return "triton" if impl == "triton" else "reference"
 
 

@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import TypeVar
 
 import triton
 from triton.errors import TritonError
 
+_T = TypeVar("_T")
 #: The first release of Triton whose Gluon has all functions that these kernels use.
 _SINCE = (3, 6)
 
@@ -49,7 +51,9 @@ def hash_compiler() -> None:
 _failed: set[str] = set()
 
 
-def ran(load: Callable[[], ModuleType], what: str, run: Callable[[ModuleType], None]) -> bool:
+def ran(
+    load: Callable[[], ModuleType], what: str, run: Callable[[ModuleType], _T]
+) -> tuple[_T] | None:
     """Run kernels for compute capability 9.0 if this release of Triton can compile them.
 
     Gluon's front and back end change between releases. A kernel that does not compile warns once,
@@ -61,13 +65,13 @@ def ran(load: Callable[[], ModuleType], what: str, run: Callable[[ModuleType], N
         run: Launches them.
 
     Returns:
-        True if the kernels ran. Otherwise the portable kernel has to run.
+        What `run` returned, or None if the portable kernel has to run.
     """
     module = None if what in _failed else hopper_module(load, what)
     if module is None:
-        return False
+        return None
     try:
-        run(module)
+        return (run(module),)
     except (TritonError, RuntimeError) as error:
         if not isinstance(error, TritonError) and "PassManager" not in str(error):
             raise  # the launch failed, not the compiler
@@ -78,5 +82,4 @@ def ran(load: Callable[[], ModuleType], what: str, run: Callable[[ModuleType], N
             "the portable kernel runs instead.",
             stacklevel=2,
         )
-        return False
-    return True
+        return None

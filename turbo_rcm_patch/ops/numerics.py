@@ -216,48 +216,23 @@ def row_warps(values: int) -> int:
     return min(32, triton.next_power_of_2(cdiv(values, 32 * _VALUES_A_THREAD)))
 
 
-def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Int8Tensor:
-    """Allocate the int8 rows of a [batch, n_rows, channels] tensor."""
-    padded = padded_channels(channels)
-    return Int8Tensor(
-        torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
-        torch.empty(batch, n_rows, dtype=torch.float32, device=device),
-    )
-
-
-def row_arguments(rows: Int8Tensor, block_t: int = 1) -> dict[str, object]:
-    """Return the arguments of a kernel that fills rows, block_t of them per program."""
-    padded = rows.data.shape[2]
-    head, tail = row_parts(padded)
-    return {
-        "int8_ptr": rows.data,
-        "scale_ptr": rows.scale,
-        "padded": padded,
-        "HEAD": head,
-        "TAIL": tail,
-        "num_warps": row_warps(block_t * (head + tail)),
-        "num_stages": 1,
-    }
-
-
 @replayed
-def quantize_rows(x: torch.Tensor, into: Int8Tensor | None = None) -> Int8Tensor:
-    """Quantise x [B, N, K] bf16, fp16 or fp32 to int8 rows, into `into` if that is given."""
+def quantize_rows(x: torch.Tensor) -> Int8Tensor:
+    """Quantise x [B, N, K] bf16, fp16 or fp32 to int8 rows."""
     target_of(x.device)
     x = dense_rows(x)
     batch, n_rows, channels = x.shape
-    rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
-    values = sum(row_parts(rows.data.shape[2]))
-    block_t = max(1, _VALUES // triton.next_power_of_2(values))
-    launch(
-        quantize_rows_kernel,
-        (cdiv(n_rows, block_t), batch),
-        x.device,
-        x_ptr=x,
-        x_strides=x.stride()[:2],
-        n_rows=n_rows,
-        channels=channels,
-        BLOCK_T=block_t,
-        **row_arguments(rows, block_t),
+    padded = padded_channels(channels)
+    rows = Int8Tensor(
+        torch.empty(batch, n_rows, padded, dtype=torch.int8, device=x.device),
+        torch.empty(batch, n_rows, dtype=torch.float32, device=x.device),
     )
+    head, tail = row_parts(padded)
+    block_t = max(1, _VALUES // triton.next_power_of_2(head + tail))
+    launch(
+        quantize_rows_kernel, (cdiv(n_rows, block_t), batch), x.device, x_ptr=x,
+        int8_ptr=rows.data, scale_ptr=rows.scale, x_strides=x.stride()[:2], n_rows=n_rows,
+        channels=channels, padded=padded, BLOCK_T=block_t, HEAD=head, TAIL=tail,
+        num_warps=row_warps(block_t * (head + tail)), num_stages=1,
+    )  # fmt: skip
     return rows

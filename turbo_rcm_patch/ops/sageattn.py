@@ -19,7 +19,7 @@ from torch import Tensor
 # By name: a caller may put `sageattn` in the place of the one in `torch.nn.functional`.
 from torch.nn.functional import scaled_dot_product_attention
 
-from turbo_rcm_patch.config import Attention, PVDType, is_number
+from turbo_rcm_patch.config import Attention, PVDType, check_choice, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
 from turbo_rcm_patch.ops.attention.reference import (
@@ -28,7 +28,7 @@ from turbo_rcm_patch.ops.attention.reference import (
     without_overlap,
 )
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
-from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
+from turbo_rcm_patch.ops.checks import broadcasts, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 
 __all__ = [

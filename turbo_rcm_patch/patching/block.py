@@ -78,12 +78,6 @@ class PatchedBlock(Replacement):
         backend: The attention backend that was chosen and not used on that call, or "".
     """
 
-    __slots__ = (
-        "__weakref__", "_ahead", "_asked", "_exact", "backend", "block", "config", "copies",
-        "guard", "head_dim", "index", "int8", "last", "left", "level", "path", "proj_out",
-        "reason",
-    )  # fmt: skip
-
     #: Names of the block's members that take the residual streams between two branches, in order.
     stages: ClassVar[tuple[str, ...]]
     #: Name of the one member that mixes the rows of a stream, the self-attention; "" for several.

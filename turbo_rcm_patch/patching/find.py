@@ -6,10 +6,10 @@ The file of its family is imported when such a model is found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -186,34 +186,12 @@ def _walk(module: nn.Module, path: str) -> Iterator[KnownModule]:
         yield from _walk(child, inner)
 
 
-class Found(NamedTuple):
-    """A block in a model.
-
-    Attributes:
-        block: The module.
-        path: Its name in what the user passed.
-        make: The class that replaces its forward; None if the block is of an unknown class.
-    """
-
-    block: Any
-    path: str
-    make: type[PatchedBlock] | None
-
-    def made(self, config: PatchConfig, heads: int, head_dim: int) -> PatchedBlock | SkipPair:
-        """Return the replacement of the block's forward, or a pair saying that there is none."""
-        if self.make is not None:
-            return self.make(self.block, self.path, config, heads, head_dim)
-        return SkipPair(
-            path=self.path, kind="self", heads=0, head_dim=0, streams=(), cast="model",
-            projection=False, runs="as-written",
-            reason=f"it is a {type(self.block).__qualname__}, which is not supported",
-        )  # fmt: skip
-
-
 def find_blocks(
-    modules: Iterable[nn.Module], path: str, cls: type, make: type[PatchedBlock]
-) -> list[Found]:
-    """Return the blocks in a list of modules, each once even if it is used twice.
+    modules: Iterable[nn.Module], path: str, cls: type, make: type[PatchedBlock],
+    config: PatchConfig, heads_of: Callable[[Any, str], tuple[int, int]], **attributes: object,
+) -> list[PatchedBlock | SkipPair]:  # fmt: skip
+    """Return the replacements of the blocks in a list of modules, each once even if it is used
+    twice. A block of an unknown class gets a pair that says so.
 
     Args:
         modules: The list. A block may be inside a wrapper (torch's activation checkpointing, a
@@ -221,13 +199,28 @@ def find_blocks(
         path: Path of the list in the model.
         cls: Class of the blocks.
         make: The class that replaces their forwards.
+        config: How they are patched.
+        heads_of: Checks the attentions of a block at a path, and returns their heads and the
+            channels of a head.
+        **attributes: What the replacements share, such as their tables.
     """
-    found: dict[int, Found] = {}
+    found: dict[int, PatchedBlock | SkipPair] = {}
     for index, module in enumerate(modules):
+        if id(module) in found:
+            continue
         inner = [(n, m) for n, m in module.named_modules() if author_class(m) is cls]
         name, block = inner[0] if inner else ("", module)
         where = f"{path}.{index}.{name.replace('_orig_mod', '')}".replace("..", ".").strip(".")
-        found.setdefault(id(module), Found(block, where, make if inner else None))
+        if inner:
+            found[id(module)] = made = make(block, where, config, *heads_of(block, where))
+            for name, value in attributes.items():
+                setattr(made, name, value)
+        else:
+            found[id(module)] = SkipPair(
+                path=where, kind="self", heads=0, head_dim=0, streams=(), cast="model",
+                projection=False, runs="as-written",
+                reason=f"it is a {type(block).__qualname__}, which is not supported",
+            )  # fmt: skip
     return list(found.values())
 
 

@@ -91,8 +91,6 @@ class Int8Forward(Replacement):
         on: False runs the Linear as its author wrote it.
     """
 
-    __slots__ = ("_brought", "_made", "_moves", "_of", "impl", "linear", "on")
-
     def __init__(self, linear: Any, impl: Impl) -> None:
         self.linear, self.impl, self.on = linear, impl, True
         self._made: tuple[Tensor, Tensor] | None = None
@@ -338,8 +336,6 @@ def _readers(
 class DropsCopies(Replacement):
     """The replacement of a model's function that writes or moves weights: it runs the class's own,
     and then drops all int8 copies."""
-
-    __slots__ = ("_copies", "_model", "_name")
 
     def __init__(self, model: nn.Module, name: str, copies: Int8Copies) -> None:
         self._model, self._name, self._copies = model, name, copies

@@ -63,8 +63,6 @@ def scale_bits(scale: Tensor) -> Tensor:
 class _Origin:
     """The weight that an int8 weight stands for, and its version when that was attached."""
 
-    __slots__ = ("version", "weight")
-
     def __init__(self, weight: Tensor | None = None) -> None:
         self.weight = weight
         self.version = 0 if weight is None else weight._version
@@ -281,8 +279,6 @@ class RefusesGradients:
     Args:
         module: The module.
     """
-
-    __slots__ = ("_module",)
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

@@ -298,8 +298,6 @@ class KeptTables:
     changes cannot be noticed.
     """
 
-    __slots__ = ("_kept",)
-
     def __init__(self) -> None:
         self._kept: tuple[list[Tensor], Any, Rotary] | None = None
 

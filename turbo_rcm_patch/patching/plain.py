@@ -48,8 +48,6 @@ class Replacement:
     A compiler and `torch.export` take a bound method for a function, and a callable object not.
     """
 
-    __slots__ = ()
-
 
 def author_class(module: Any) -> type[nn.Module]:
     """Return the class in which a module's author wrote its forward.

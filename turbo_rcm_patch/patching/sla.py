@@ -93,8 +93,6 @@ class SLAForward(Replacement):
     It holds the attention, so that a deep copy of a patched model holds the copied one.
     """
 
-    __slots__ = ("_attn", "_topk")
-
     def __init__(self, attn: Any, topk: float) -> None:
         self._attn, self._topk = attn, topk
 

@@ -166,23 +166,18 @@ class _Memory:
 _memories: WeakKeyDictionary[Any, _Memory | None] = WeakKeyDictionary()
 
 
-def _part(x: Tensor) -> int:
-    """Return the bytes between the tensors for x."""
-    return math.ceil(x.numel() * x.element_size() / _ALIGNED_TO) * _ALIGNED_TO
-
-
 def shared(group: Any, x: Tensor) -> Shared | None:
     """Return the tensors for local tokens like x [B, n, H*D], or None if the ranks have none.
 
     The first call of a group, and one for more tokens than before, is a collective.
     """
+    nbytes = 4 * math.ceil(x.numel() * x.element_size() / _ALIGNED_TO) * _ALIGNED_TO
     memory = _memories.get(group)
-    if group in _memories and (memory is None or memory.fits(4 * _part(x), x.device)):
-        return None if memory is None else memory.shared(x)
-    memory = None
-    _memories.pop(group, None)  # What is too small is freed first.
-    with torch.inference_mode(False), _on(x.device):
-        memory = _memories[group] = _set_up(group, 4 * _part(x), x.device)
+    if group not in _memories or (memory is not None and not memory.fits(nbytes, x.device)):
+        memory = None
+        _memories.pop(group, None)  # What is too small is freed first.
+        with torch.inference_mode(False), _on(x.device):
+            memory = _memories[group] = _set_up(group, nbytes, x.device)
     return None if memory is None else memory.shared(x)
 
 

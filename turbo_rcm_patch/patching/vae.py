@@ -28,13 +28,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
-from turbo_rcm_patch.ops.conv3d.api import (
-    Call,
-    conv3d,
-    implementation_of,
-    pack_phases,
-    pack_weight,
-)
+from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
@@ -155,12 +149,10 @@ class Video:
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
         if padding is None:
             padding = weight.shape[2] // 2, weight.shape[3] // 2
-        call = Call(x, weight, stride, padding, self.impl)
-        self.ran[implementation_of(call).name] += 1
         dtype = dtype or (self.stream if bias else self.dtype)
         return conv3d(
             x, weight, own if bias else None, residual=residual, stride=stride,
-            padding=padding, dtype=dtype, impl=self.impl,
+            padding=padding, dtype=dtype, impl=self.impl, counts=self.ran,
         )  # fmt: skip
 
     def enlarge(
@@ -187,8 +179,6 @@ class PatchedCoder(PatchedBlock):
         path: Its name in what the user passed.
         config: How it is patched.
     """
-
-    __slots__ = ("compared", "ran", "said", "vae")
 
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]

@@ -166,7 +166,27 @@ class Comparison(Outcome):
     @property
     def facts(self) -> dict[str, str]:
         """How the videos were made, without the folders of this machine."""
-        return facts_of(self)
+        settings, identity = self.settings, self.identity
+        model, backend = identity["model"], self.attention_backend
+        patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
+        sampler = {
+            name: value
+            for name, value in identity["settings"].items()
+            if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
+        }
+        facts = {
+            "command": shown_command(self.command) or "called from Python",
+            "model": model_in_words(model),
+            "machine": identity["device"],
+            "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
+            "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
+            "transformer": identity["dtype"] + "; VAE in float32" * (not self.made_by_caller),
+            "baseline": self.baseline,
+            "control": f"scaled_dot_product_attention on its {self.control_backend} backend",
+            "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
+            "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
+        }
+        return {name: without_places(text) for name, text in facts.items()}
 
     @property
     def chips(self) -> list[str]:
@@ -257,31 +277,6 @@ class Comparison(Outcome):
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
         return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
-
-
-def facts_of(comparison: Comparison) -> dict[str, str]:
-    """Return how the videos were made, without the folders of this machine."""
-    settings, identity = comparison.settings, comparison.identity
-    model, backend = identity["model"], comparison.attention_backend
-    patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
-    sampler = {
-        name: value
-        for name, value in identity["settings"].items()
-        if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
-    }
-    facts = {
-        "command": shown_command(comparison.command) or "called from Python",
-        "model": model_in_words(model),
-        "machine": identity["device"],
-        "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
-        "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
-        "transformer": identity["dtype"] + "; VAE in float32" * (not comparison.made_by_caller),
-        "baseline": comparison.baseline,
-        "control": f"scaled_dot_product_attention on its {comparison.control_backend} backend",
-        "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
-        "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
-    }
-    return {name: without_places(text) for name, text in facts.items()}
 
 
 def model_in_words(model: str) -> str:

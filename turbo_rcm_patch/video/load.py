@@ -15,6 +15,7 @@ from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.checkpoints.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
+from turbo_rcm_patch.config import check_choice
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import find, keep_int8_only
@@ -80,8 +81,7 @@ def load_pipeline(
         MissingPackageError: A package of the extra "video" is missing, or peft for a LoRA.
     """
     require("video", "load_pipeline", "transformers", "tokenizers", "accelerate", "ftfy")
-    if offload not in get_args(Offload):
-        raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
+    check_choice("offload", offload, get_args(Offload))
     if not isinstance(dtype, torch.dtype):
         expected = "a dtype of torch, for instance torch.bfloat16"
         raise ConfigError("dtype", expected=expected, got=repr(dtype))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.config import Form
+from turbo_rcm_patch.config import CHOICES, Form, check_choice
 from turbo_rcm_patch.errors import ConfigError, MaskError, OpError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
@@ -71,11 +71,11 @@ from turbo_rcm_patch.ops.register import (
     register,
 )
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.residual.api import check_cast, close_skip
+from turbo_rcm_patch.ops.residual.api import close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.ops.launch import Target, Tile
+    from turbo_rcm_patch.ops.launch import Target
 
 #: Tokens are padded to a multiple of this.
 PADDED_TO: Final = 128
@@ -355,9 +355,8 @@ def attention_project_skip(
     Returns:
         [B, Nq, Cout], contiguous.
     """
-    if form not in get_args(Form):
-        raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
-    check_cast(cast)
+    check_choice("form", form, CHOICES["form"])
+    check_choice("cast", cast, get_args(Cast))
     check_attention(q, k, v, spec)
     if form == "one-launch" and not quantises(spec.attention):
         raise ConfigError(
@@ -550,13 +549,12 @@ def import_kernels(device: torch.device) -> None:
 
 @replayed
 def launch_attention(
-    inputs: AttentionInputs, *, tile: Tile | None = None, to: tuple[Tensor, ...] = ()
+    inputs: AttentionInputs, *, to: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the prologue and the attention.
 
     Args:
         inputs: The attention, with "int8" or "int4" and a pv other than "auto".
-        tile: Tile of the portable kernel instead of the table's, for tuning.
         to: As in `attend_to`; by default a new tensor.
 
     Returns:
@@ -569,30 +567,21 @@ def launch_attention(
     lse = None
     if a.want_lse:
         lse = torch.empty(batch, a.spec.heads, n_q, dtype=torch.float32, device=a.q.device)
-    if tile is not None:
-        _kernel_for_all().launch_kernel(a, operands, ys, lse, tile=tile)
-    else:
-        run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, ys, lse))
+    run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, ys, lse))
     return ys[0], lse
 
 
 @replayed
 def launch_projected(
-    inputs: AttentionInputs,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    cast: str,
-    tile: Tile | None = None,
+    inputs: AttentionInputs, weight: Tensor, bias: Tensor | None, *, cast: str
 ) -> Tensor:
     """Launch the prologue, and attention, projection and skip in one kernel: [B, Nq, Cout].
 
-    The projection has a weight [Cout, H*D] and a bias [Cout]. `tile` replaces the table's, for
-    tuning.
+    The projection has a weight [Cout, H*D] and a bias [Cout].
     """
     from turbo_rcm_patch.ops.attention import one_launch_triton as one_launch
 
-    tile = tile or one_launch.tile_of(inputs)
+    tile = one_launch.tile_of(inputs)
     counters = one_launch.empty_counters(inputs, tile)
     operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
     return one_launch.launch_kernel(inputs, operands, counters, weight, bias, cast=cast, tile=tile)
@@ -600,12 +589,7 @@ def launch_projected(
 
 @replayed
 def quantize(
-    inputs: AttentionInputs,
-    *,
-    counters: Tensor | None = None,
-    counter_rows: int = 1,
-    portable: bool = False,
-    tile: Tile | None = None,
+    inputs: AttentionInputs, *, counters: Tensor | None = None, counter_rows: int = 1
 ) -> QuantizedOperands:
     """Launch the prologue of an attention.
 
@@ -614,8 +598,6 @@ def quantize(
             read.
         counters: [B, n] int32, to be zeroed.
         counter_rows: Rows of q that share a counter.
-        portable: Run the portable kernels even where there are others.
-        tile: Tile of the portable kernels instead of the table's.
     """
     from turbo_rcm_patch.ops.launch import dense_rows, pad_head
 
@@ -650,10 +632,7 @@ def quantize(
             empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(3, head_pad)
         )
     job = Prologue(a, queries, keys, values, counters, counter_rows)
-    if portable or tile is not None:
-        _prologue_for_all().run_prologue(job, tile=tile)
-    else:
-        run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
+    run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
     wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 

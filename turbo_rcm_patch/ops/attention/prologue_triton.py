@@ -21,7 +21,6 @@ from turbo_rcm_patch.ops.formats import QMAX, Prologue, QuantizedRows, scale_blo
 from turbo_rcm_patch.ops.launch import (
     AMAX_CHUNKS,
     LENGTHS,
-    Tile,
     cdiv,
     launch,
     pad_head,
@@ -658,15 +657,14 @@ def _heads_a_program(heads: int, programs: int) -> int:
     return max(1, min(heads, heads * programs // 512))
 
 
-def run_prologue(job: Prologue, *, tile: Tile | None = None) -> None:
-    """Compute the operands of a job into its memory; `tile` replaces the table's."""
+def run_prologue(job: Prologue) -> None:
+    """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
     q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
     fp8, smooth = values is not None, a.spec.smooth_k
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
-    if tile is None:
-        tile = tile_for("prologue", str(head_pad), target_of(device))
+    tile = tile_for("prologue", str(head_pad), target_of(device))
     # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     block_c = min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels))

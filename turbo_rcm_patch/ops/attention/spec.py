@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import Final, get_args
+from typing import Final
 
-from turbo_rcm_patch.config import Attention, Impl, PVDType, is_number
+from turbo_rcm_patch.config import CHOICES, Attention, Impl, PVDType, check_fields, is_number
 from turbo_rcm_patch.errors import ConfigError
 
 #: Largest head_dim of the kernels.
@@ -51,23 +51,8 @@ class AttentionSpec:
             raise ConfigError(
                 "AttentionSpec.heads", expected="a positive number of heads", got=repr(self.heads)
             )
-        for field, choices in (
-            ("attention", get_args(Attention)),
-            ("pv", get_args(PVDType)),
-            ("impl", get_args(Impl)),
-        ):
-            value = getattr(self, field)
-            if value not in choices:
-                raise ConfigError(
-                    f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
-                )
-        for field in ("smooth_k", "causal"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(
-                    f"AttentionSpec.{field}",
-                    expected="True or False",
-                    got=repr(getattr(self, field)),
-                )
+        choices = {field: CHOICES[field] for field in ("attention", "pv", "impl")}
+        check_fields(self, choices, "smooth_k", "causal")
         scale = self.sm_scale
         if scale is not None and not (is_number(scale) and isfinite(scale)):
             raise ConfigError(

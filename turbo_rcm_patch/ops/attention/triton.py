@@ -20,7 +20,6 @@ from turbo_rcm_patch.ops.attention.online_softmax import (
 from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
-    Tile,
     cdiv,
     launch,
     skip_arguments,
@@ -74,8 +73,6 @@ def launch_kernel(
     operands: QuantizedOperands,
     ys: tuple[torch.Tensor, ...],
     lse: torch.Tensor | None,
-    *,
-    tile: Tile | None = None,
 ) -> None:
     """Write an attention with its skip.
 
@@ -85,11 +82,9 @@ def launch_kernel(
         ys: The result [B, Nq, H*D], or of each of P ranks a tensor for its Nq/P rows, whose rows
             have P*H*D channels: it begins at the H*D of them that this rank computes.
         lse: The logsumexp, fp32 [B, H, Nq], or None.
-        tile: Tile instead of the table's, for tuning.
     """
     batch, n_q, _ = a.q.shape
-    if tile is None:
-        tile = tile_for("attention", variant_of(a), target_of(a.q.device))
+    tile = tile_for("attention", variant_of(a), target_of(a.q.device))
     launch(
         attention_kernel,
         (cdiv(n_q, tile.block_m), a.spec.heads, batch),

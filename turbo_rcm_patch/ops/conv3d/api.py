@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
 from turbo_rcm_patch.ops.register import refuse_gradient
 
@@ -121,18 +121,6 @@ IMPLEMENTATIONS: Final = (
 )  # fmt: skip
 
 
-def implementation_of(call: Call) -> Implementation:
-    """Return the implementation that runs a call."""
-    if not _on_kernels(call):
-        return IMPLEMENTATIONS[-1]
-    from turbo_rcm_patch.ops.gluon import hopper_module
-    from turbo_rcm_patch.ops.launch import target_of
-
-    hopper, portable = IMPLEMENTATIONS
-    serves = hopper.serves(target_of(call.x.device), call)
-    return hopper if serves and hopper_module(hopper.load, hopper.what) else portable
-
-
 def _on_kernels(call: Call) -> bool:
     return call.x.is_cuda and resolve_impl(call.impl, call.x.device) == "triton"
 
@@ -147,6 +135,7 @@ def conv3d(
     padding: tuple[int, int] = (0, 0),
     dtype: torch.dtype | None = None,
     impl: Impl = "auto",
+    counts: Counter[str] | None = None,
 ) -> Tensor:
     """Convolve channels-last activations, without padding in time, and add bias and residual.
 
@@ -162,37 +151,22 @@ def conv3d(
         padding: Zeros above and below, and left and right.
         dtype: dtype of the result; by default that of x.
         impl: "reference" keeps every pass in plain torch.
+        counts: Counts the implementation that runs, by its name.
 
     Returns:
         [B, T', H', W', Cout], contiguous.
     """
-    if x.dim() != 5 or weight.dim() != 5 or x.shape[4] != weight.shape[4]:
-        raise ShapeError(
-            "x and weight of conv3d",
-            expected="[B, T, H, W, Cin] and [Cout, kT, kH, kW, Cin]",
-            got=f"{list(x.shape)} and {list(weight.shape)}",
-            remedy="Pack the weight with pack_weight",
-        )
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise DTypeError(
-            "x and weight of conv3d",
-            expected="both bfloat16, float16 or float32",
-            got=f"{x.dtype} and {weight.dtype}",
-        )
-    if not x.is_contiguous() or not weight.is_contiguous():
-        raise ConfigError(
-            "x and weight of conv3d", expected="contiguous tensors", got="other strides",
-            remedy="Call contiguous() on them",
-        )  # fmt: skip
+    assert x.dtype == weight.dtype and x.shape[4] == weight.shape[4]
+    assert x.is_contiguous() and weight.is_contiguous()
     refuse_gradient("conv3d", (x, weight, bias, residual))
     call = Call(x, weight, stride, padding, impl)
-    made: list[Tensor] = []
 
-    def run(own: Any) -> None:
-        made.append(own.conv3d(call, bias, residual, out_dtype=dtype or x.dtype))
+    def run(own: Any) -> Tensor:
+        made: Tensor = own.conv3d(call, bias, residual, out_dtype=dtype or x.dtype)
+        return made
 
     if _on_kernels(call):
-        run_first(IMPLEMENTATIONS, x.device, call, run)
-    else:
-        run(_load_torch())
-    return made[0]
+        return run_first(IMPLEMENTATIONS, x.device, call, run, counts)
+    if counts is not None:
+        counts[IMPLEMENTATIONS[-1].name] += 1
+    return run(_load_torch())

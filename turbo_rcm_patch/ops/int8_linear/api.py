@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.config import Impl, check_choice
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import (
     check_float,
@@ -462,9 +462,7 @@ def _check_linear(
     activation: str | None,
     rows: Int8Tensor | None,
 ) -> None:
-    choices = (None, *get_args(Activation))
-    if activation not in choices:
-        raise ConfigError("activation", expected=f"one of {choices}", got=repr(activation))
+    check_choice("activation", activation, (None, *get_args(Activation)))
     for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
         check_tensor(name, tensor)
     if rows is None:

@@ -15,11 +15,10 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.config import Impl, check_choice
+from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import (
     broadcasts,
-    check_choice,
     check_eps,
     check_float,
     check_impl,
@@ -250,12 +249,6 @@ _skip_operation = register(
 # --- public functions ----------------------------------------------------------------------------
 
 
-def check_cast(value: str) -> None:
-    """Refuse a cast policy that does not exist."""
-    if value not in get_args(Cast):
-        raise ConfigError("cast", expected="'fp32' or 'model'", got=repr(value))
-
-
 def skip(
     residual: Tensor,
     branch: Tensor,
@@ -285,7 +278,7 @@ def skip(
     Raises:
         OpError: The arguments do not fit together, or a gradient is wanted.
     """
-    check_cast(cast)
+    check_choice("cast", cast, get_args(Cast))
     check_impl(impl)
     check_out_dtype(out_dtype)
     check_float("residual", residual)

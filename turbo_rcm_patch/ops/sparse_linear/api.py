@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import is_number
+from turbo_rcm_patch.config import check_fields, is_number
 from turbo_rcm_patch.errors import ConfigError, ShapeError
 from turbo_rcm_patch.ops.attention.api import prepared, quantize
 from turbo_rcm_patch.ops.attention.reference import split_heads
@@ -70,13 +70,7 @@ class Sparsity:
     def __post_init__(self) -> None:
         if not is_number(self.topk) or not 0.0 < self.topk <= 1.0:
             raise ConfigError("Sparsity.topk", expected="a share in (0, 1]", got=repr(self.topk))
-        for field in ("block_q", "block_k"):
-            if getattr(self, field) not in SPARSE_BLOCKS:
-                raise ConfigError(
-                    f"Sparsity.{field}",
-                    expected=f"one of {SPARSE_BLOCKS}",
-                    got=repr(getattr(self, field)),
-                )
+        check_fields(self, dict.fromkeys(("block_q", "block_k"), SPARSE_BLOCKS))
 
     @classmethod
     def sage(cls, topk: float, device: torch.device) -> Sparsity:
@@ -254,12 +248,11 @@ KEY_SUMS: Final = (
 @replayed
 def launch_key_sums(k: Tensor, v: Tensor, k_mean: Tensor, *, heads: int, block_k: int) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k."""
-    made: list[KeySums] = []
-    run_first(
+    sums: KeySums = run_first(
         KEY_SUMS, k.device, KeyPass(k, v, heads, block_k),
-        lambda own: made.append(own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k)),
+        lambda own: own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k),
     )  # fmt: skip
-    return made[-1]
+    return sums
 
 
 def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:

@@ -33,9 +33,9 @@ from turbo_rcm_patch.patching.families.common import (
     branch_pair,
     check_attention,
     check_parameters,
-    share,
+    pairs_between_blocks,
 )
-from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
@@ -59,7 +59,6 @@ _Two = tuple[Tensor, Tensor]
 class CogVideoXBlockForward(PatchedBlock):
     """The replacement of the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
 
-    __slots__ = ("tables",)
     tables: KeptTables
 
     stages = ("norm1", "norm2")
@@ -89,9 +88,7 @@ class CogVideoXBlockForward(PatchedBlock):
         more = () if attention_kwargs is None else (attention_kwargs,)
         inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        made: _Two = other(*inputs)
+        made: _Two = self.fast(None, *inputs) if other is None else other(*inputs)
         return made
 
     def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
@@ -330,25 +327,20 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     consis = author_class(model).__name__ == "ConsisIDTransformer3DModel"
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
-    found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
-    made = [one.made(config, *_heads_of(one)) for one in found]
-    return share(made, tables=KeptTables()) + [
-        SkipPair(
-            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
-            heads=attn.heads, head_dim=attn.dim_head,
-            streams=(Stream("video", "1", "local_face_scale"),), cast="model", projection=True,
-            runs="as-written", reason="the network's own forward closes it, between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "perceiver_cross_attention", ()))
-    ]  # fmt: skip
+    found = find_blocks(
+        model.transformer_blocks, where, cls, CogVideoXBlockForward, config, _heads_of,
+        tables=KeptTables(),
+    )  # fmt: skip
+    face = "perceiver_cross_attention"
+    return found + pairs_between_blocks(model, path, face, "local_face_scale")
 
 
-def _heads_of(found: Found) -> tuple[int, int]:
+def _heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attention, and return its heads and the channels of a head."""
-    attn: Any = getattr(found.block, "attn1", None)
+    attn: Any = getattr(block, "attn1", None)
     if type(attn) is not Attention:
         return 1, 0
     head_dim = attn.inner_dim // attn.heads
     linears = {"to_q": attn.to_q, "to_k": attn.to_k, "to_v": attn.to_v}
-    check_attention(f"{found.path}.attn1", head_dim, linears)
+    check_attention(f"{path}.attn1", head_dim, linears)
     return attn.heads, head_dim

@@ -104,16 +104,6 @@ def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> Non
                 )
 
 
-def share(
-    blocks: list[PatchedBlock | SkipPair], **attributes: object
-) -> list[PatchedBlock | SkipPair]:
-    """Give all blocks of a model the same attributes, and return the list."""
-    for block in blocks:
-        for name, value in attributes.items() if isinstance(block, PatchedBlock) else ():
-            setattr(block, name, value)
-    return blocks
-
-
 # --- for the report ------------------------------------------------------------------------------
 
 
@@ -171,6 +161,26 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
         pair, path=path, kind=kind, streams=(Stream(stream, "1", "1"),), projection=False,
         runs=runs, int8_linears=(),
     )  # fmt: skip
+
+
+def pairs_between_blocks(model: Any, path: str, name: str, c_out: str) -> list[SkipPair]:
+    """Describe attentions, to a face for instance, that run between two blocks.
+
+    Args:
+        model: The model.
+        path: Its path.
+        name: Name of their list in the model, which may have none.
+        c_out: Their gate.
+    """
+    return [
+        SkipPair(
+            path=f"{path}.{name}.{index}".lstrip("."), kind="cross", heads=attn.heads,
+            head_dim=attn.to_q.out_features // attn.heads, streams=(Stream("video", "1", c_out),),
+            cast="model", projection=True, runs="as-written",
+            reason="the model's own forward adds it between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, name, ()))
+    ]  # fmt: skip
 
 
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:

@@ -23,8 +23,6 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 class RCMBlock(PatchedBlock):
     """The replacement of the forward of an `RCMAttention`."""
 
-    __slots__ = ()
-
     stages = ("qkv",)
 
     def __call__(self, x: Tensor, t: float | Tensor) -> Tensor:
@@ -39,9 +37,7 @@ class RCMBlock(PatchedBlock):
         """
         inputs = x, t
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:

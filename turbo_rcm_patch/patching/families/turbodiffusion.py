@@ -27,9 +27,8 @@ from turbo_rcm_patch.patching.families.common import (
     check_attention,
     check_parameters,
     inner_pair,
-    share,
 )
-from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
@@ -78,7 +77,6 @@ _ROTARY: Final = "flash_apply_rotary_emb"
 class TurboBlock(PatchedBlock):
     """The replacement of the forward of a `WanAttentionBlock`."""
 
-    __slots__ = ("tables",)
     tables: KeptTables
 
     stages = ("norm1", "norm3", "norm2")
@@ -108,9 +106,7 @@ class TurboBlock(PatchedBlock):
         """
         inputs = x, e, seq_lens, freqs, context, context_lens
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
@@ -365,20 +361,21 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     # kernel computes the norm with which the model was trained.
     LAYER_NORMS.update(known[n] for n in _LAYER_NORMS if n in known)
     RMS_NORMS.update(known[n] for n in _RMS_NORMS if n in known)
-    found = find_blocks(model.blocks, f"{path}.blocks", known[_BLOCK], TurboBlock)
-    made = [one.made(config, *_heads_of(one)) for one in found]
-    return share(made, tables=KeptTables())
+    return find_blocks(
+        model.blocks, f"{path}.blocks", known[_BLOCK], TurboBlock, config, _heads_of,
+        tables=KeptTables(),
+    )  # fmt: skip
 
 
-def _heads_of(found: Found) -> tuple[int, int]:
+def _heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attentions, and return their heads and the channels of a head."""
-    attn: Any = getattr(found.block, "self_attn", None)
+    attn: Any = getattr(block, "self_attn", None)
     if author_class(attn).__name__ != "WanSelfAttention":
         return 1, 0
     for name in ("self_attn", "cross_attn"):
-        one = getattr(found.block, name)
+        one = getattr(block, name)
         linears = {of: getattr(one, of, None) for of in "qkv"}
-        check_attention(f"{found.path}.{name}", attn.dim // attn.num_heads, linears)
+        check_attention(f"{path}.{name}", attn.dim // attn.num_heads, linears)
     return attn.num_heads, attn.dim // attn.num_heads
 
 
@@ -390,8 +387,6 @@ class RotaryForward(Replacement):
 
     It calls the same modules in the same order, and computes the rotary embedding in plain torch.
     """
-
-    __slots__ = ("_attn",)
 
     def __init__(self, attn: Any) -> None:
         self._attn = attn

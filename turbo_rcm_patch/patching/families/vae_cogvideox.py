@@ -45,7 +45,6 @@ _FORWARDS: Final = {
 class _Coder(PatchedCoder):
     """What decoder and encoder share."""
 
-    __slots__ = ()
     #: Name of the VAE's number of frames that the author's loop takes at once.
     batch_frames: ClassVar[str]
     forwards = _FORWARDS
@@ -126,7 +125,6 @@ class _Coder(PatchedCoder):
 class CogVideoXDecoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._decode`."""
 
-    __slots__ = ()
     part, caller, batch_frames = "decoder", "_decode", "num_latent_frames_batch_size"
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
@@ -152,7 +150,6 @@ class CogVideoXDecoder(_Coder):
 class CogVideoXEncoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._encode`."""
 
-    __slots__ = ()
     part, caller, batch_frames = "encoder", "_encode", "num_sample_frames_batch_size"
     halves = 2  # mean and logarithm of the variance
 

@@ -32,8 +32,6 @@ _COMFY_OPS: Final = "comfy.ops"
 class _Diffusers(WanCoder):
     """What the coders of diffusers share."""
 
-    __slots__ = ()
-
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         vae, encodes = self.vae, self.part == "encoder"
         scale = 1 if encodes else vae.spatial_compression_ratio
@@ -61,7 +59,6 @@ class _Diffusers(WanCoder):
 class WanDecoder(_Diffusers, Decoder):
     """Replaces `AutoencoderKLWan._decode`."""
 
-    __slots__ = ()
     caller = "_decode"
 
     def untiled(self, z: Tensor, return_dict: bool = True) -> Any:
@@ -76,7 +73,6 @@ class WanDecoder(_Diffusers, Decoder):
 class WanEncoder(_Diffusers, Encoder):
     """Replaces `AutoencoderKLWan._encode`."""
 
-    __slots__ = ()
     caller = "_encode"
     halves = 2  # mean and logarithm of the variance
 
@@ -88,8 +84,6 @@ class WanEncoder(_Diffusers, Encoder):
 
 class _Original(WanCoder):
     """What the coders of the other classes share."""
-
-    __slots__ = ()
 
     def patches(self) -> bool:
         """Return True for Wan 2.2's VAE, whose coders see squares of four pixels as channels."""
@@ -123,7 +117,6 @@ class _Original(WanCoder):
 class OriginalDecoder(_Original, Decoder):
     """Replaces `decode`."""
 
-    __slots__ = ()
     caller = "decode"
 
     def run_video(self, z: Tensor, scale: Any = None) -> Any:
@@ -138,7 +131,6 @@ class OriginalDecoder(_Original, Decoder):
 class OriginalEncoder(_Original, Encoder):
     """Replaces `encode`, which returns the mean."""
 
-    __slots__ = ()
     caller = "encode"
 
     def run_video(self, x: Tensor, scale: Any = None) -> Any:

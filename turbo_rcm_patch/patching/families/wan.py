@@ -35,8 +35,9 @@ from turbo_rcm_patch.patching.families.common import (
     check_attention,
     check_parameters,
     inner_pair,
+    pairs_between_blocks,
 )
-from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
@@ -72,8 +73,6 @@ _GATED_FFN: Final = Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]")
 class WanBlock(PatchedBlock):
     """The replacement of the forward of a `WanTransformerBlock`."""
 
-    __slots__ = ()
-
     stages = ("norm1", "norm2", "norm3")
     mixes = "attn1"
 
@@ -97,9 +96,7 @@ class WanBlock(PatchedBlock):
         """
         inputs = hidden_states, encoder_hidden_states, temb, rotary_emb
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def fast(
@@ -346,8 +343,6 @@ class WanBlock(PatchedBlock):
 class SkyReelsBlock(WanBlock):
     """The replacement of the forward of a `SkyReelsV2TransformerBlock`."""
 
-    __slots__ = ()
-
     def __call__(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -370,9 +365,7 @@ class SkyReelsBlock(WanBlock):
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
@@ -412,31 +405,18 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     make = SkyReelsBlock if mask else WanBlock
-    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
-    return [one.made(config, *heads_of(one)) for one in found] + _face_pairs(model, path)
+    found = find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of)
+    return found + pairs_between_blocks(model, path, "face_adapter", "1")
 
 
-def _face_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Describe Wan-Animate's attentions to a face, which run between two blocks."""
-    return [
-        SkipPair(
-            path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
-            head_dim=attn.inner_dim // attn.heads, streams=(Stream("video", "1", "1"),),
-            cast="model", projection=True, runs="as-written",
-            reason="the model's own forward adds it between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "face_adapter", ()))
-    ]  # fmt: skip
-
-
-def heads_of(found: Found) -> tuple[int, int]:
+def heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attentions, and return their heads and the channels of a head."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
-        attn: Any = getattr(found.block, name, None)
+        attn: Any = getattr(block, name, None)
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
             named = {key.removeprefix(f"{name}."): one for key, one in linears.items()}
-            check_attention(f"{found.path}.{name}", head_dim, named)
+            check_attention(f"{path}.{name}", head_dim, named)
     return heads, head_dim

@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
-from turbo_rcm_patch.patching.families.common import check_parameters, share
+from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock, heads_of
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import (
@@ -54,8 +54,6 @@ _PADDED_TO: Final = 128
 
 class AnyFlowBlock(WanBlock):
     """Replaces the forward of an `AnyFlowTransformerBlock`."""
-
-    __slots__ = ("kept",)
 
     #: Rotary tables of the forward, by their names in `rotary_emb`.
     kept: dict[str, KeptTables]
@@ -89,9 +87,7 @@ class AnyFlowBlock(WanBlock):
             hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, *cached
         )  # fmt: skip
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        out: Tensor = other(*inputs)
+        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
         return out
 
     def call_attention(
@@ -154,8 +150,6 @@ class Cache(NamedTuple):
 
 class AnyFlowFARBlock(AnyFlowBlock):
     """Replaces the forward of a causal `AnyFlowTransformerBlock`."""
-
-    __slots__ = ()
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
         x, text, temb, rotary, _, *cached = inputs
@@ -229,6 +223,5 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     make = AnyFlowFARBlock if causal else AnyFlowBlock
-    found = find_blocks(model.blocks, f"{path}.blocks", block, make)
-    made = [one.made(config, *heads_of(one)) for one in found]
-    return share(made, kept={"query": KeptTables(), "key": KeptTables()})
+    kept = {"query": KeptTables(), "key": KeptTables()}
+    return find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of, kept=kept)

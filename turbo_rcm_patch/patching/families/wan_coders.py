@@ -77,7 +77,6 @@ class Level(NamedTuple):
 class WanCoder(PatchedCoder):
     """What decoder and encoder share."""
 
-    __slots__ = ()
     known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
@@ -204,7 +203,6 @@ class WanCoder(PatchedCoder):
 class Decoder(WanCoder):
     """A Wan VAE's decoder."""
 
-    __slots__ = ()
     part, shared = "decoder", True
 
     def first_frames(self, x: Tensor) -> int:
@@ -278,7 +276,6 @@ class Decoder(WanCoder):
 class Encoder(WanCoder):
     """A Wan VAE's encoder."""
 
-    __slots__ = ()
     part = "encoder"
 
     def first_frames(self, x: Tensor) -> int:

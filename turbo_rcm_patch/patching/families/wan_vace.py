@@ -25,12 +25,12 @@ _CONTROL: Final = (
     "self", "hidden_states", "encoder_hidden_states", "control_hidden_states", "temb",
     "rotary_emb",
 )  # fmt: skip
+#: What a control block returns.
+_Hint = tuple[Tensor | None, Tensor]
 
 
 class VACEBlock(WanBlock):
     """The replacement of the forward of a `WanVACETransformerBlock`."""
-
-    __slots__ = ()
 
     def __call__(  # type: ignore[override]
         self,
@@ -39,7 +39,7 @@ class VACEBlock(WanBlock):
         control_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: Rotary,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> _Hint:
         """Run the control block.
 
         Args:
@@ -54,14 +54,12 @@ class VACEBlock(WanBlock):
         """
         inputs = hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
         other = self.instead_of_fast(*inputs)
-        if other is None:
-            return self.fast(None, *inputs)
-        made: tuple[Tensor | None, Tensor] = other(*inputs)
+        made: _Hint = self.fast(None, *inputs) if other is None else other(*inputs)
         return made
 
     def fast(  # type: ignore[override]
         self, notes: Notes | None, video: Tensor, text: Tensor, control: Tensor, *rest: Any
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> _Hint:
         block = self.block
         if block.proj_in is not None:
             control = block.proj_in(control) + video
@@ -94,5 +92,5 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     plain = wan.blocks_of(model, path, config)
     control: Any = sys.modules[author_class(model).__module__].WanVACETransformerBlock
     check_parameters({control.forward: _CONTROL}, "diffusers")
-    found = find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
-    return [one.made(config, *wan.heads_of(one)) for one in found] + plain
+    where = f"{path}.vace_blocks"
+    return find_blocks(model.vace_blocks, where, control, VACEBlock, config, wan.heads_of) + plain
