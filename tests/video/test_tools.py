@@ -49,6 +49,8 @@ def test_separation_takes_another_model_and_its_prompts(folder: Path) -> None:
     far = table["measures"]["latents"]["median"]
     assert all(far[fault] > 0 for fault in table["changes"]["faults"])
     assert far["int4"] > 3 * far["math attention"]
+    with pytest.raises(SystemExit):  # and uses no videos of other prompts
+        separation.main(given(folder)[:2] + given(folder)[4:])
 
 
 def test_caches_skip_and_the_patch_beside_them_is_judged(folder: Path, no_pictures: None) -> None:

@@ -21,6 +21,7 @@ _WORDS: Final = {
     "patched": "after patch_model",
     "control": "other exact attention",
     "network": "network against fp32",
+    "truth": "the worst video in fp32",
     "videos": "decode, measure, write",
     "generate": "generate",
     "judge": "read, measure, write",

@@ -45,13 +45,21 @@ from turbo_rcm_patch.video.generation import (
     sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged, judged_vae
+from turbo_rcm_patch.video.judged import (
+    BackendCalls,
+    check_judged,
+    judged,
+    judged_vae,
+    networks_of,
+)
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
     NetworkNumber,
     drift,
+    frame_drift,
     fusion_number,
+    in_fp32,
     measure_network,
 )
 from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
@@ -59,10 +67,13 @@ from turbo_rcm_patch.video.report import shown_command, without_places, write_re
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Ran, judge
+from turbo_rcm_patch.video.verdict import FUSION_LIMIT, MEDIAN, WORST, Ran, Verdict, judge
 from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
 
 Variant = Literal["baseline", "patched", "control"]
+
+#: A video of at most so many steps is made in fp32 where videos miss a limit.
+TRUTH_STEPS: Final = 8
 
 #: Said beside the time of a patched model whose kernels did not run.
 EMULATED: Final = "On a CPU the patch is no faster: plain torch stands in for its kernels"
@@ -104,6 +115,30 @@ class PromptResult(Clip):
     seen: dict[str, str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The worst frames of one prompt's videos, by PSNR in dB against the same video of the network
+    in fp32.
+
+    Baseline and control share most of their roundings, so they are nearer to each other than to
+    the truth, and a network that rounds less may be far from both.
+    """
+
+    key: str
+    prompt: str
+    baseline: float
+    patched: float
+    control: float
+
+    def __str__(self) -> str:
+        best = "the judged one is nearer" if self.patched >= self.baseline else "it is nearer"
+        return (
+            f"Against the network in fp32 the worst frame of {self.prompt!r} has "
+            f"{self.patched:.1f} dB, the baseline's {self.baseline:.1f} ({best}), the control's "
+            f"{self.control:.1f}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Outcome):
     """The result of a comparison.
@@ -111,6 +146,8 @@ class Comparison(Outcome):
     Attributes:
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where our kernels do not run the attention.
+        truth: The farthest video against fp32; None where all meet their limits, or where that
+            takes more than `TRUTH_STEPS` steps or the network was not measured.
         attention_backend: The judged backend of diffusers; None if the patch was judged.
         control_backend: Exact attention backend of the control run.
         baseline: The model that the other two runs are compared with, in words.
@@ -126,6 +163,7 @@ class Comparison(Outcome):
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
     fusion: float | None
+    truth: Truth | None
     attention_backend: str | None
     control_backend: str
     baseline: str
@@ -254,6 +292,7 @@ class Comparison(Outcome):
             "patch_table": self.patch_report,
             "missing": self.judgement.missing,
             "network": network and asdict(network) | {"ratio": network.ratio},
+            "truth": self.truth and asdict(self.truth),
             "fusion": None
             if fusion is None
             else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT},
@@ -264,6 +303,7 @@ class Comparison(Outcome):
         lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
         lines += [f"  {self.speed}"]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
+        lines += [f"  --  {self.truth}"] if self.truth else []
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
             lines += ["  --  not measured, as you asked: the network number"]
@@ -635,6 +675,7 @@ class _Run:
             results=tuple(results),
             network=network,
             fusion=fusion,
+            truth=self.truth(results, judgement) if network else None,
             attention_backend=self.attention_backend,
             control_backend=control,
             baseline=_baseline(self.pipe, self.config),
@@ -649,6 +690,30 @@ class _Run:
         )
         write_report(comparison)
         return comparison
+
+    def truth(self, results: Sequence[PromptResult], judgement: Verdict) -> Truth | None:
+        """Measure the farthest video against that of the network in fp32, if videos miss a limit,
+        few steps make it cheap and it fits into memory."""
+        far = [one for one in judgement.checks if one.name in (MEDIAN, WORST) and not one.passed]
+        if not far or self.settings.steps > TRUTH_STEPS:
+            return None
+        i = min(range(len(results)), key=lambda i: results[i].patched.worst_psnr)
+        key = self.keys[i]
+        known = self.store.read_json("runs/truth.json")
+        if known and known["key"] == key:
+            return Truth(**known)
+        try:
+            with self.unpatched(), in_fp32(networks_of(self.pipe)):
+                exact = self._generate(i, partial(self.progress, "truth")).latents
+        except torch.OutOfMemoryError:
+            return None
+        latents = {one: self.store.load_sample(key, one).latents for one in get_args(Variant)}
+        frames = self._decode(latents | {"truth": exact})
+        found = Truth(key, results[i].prompt, **{
+            one: frame_drift(frames[one], frames["truth"]).worst_psnr for one in latents
+        })  # fmt: skip
+        self.store.write_json("runs/truth.json", asdict(found))
+        return found
 
     def ran(self) -> Ran | None:
         """Return in which form the blocks of the judged model ran; None if nobody counted."""

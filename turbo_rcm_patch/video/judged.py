@@ -80,7 +80,7 @@ def judged(
         yield calls
 
 
-def _networks(model: object) -> list[Any]:
+def networks_of(model: object) -> list[Any]:
     """Return the denoising networks of a model or pipeline."""
     return [part for name, part in parts_of(model).items() if name != VAE]
 
@@ -113,7 +113,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
         )
     with judged(model, config, attention_backend):
         if attention_backend is not None:
-            for network in _networks(model):
+            for network in networks_of(model):
                 _try_backend(network, attention_backend)
 
 
@@ -145,7 +145,7 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
 
     from turbo_rcm_patch.diffusers_backend import BACKEND, register_backend, unregister_backend
 
-    networks = _networks(model)
+    networks = networks_of(model)
     processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
     before = [(p, p._attention_backend) for p in processors if hasattr(p, "_attention_backend")]
     if not before:

@@ -381,6 +381,20 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @contextmanager
+def in_fp32(networks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Run networks in fp32, whatever dtype their pipeline gives them."""
+
+    def widened(_: object, inputs: Any, named: Any) -> Any:
+        return _fp32(inputs), _fp32(named)
+
+    with highest_precision(), ExitStack() as undo:
+        for network in networks:
+            undo.enter_context(upcast(network))
+            undo.enter_context(network.register_forward_pre_hook(widened, with_kwargs=True))
+        yield
+
+
+@contextmanager
 def highest_precision() -> Iterator[None]:
     """Switch TF32 off for the length of a `with` block."""
     both: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
