@@ -283,6 +283,9 @@ def test_the_farthest_video_is_measured_against_fp32_where_one_misses_a_limit(
     monkeypatch.setattr(comparison, "in_fp32", lambda _: pytest.fail("it was measured already"))
     again = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
     assert kept["patched"] == again.truth.patched
+    (tmp_path / "out" / "runs" / "truth.json").unlink()
+    monkeypatch.setattr(comparison, "why_no_network", lambda *_: "an offloaded transformer")
+    assert compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings).truth is None
 
 
 def test_nothing_is_measured_against_fp32_where_all_videos_meet_their_limits(finished) -> None:

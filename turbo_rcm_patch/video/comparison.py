@@ -695,7 +695,8 @@ class _Run:
         """Measure the farthest video against that of the network in fp32, if videos miss a limit,
         few steps make it cheap and it fits into memory."""
         far = [one for one in judgement.checks if one.name in (MEDIAN, WORST) and not one.passed]
-        if not far or self.settings.steps > TRUTH_STEPS:
+        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe, None)
+        if not far or not cheap:
             return None
         i = min(range(len(results)), key=lambda i: results[i].patched.worst_psnr)
         key = self.keys[i]
