@@ -323,8 +323,8 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
 def compile_ahead(call: Callable[[], object]) -> None:
     """Compile the kernels that a call launches, several at a time, and launch none of them.
 
-    The 34 kernels of Wan2.1-1.3B and its VAE take 28 s of a core, a sixth of them under Python's
-    lock. Triton's cache on disk keeps them. A kernel that does not compile is left to its launch,
+    Where Triton's cache on disk has none, the first video of Wan2.1-1.3B takes 19 s for 32
+    (results/2026-11-27/cold_start.txt). A kernel that does not compile is left to its launch,
     which says so.
 
     Args:
