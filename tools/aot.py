@@ -258,6 +258,8 @@ CASES = {
     **{f"attention-d{dim}": Case(_attention, dim, wide=dim > 128) for dim in (32, 64, 128, 256)},
     "attention-alone-d64": Case(_attention, 64, alone=True),
     "attention-alone-d128": Case(_attention, alone=True, **_MORE),
+    **{f"attention-alone-bf16-d{dim}": Case(_attention, dim, alone=True, pv="bf16")
+       for dim in (64, 128)},
     "attention-ranks-d128": Case(_attention, alone=True, ranks=4),
     "attention-causal-d96": Case(_attention, 96, causal=True, **_MORE),
     "attention-bf16": Case(_attention, pv="bf16", wide=True, **_MORE),

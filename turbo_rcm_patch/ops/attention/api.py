@@ -494,7 +494,9 @@ def _prologue_for_all() -> ModuleType:
 
 
 def _plain_on_hopper(target: Target, a: AttentionInputs) -> bool:
-    plain = a.spec.pv == "fp8" and not a.spec.causal and a.skip is None
+    # v of 16 bits is copied where it lies, and a masked token may hold anything.
+    served = a.spec.pv == "fp8" or (a.kv_lengths is None and _copied_on_hopper(target, a))
+    plain = served and not a.spec.causal and a.skip is None
     return plain and target == ("cuda", 90) and a.head_dim in _HOPPER_HEADS
 
 

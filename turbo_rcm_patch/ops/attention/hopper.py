@@ -113,12 +113,13 @@ _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 #: Rows of a program.
 ROWS = _GROUPS.value * _BLOCK_M.value
 STAGES = 4
+_WIDE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, shared, bh, start_m, blocks, n_q_padded, n_kv_padded,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, shared, bh, start_m, blocks, n_q_padded, n_kv_padded, heads,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Fill the slots in turn: slot j has block j of k and block j - 1 of v.
 
@@ -134,17 +135,22 @@ def _producer(
         slot = j % STAGES
         # The phase before the first counts as complete, so the first round does not wait.
         mbarrier.wait(empty.index(slot), ((j // STAGES) % 2) ^ 1)
-        mbarrier.expect(ready.index(slot), 2 * _BLOCK_N * HEAD_DIM)
+        mbarrier.expect(ready.index(slot), (2 if FP8 else 3) * _BLOCK_N * HEAD_DIM)
         k_row = bh * n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
         tma_load(k_desc, [k_row, 0], ready.index(slot), k_smem.index(slot))
-        v_column = gl.maximum(j - 1, 0) * _BLOCK_N
-        tma_load(v_desc, [bh * HEAD_DIM, v_column], ready.index(slot), v_smem.index(slot))
+        v_row = gl.maximum(j - 1, 0) * _BLOCK_N
+        if FP8:
+            tma_load(v_desc, [bh * HEAD_DIM, v_row], ready.index(slot), v_smem.index(slot))
+        else:  # [1, 128, HEAD_DIM]; rows after the last are zeros
+            at = [bh // heads, v_row, (bh % heads) * HEAD_DIM]
+            tma_load(v_desc, at, ready.index(slot), v_smem.index(slot))
 
 
 @gluon.jit
 def _softmax(
-    qk, scale, m_i, seen, P_MAX_LOG2: gl.constexpr, MASKED: gl.constexpr, SHARE: gl.constexpr
-):
+    qk, scale, m_i, seen, P_MAX_LOG2: gl.constexpr, MASKED: gl.constexpr, SHARE: gl.constexpr,
+    FP8: gl.constexpr,
+):  # fmt: skip
     """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
 
     Return p fp32, the factor on the sums so far, and the new maximum. The keys of p are reordered
@@ -165,27 +171,41 @@ def _softmax(
             )
         else:
             p = gl.exp2(p)
-    p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
-    p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
+    if FP8:
+        p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
+        p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
     return p, gl.exp2(m_i - m_new), m_new  # [64, 128], [64], [64]
 
 
 @gluon.jit
-def _accumulate(acc, l_i, p, alpha, v_tile, ones):
-    """Add a block of keys to acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
-    p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)  # [64, 128]
-    # l_i sums the rounded p, because it is what multiplies v.
-    row = warpgroup_mma(p8, ones.permute((1, 0)), gl.zeros_like(l_i), use_acc=False, is_async=True)
-    pv = warpgroup_mma(
-        p8, v_tile.permute((1, 0)), gl.zeros_like(acc), use_acc=False, is_async=True
-    )
-    # Depth 0, because the slot of v is released after the next q k without a further wait.
-    row, pv = warpgroup_mma_wait(0, deps=(row, pv))  # [64, 8] and [64, HEAD_DIM] fp32
+def _accumulate(acc, l_i, p, alpha, v_tile, ones, FP8: gl.constexpr):
+    """Add a block of keys to acc [BLOCK_M, HEAD_DIM] and l_i [BLOCK_M, 8], both fp32.
+
+    Products of e4m3 start from zero, because the tensor cores sum them with few digits. Those of
+    16 bits are added in place: their p takes the registers of a second accumulator.
+    """
     rows_l: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     rows_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    l_i = l_i * gl.convert_layout(alpha, rows_l, assert_trivial=True)[:, None] + row
-    acc = acc * gl.convert_layout(alpha, rows_o, assert_trivial=True)[:, None] + pv
+    alpha_l = gl.convert_layout(alpha, rows_l, assert_trivial=True)[:, None]
+    alpha_o = gl.convert_layout(alpha, rows_o, assert_trivial=True)[:, None]
+    # l_i sums the rounded p, because it is what multiplies v. Depth 0, because the slot of v is
+    # released after the next q k without a further wait.
+    if FP8:
+        operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
+        p8 = gl.convert_layout(p, operand, assert_trivial=True).to(gl.float8e4nv)  # [64, 128]
+        none_l, none_o = gl.zeros_like(l_i), gl.zeros_like(acc)
+        row = warpgroup_mma(p8, ones.permute((1, 0)), none_l, use_acc=False, is_async=True)
+        pv = warpgroup_mma(p8, v_tile.permute((1, 0)), none_o, use_acc=False, is_async=True)
+        row, pv = warpgroup_mma_wait(0, deps=(row, pv))  # [64, 8] and [64, HEAD_DIM] fp32
+        l_i = l_i * alpha_l + row
+        acc = acc * alpha_o + pv
+    else:
+        operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+        p16 = gl.convert_layout(p, operand, assert_trivial=True).to(ones.dtype)  # [64, 128]
+        v_rows = v_tile.reshape([_BLOCK_N, acc.shape[1]])
+        l_i = warpgroup_mma(p16, ones.permute((1, 0)), l_i * alpha_l, is_async=True)
+        acc = warpgroup_mma(p16, v_rows, acc * alpha_o, is_async=True)
+        l_i, acc = warpgroup_mma_wait(0, deps=(l_i, acc))
     return acc, l_i
 
 
@@ -193,15 +213,16 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones):
 def _consumer(
     y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
     GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    RANKS: gl.constexpr,
+    RANKS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of one head."""
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
-    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 32])
+    keys: gl.constexpr = 32 if FP8 else 16  # of one instruction
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, keys])
+    layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, keys])
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     # With few channels the exponential unit is the bottleneck. fp32 outputs keep the exact bits.
-    share: gl.constexpr = HEAD_DIM == 64 and y_ptrs[0].dtype.element_ty != gl.float32
+    share: gl.constexpr = FP8 and HEAD_DIM == 64 and y_ptrs[0].dtype.element_ty != gl.float32
     q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
     b, h, start_m, limit = program
     n_q, n_rank, n_q_padded, n_kv_padded, heads = sizes
@@ -233,10 +254,10 @@ def _consumer(
         # `_accumulate`, one iteration earlier, has drained p_(i-1) v_(i-1). So the producer may
         # overwrite both.
         mbarrier.arrive(empty.index(slot), count=1)
-        p, alpha, m_i = _softmax(qk, scale, m_i, True, P_MAX_LOG2, False, share)
+        p, alpha, m_i = _softmax(qk, scale, m_i, True, P_MAX_LOG2, False, share, FP8)
         slot = (i + 1) % STAGES
         mbarrier.wait(ready.index(slot), ((i + 1) // STAGES) % 2)
-        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones)
+        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones, FP8)
     if full < blocks:
         slot = full % STAGES
         k_tile = k_smem.index(slot).permute((1, 0))
@@ -246,10 +267,10 @@ def _consumer(
         mbarrier.arrive(empty.index(slot), count=1)
         offs_n = full * _BLOCK_N + gl.arange(0, _BLOCK_N, gl.SliceLayout(0, layout_s))
         seen = (offs_n < limit)[None, :]
-        p, alpha, m_i = _softmax(qk, scale, m_i, seen, P_MAX_LOG2, True, share)
+        p, alpha, m_i = _softmax(qk, scale, m_i, seen, P_MAX_LOG2, True, share, FP8)
         slot = (full + 1) % STAGES
         mbarrier.wait(ready.index(slot), ((full + 1) // STAGES) % 2)
-        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones)
+        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones, FP8)
 
     # A row without keys has the total 0, so output 0 and logsumexp -inf. NaN stays NaN.
     total = gl.max(l_i, axis=1)
@@ -263,14 +284,16 @@ def _consumer(
         gl.store(lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
-    levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
-    # As in `online_softmax.v_correction` and `times_v_scale`.
-    scale = gl.load(levels)
-    errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
-    step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
-    correction = gl.fma(errors, step, gl.load(levels + HEAD_DIM))  # [HEAD_DIM]
     factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
-    out = gl.fma(acc * factor[:, None], scale[None, :], correction[None, :])  # [64, HEAD_DIM]
+    out = acc * factor[:, None]  # [64, HEAD_DIM]
+    if FP8:
+        levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
+        # As in `online_softmax.v_correction` and `times_v_scale`.
+        scale = gl.load(levels)
+        errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
+        step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
+        correction = gl.fma(errors, step, gl.load(levels + HEAD_DIM))  # [HEAD_DIM]
+        out = gl.fma(out, scale[None, :], correction[None, :])
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
     out = out.to(y_ptrs[0].dtype.element_ty)
     for rank in gl.static_range(RANKS):  # A group of rows may belong to two of them.
@@ -303,15 +326,20 @@ def hopper_kernel(
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, HEAD_DIM, _BLOCK_N], v_desc.layout)
-    # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    bits = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers)
+    FP8: gl.constexpr = v_desc.dtype == gl.float8e4nv
+    slots: gl.constexpr = [STAGES, HEAD_DIM, _BLOCK_N] if FP8 else [STAGES, 1, _BLOCK_N, HEAD_DIM]
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, slots, v_desc.layout)
+    if FP8:
+        # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
+        one = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True)
+    else:
+        one = gl.full([_ONES, _BLOCK_N], 1.0, v_desc.dtype, registers)
     ones = gl.allocate_shared_memory(
-        gl.float8e4nv,
+        v_desc.dtype,
         [_ONES, _BLOCK_N],
-        gl.NVMMASharedLayout(128, 8, rank=2),
-        bits.to(gl.float8e4nv, bitcast=True),
+        gl.NVMMASharedLayout(128, v_desc.dtype.primitive_bitwidth, rank=2),
+        one,
     )
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -331,13 +359,13 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+                      shared, program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
             (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+                      shared, program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
             (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS)),
+                      shared, program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
             (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
-                       n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
+                       n_q_padded, n_kv_padded, heads, HEAD_DIM, STAGES, FP8)),
         ],
         [4, 4, 1],
         [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
@@ -345,11 +373,11 @@ def hopper_kernel(
 
 
 @cache
-def _layout(block: tuple[int, int], kind: str) -> gl.NVMMASharedLayout:
+def _layout(block: tuple[int, ...], kind: str) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, kind))
 
 
-def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, block: tuple[int, ...], kind: str) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(block), _layout(block, kind))
 
 
@@ -361,12 +389,16 @@ def launch_kernel(
 ) -> None:
     """Write softmax(q k^T) v into ys, as `triton.launch_kernel` does, and the logsumexp into lse
     [B, H, Nq] fp32."""
-    (q, q_scale, shift), (k, k_scale), values = operands[:3]
-    assert values is not None
+    (q, q_scale, shift), (k, k_scale), values, wide = operands[:4]
     n_q, lengths = operands.n_q, operands.lengths
     rows, keys = _BLOCK_M.value, _BLOCK_N.value
     batch, heads, n_q_padded, head_dim = q.shape
     n_kv_padded = k.shape[2]
+    if values is not None:
+        v_desc = _descriptor(values.e4m3.view(-1, n_kv_padded), (head_dim, keys), "float8e4nv")
+    else:
+        assert wide is not None
+        v_desc = _descriptor(wide, (1, keys, head_dim), _WIDE[wide.dtype])
     launch(
         hopper_kernel,
         (cdiv(n_q, ROWS), heads, batch),
@@ -378,10 +410,8 @@ def launch_kernel(
         q_scale_ptr=q_scale,
         k_desc=_descriptor(k.view(-1, head_dim), (keys, head_dim), "int8"),
         k_scale_ptr=k_scale,
-        v_desc=_descriptor(
-            values.e4m3.view(-1, n_kv_padded), (head_dim, _BLOCK_N.value), "float8e4nv"
-        ),
-        v_levels_ptr=values.levels,
+        v_desc=v_desc,
+        v_levels_ptr=None if values is None else values.levels,
         lengths_ptr=lengths,
         n_q=n_q,
         n_rank=n_q // len(ys),
