@@ -95,6 +95,7 @@ def _tile(channels: int) -> tuple[int, int]:
     return max(1, _TILE // block_c), block_c
 
 
+@replayed
 def norm_silu(
     x: torch.Tensor,
     norm: RMSNorm | GroupNorm | None,
@@ -103,36 +104,18 @@ def norm_silu(
     frames: int,
     history: torch.Tensor | None,
     dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `passes.norm_silu`."""
-    kind, weight, bias, scale, shift = 0, None, None, None, None
+    """Compute `passes.norm_silu`, plus a residual [B, T, H, W, C], into y if that is given."""
+    target_of(x.device)
+    kind, weight, bias, latent = 0, None, None, None
     if isinstance(norm, RMSNorm):
         kind, weight, bias = 1, norm.weight, norm.bias
     elif norm is not None:
-        kind, scale, shift = 2, norm.scale, norm.shift
+        kind = 2
         weight, bias = group_factors(x, before, norm.weight, norm.bias, norm.groups, norm.eps)
-    return _norm_silu(
-        x, before, history, (weight, bias), None if scale is None else (scale, shift), None, None,
-        kind=kind, silu=silu, frames=frames, dtype=dtype,
-    )  # fmt: skip
-
-
-@replayed
-def _norm_silu(
-    x: torch.Tensor,
-    before: torch.Tensor | None,
-    history: torch.Tensor | None,
-    norm: tuple[torch.Tensor | None, torch.Tensor | None],
-    latent: tuple[torch.Tensor, torch.Tensor] | None,
-    residual: torch.Tensor | None,
-    y: torch.Tensor | None,
-    *,
-    kind: int,
-    silu: bool,
-    frames: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    target_of(x.device)
+        latent = None if norm.scale is None else (norm.scale, norm.shift, norm.scale.stride()[:2])
     batch, n_frames, height, width, channels = x.shape
     whole, few = ((batch, count, height, width, channels) for count in (frames + n_frames, frames))
     y = torch.empty(whole, dtype=dtype, device=x.device) if y is None else y
@@ -146,8 +129,7 @@ def _norm_silu(
     launch(
         norm_silu_kernel, (cdiv(pixels, block_p), batch * (frames + n_frames)), x.device,
         y_ptr=y, kept_ptr=kept, x=(x, x.stride()[:2], before, residual), history_ptr=history,
-        norm=norm, latent=None if latent is None else (*latent, latent[0].stride()[:2]),
-        frames=n_frames, pixels=pixels, width=width,
+        norm=(weight, bias), latent=latent, frames=n_frames, pixels=pixels, width=width,
         first=odd * (repeat - 1), repeat=repeat, square=square, latent_width=latent_width,
         root=channels**0.5, C=channels, FRAMES=frames, NORM=kind, SILU=silu,
         BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, num_stages=1,
@@ -334,7 +316,4 @@ def add_bias_residual(
     y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Compute `passes.add_bias_residual` of dense tensors into `out`, which may be y."""
-    _norm_silu(
-        y, bias, None, (None, None), None, residual, out, kind=0, silu=False, frames=0,
-        dtype=out.dtype,
-    )  # fmt: skip
+    norm_silu(y, None, False, bias, 0, None, out.dtype, residual=residual, y=out)
