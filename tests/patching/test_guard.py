@@ -569,6 +569,28 @@ def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     assert torch.equal(run(model, inputs), made)
 
 
+def test_values_leave_fp8_before_scores_leave_int8() -> None:
+    """Between the errors of both, values in 16 bits suffice; below both, attention is exact."""
+    inputs, made, errors = WAN.inputs(dtype=BF16), {}, {}
+    for pv in ("fp8", "bf16"):
+        report = patch_model(model := WAN.model(BF16), attention="int8", pv=pv, fidelity=100.0)
+        made[pv], errors[pv] = run(model, inputs), report.guard.prediction
+        assert not report.guard.decisions
+    between = (errors["fp8"] * errors["bf16"]) ** 0.5 / 0.95
+    assert errors["bf16"] < 0.95 * between < errors["fp8"]
+    report = patch_model(model := WAN.model(BF16), attention="int8", pv="fp8", fidelity=between)
+    got = run(model, inputs)
+    assert {one.verdict for one in report.guard.decisions} == {"values in 16 bits"}
+    assert "fused with int8 attention, values in 16 bits" in report.last_forward
+    assert "wide-values" in report.forms().values()
+    assert relative_l2(got, made["bf16"]) < relative_l2(got, made["fp8"])
+    report = patch_model(model := WAN.model(BF16), attention="int8", pv="fp8", fidelity=0.01)
+    run(model, inputs)
+    assert report.last_forward == {"fused with exact attention": 2}
+    assert [one.verdict for one in report.guard.decisions] == [
+        "values in 16 bits", "exact attention"] * 2  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("linear", "verdicts"), [("as-is", set()), ("int8", {"exact attention, Linears in 16 bits"})]
 )

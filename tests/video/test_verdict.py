@@ -177,11 +177,11 @@ def test_each_condition_says_both_limits() -> None:
 # --- what ran ------------------------------------------------------------------------------------
 
 
-def ran(*forms: str, asked: str = "int8 attention", length_asked: bool = True) -> Ran:
+def ran(*forms: str, asked: str = "int8 attention", part: tuple[str, ...] = ("length",)) -> Ran:
     """Two videos of two steps; a form a block, "a|b" where its second step ran in another."""
     steps = [{f"blocks.{i}": one.split("|")[step % len(one.split("|"))] for i, one in
               enumerate(forms)} for step in range(2)]  # fmt: skip
-    found = Ran.of(asked, length_asked, [steps, steps])
+    found = Ran.of(asked, part, [steps, steps])
     assert found is not None
     return found
 
@@ -210,9 +210,15 @@ def ran(*forms: str, asked: str = "int8 attention", length_asked: bool = True) -
         pytest.param(ran("length", "length"), "unchanged", "All 2 blocks ran exact attention, "
                      "because there are few tokens: this is not a verdict on int8 attention",
                      id="auto-and-short"),
-        pytest.param(ran("length", "length", length_asked=False), "not judged", "All 2 blocks ran "
+        pytest.param(ran("length", "length", part=()), "not judged", "All 2 blocks ran "
                      "exact attention, because there are few tokens: this is not a verdict on "
                      "int8 attention", id="int8-and-short"),
+        pytest.param(ran("wide-values", "exact", part=("wide-values",)), "unchanged", "1 of 2 "
+                     "blocks ran int8 attention with values in 16 bits, by the guard's decision; "
+                     "1 of 2 blocks ran exact attention, by the guard's decision", id="values"),
+        pytest.param(ran("wide-values", part=()), "not judged", "All 1 blocks ran int8 attention "
+                     "with values in 16 bits, by the guard's decision: this is not a verdict on "
+                     "int8 attention (guard=False judges it)", id="fp8-by-name"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_was_asked_for(given: Ran, word: str, said: str) -> None:
@@ -227,4 +233,4 @@ def test_what_did_not_run_is_not_called_changed_either() -> None:
 
 
 def test_nobody_counts_the_calls_of_another_backend() -> None:
-    assert Ran.of("int8 attention", True, [(), ()]) is None
+    assert Ran.of("int8 attention", (), [(), ()]) is None

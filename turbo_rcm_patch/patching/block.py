@@ -39,13 +39,15 @@ class Level(IntEnum):
     """How exactly a block runs. The guard raises the level and never lowers it."""
 
     AS_ASKED = 0
-    EXACT = 1  # exact attention
-    EXACT_16BIT = 2  # exact attention and Linears in 16 bits
-    AUTHOR = 3  # the author's forward
+    WIDE_VALUES = 1  # probabilities and values in 16 bits
+    EXACT = 2  # exact attention
+    EXACT_16BIT = 3  # exact attention and Linears in 16 bits
+    AUTHOR = 4  # the author's forward
 
 
 #: Level -> how a block at it runs, for the report.
 LEVEL_WORDS = {
+    Level.WIDE_VALUES: "values in 16 bits",
     Level.EXACT: "exact attention",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
     Level.AUTHOR: "runs its author's code",
@@ -91,6 +93,7 @@ class PatchedBlock(Replacement):
             heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
             impl=config.impl,
         )  # fmt: skip
+        self._wide = replace(self._asked, pv="bf16")
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = self.backend = ""
@@ -104,7 +107,9 @@ class PatchedBlock(Replacement):
     @property
     def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
-        return self._exact if self.level else self._asked
+        if self.level < Level.EXACT:
+            return self._wide if self.level else self._asked
+        return self._exact
 
     def spec_over(self, n_kv: int) -> ops.AttentionSpec:
         """Return the options of a cross-attention: exact over the few keys of a prompt, where
@@ -182,7 +187,8 @@ class PatchedBlock(Replacement):
         device = next(self.block.parameters()).device
         one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if self.int8_linears() else ""
-        return f"fused with {one.attention} attention{linears}"
+        values = ", values in 16 bits" if self.level == Level.WIDE_VALUES else ""
+        return f"fused with {one.attention} attention{values}{linears}"
 
     def int8_linears(self) -> list[str]:
         """Return the names of the Linears that run in int8 now, under hooks and adapters too."""
@@ -192,16 +198,18 @@ class PatchedBlock(Replacement):
 
     def form(self) -> str:
         """Return in which form the last call outside a compiler ran: "asked"; "length", where
-        attention="auto" took exact attention; "exact" or "exact-16bit" by the guard; "author"; ""
-        before the first."""
+        attention="auto" took exact attention; "wide-values", "exact" or "exact-16bit" by the
+        guard; "author"; "" before the first."""
         if not isinstance(self.last, tuple):
             return "author" if self.last or self.left else ""
-        if self.level:
+        if self.level > Level.WIDE_VALUES:
             return "exact" if self.level == Level.EXACT else "exact-16bit"
         auto = (
             self.config.attention == "auto" and not self.other_forwards()
         )  # SLA has no such rule
-        return "length" if auto and "exact" in self.describe_last_run() else "asked"
+        if auto and "exact" in self.describe_last_run():
+            return "length"
+        return "wide-values" if self.level else "asked"
 
     def foreign(self) -> str:
         """Return what keeps the guard from running the author's forward a second time, or ""."""

@@ -3,8 +3,8 @@ the fast path returns.
 
 Each block is compared on its first forward and on the last denoising step where that is known.
 After that, one block is compared on every fourth forward. A block over the budget runs more
-exactly from that call on: first with exact attention, then also with Linears in 16 bits, then with
-its author's code. If a fault is found later than on a first forward, the guard compares every
+exactly from that call on: first with values in 16 bits where they are in fp8, then with exact
+attention, then also with Linears in 16 bits, then with its author's code. If a fault is found later than on a first forward, the guard compares every
 block after it, and all blocks on the next forward. On a block's first forward `fidelity` may raise
 its level too, by the predicted error of the network. A call that raises the level already returns
 the result at the new level, so equal inputs give equal results.
@@ -315,7 +315,7 @@ class Guard:
                 share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
             else:
                 share, reason = self._share(block, fast, author, notes, here, first)
-            higher = _next_level(block, here.way[2]) if reason else level
+            higher = _next_level(block, *here.way[2:]) if reason else level
             if block.level == level < higher:  # else another thread raised it meanwhile
                 block.raise_level(higher, reason)
                 if not first:  # The fault began later, perhaps in other blocks too.
@@ -359,7 +359,7 @@ class Guard:
         if not math.isfinite(one.author + one.fast):
             return _NOTHING, ""
         error = predicted([*here.shares.values(), one], dtype)
-        higher = _next_level(block, here.way[2])
+        higher = _next_level(block, *here.way[2:])
         if error > _TARGET_SHARE * self._target and higher < Level.AUTHOR:
             return one, f"the network's error would be {error:.2f}, target {self._target:g}"
         return one, ""
@@ -398,8 +398,10 @@ class Guard:
             _log.warning("%s: %s from now on: %s", block.path, verdict, where)
 
 
-def _next_level(block: PatchedBlock, attention: str) -> Level:
-    """Return the next level that changes how a block with this attention runs."""
+def _next_level(block: PatchedBlock, attention: str, pv: str) -> Level:
+    """Return the next level that changes how a block with this attention and pv runs."""
+    if block.level < Level.WIDE_VALUES and ops.quantises(attention) and pv == "fp8":
+        return Level.WIDE_VALUES
     asked = block.config.attention == "exact"
     exact = asked or (attention == "exact" and not block.other_forwards())
     if block.level < Level.EXACT and not exact:

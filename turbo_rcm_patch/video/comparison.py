@@ -722,7 +722,10 @@ class _Run:
         auto = self.config.attention == "auto" or self.attention_backend
         asked = f"{'int8' if auto else self.config.attention} attention"
         asked += " and int8 Linears" if self.config.linear != "as-is" else ""
-        return Ran.of(asked, self.attention_backend is None, videos)
+        part = {"length"} if self.attention_backend is None else set()
+        if self.config.pv == "auto":
+            part.add("wide-values")
+        return Ran.of(asked, part, videos)
 
     def _finished(self, key: str) -> PromptResult | None:
         """Return the numbers of a finished prompt: its record and all its videos are there."""

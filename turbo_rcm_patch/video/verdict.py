@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
@@ -42,6 +42,7 @@ ASKED_SHARE: Final = 0.5
 FORMS: Final = {
     "length": "exact attention, because there are few tokens",
     "mask": "exact attention, because of a mask",
+    "wide-values": "int8 attention with values in 16 bits, by the guard's decision",
     "exact": "exact attention, by the guard's decision",
     "exact-16bit": "exact attention and Linears in 16 bits, by the guard's decision",
     "author": "its author's code",
@@ -128,17 +129,18 @@ class Ran:
 
     Attributes:
         asked: The form that was asked for, in words.
-        length_asked: True if exact attention for few tokens is part of it (attention="auto").
+        part: Forms that are part of it: "length" with attention="auto", "wide-values" with
+            pv="auto".
         calls: Block -> of each step how many calls ran in which form.
     """
 
     asked: str
-    length_asked: bool
+    part: Collection[str]
     calls: Mapping[str, Sequence[Counter[str]]]
 
     @classmethod
     def of(
-        cls, asked: str, length_asked: bool, videos: Sequence[Sequence[Mapping[str, str]]]
+        cls, asked: str, part: Collection[str], videos: Sequence[Sequence[Mapping[str, str]]]
     ) -> Ran | None:
         """Count the forms of videos: of each video and step, block -> form. None if no block was
         watched."""
@@ -147,7 +149,7 @@ class Ran:
         calls = {
             b: [Counter(one[b] for one in step if b in one) for step in steps] for b in blocks
         }
-        return cls(asked, length_asked, calls) if calls else None
+        return cls(asked, part, calls) if calls else None
 
     @property
     def forms(self) -> Counter[str]:
@@ -158,7 +160,7 @@ class Ran:
     def share(self) -> float:
         """The share of the calls that ran as it was asked for."""
         forms = self.forms
-        return (forms["asked"] + self.length_asked * forms["length"]) / forms.total()
+        return sum(forms[one] for one in ("asked", *self.part)) / forms.total()
 
     def __str__(self) -> str:
         blocks = [sum(steps, Counter[str]()) for steps in self.calls.values()]
@@ -171,9 +173,10 @@ class Ran:
             parts.append(f"{count} blocks ran {FORMS[form]}{often}")
         if not parts:
             return f"All {len(blocks)} blocks ran {self.asked} in every step"
-        if self.share >= ASKED_SHARE and self.forms["asked"]:
-            return f"{'; '.join(parts)}; the rest ran {self.asked}"
-        by_guard = self.forms["exact"] + self.forms["exact-16bit"]
+        rest, wide = self.forms["asked"], self.forms["wide-values"]
+        if self.share >= ASKED_SHARE and (rest or wide):
+            return "; ".join([*parts, f"the rest ran {self.asked}"] if rest else parts)
+        by_guard = wide + self.forms["exact"] + self.forms["exact-16bit"]
         how = " (guard=False judges it)" if by_guard else ""
         return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
 
