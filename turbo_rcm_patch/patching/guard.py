@@ -3,11 +3,11 @@ the fast path returns.
 
 Each block is compared on its first forward and on the last denoising step where that is known.
 After that, one block is compared on every fourth forward. A block over the budget runs more
-exactly from that call on: first with values in 16 bits where they are in fp8, then with exact
-attention, then also with Linears in 16 bits, then with its author's code. If a fault is found later than on a first forward, the guard compares every
-block after it, and all blocks on the next forward. On a block's first forward `fidelity` may raise
-its level too, by the predicted error of the network. A call that raises the level already returns
-the result at the new level, so equal inputs give equal results.
+exactly from that call on: values in fp8 become 16 bits wide, then attention exact, then Linears
+run in 16 bits too, then its author's code runs. If a fault is found later than on a first forward,
+the guard compares every block after it, and all blocks on the next forward. On a block's first
+forward `fidelity` may raise its level too, by the predicted error of the network. A call that
+raises the level already returns the result at the new level, so equal inputs give equal results.
 
 The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
 author's forward runs anyway. A block that holds something foreign is not run a second time. Where
