@@ -494,8 +494,8 @@ def _prologue_for_all() -> ModuleType:
 
 
 def _plain_on_hopper(target: Target, a: AttentionInputs) -> bool:
-    # v of 16 bits is copied where it lies, and a masked token may hold anything.
-    served = a.spec.pv == "fp8" or (a.kv_lengths is None and _copied_on_hopper(target, a))
+    # A masked token's v of 16 bits is multiplied by 0 where it lies, and may be NaN.
+    served = a.spec.pv == "fp8" or a.kv_lengths is None
     plain = served and not a.spec.causal and a.skip is None
     return plain and target == ("cuda", 90) and a.head_dim in _HOPPER_HEADS
 
@@ -504,15 +504,18 @@ def _copied_on_hopper(target: Target, a: AttentionInputs) -> bool:
     return (
         target == ("cuda", 90)
         and a.head_dim in _HOPPER_HEADS
-        and all(
-            x.element_size() == 2
-            and x.dtype == a.k.dtype
-            and x.stride(1) % 16 == 0
-            and x.stride(1) < 2**22
-            and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
-            and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-            for x in a[:3]
-        )
+        and all(x.dtype == a.k.dtype and _in_whole_copies(x) for x in a[:3])
+    )
+
+
+def _in_whole_copies(x: Tensor) -> bool:
+    """Return True if hardware copies can read x [B, N, H*D] where it lies."""
+    return (
+        x.element_size() == 2
+        and x.stride(1) % 16 == 0
+        and x.stride(1) < 2**22
+        and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
+        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
     )
 
 
@@ -520,7 +523,7 @@ def _copied_on_hopper(target: Target, a: AttentionInputs) -> bool:
 KERNELS: Final = (
     Implementation(
         "hopper", _plain_on_hopper,
-        "sm_90, pv fp8, heads of 64 or 128, no skip in the kernel, not causal",
+        "sm_90, heads of 64 or 128, no skip in the kernel, not causal; lengths with fp8 alone",
         _kernel_for_hopper, "attention",
     ),
     Implementation("triton", always, "everything else", _kernel_for_all, "attention"),
@@ -636,6 +639,8 @@ def quantize(
     job = Prologue(a, queries, keys, values, counters, counter_rows)
     run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
     wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
+    if wide is not None and not _in_whole_copies(wide):
+        wide = wide.clone(memory_format=torch.contiguous_format)
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 
 

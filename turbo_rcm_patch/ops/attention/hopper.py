@@ -2,11 +2,12 @@
 
     y = softmax(q k^T) v
 
-The arithmetic is that of `triton.attention_kernel`, bit for bit, for the most
-important case: e4m3 probabilities and no skip in the epilogue. Each group takes 64 rows, and all
-three share every block of k and v. So the L2 is read a third as often, and no group waits for a
-load. The sum and the product of a group's probabilities are in flight together. On an H200 this
-kernel reaches 973 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
+It serves attention without a skip in the epilogue. With e4m3 probabilities the arithmetic is that
+of `triton.attention_kernel`, bit for bit; with 16 bits its sums are rounded in another order. Each
+group takes 64 rows, and all three share every block of k and v. So the L2 is read a third as
+often, and no group waits for a load. The sum and the product of a group's probabilities are in
+flight together. On an H200 this kernel reaches 973 TOPS and the portable one 828 (12 heads of 128,
+32,760 tokens).
 
 Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
 before it, because both are needed at the same time):
@@ -21,11 +22,13 @@ Shared memory, for heads of D channels:
 
     q      int8 [3, 64, D]          192 * D bytes
     k      int8 [STAGES, 128, D]    512 * D, swizzled by min(D, 128) bytes
-    v      e4m3 [STAGES, D, 128]    512 * D, transposed, swizzled by 128 bytes
-    ones   e4m3 [8, 128]            1,024: the product with it sums rows of p
+    v      e4m3 [STAGES, D, 128]    512 * D, transposed, swizzled by 128 bytes;
+           or 16 bits [STAGES, 128, D], 1,024 * D
+    ones   as v [8, 128]            the product with it sums rows of p
     q_ready [1], ready [STAGES], empty [STAGES]: barriers of 8 bytes
 
-Together they take 154 KiB for D = 128 and 77 KiB for 64. The registers of one program fill a
+Together they take 153 KiB for D = 128, with v in 16 bits 218, and half as much for 64. The
+registers of one program fill a
 multiprocessor.
 
 Barriers:
