@@ -148,7 +148,7 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
         torch.cuda.set_device(device)
     store = Path(folder, "store").as_uri()
     dist.init_process_group(
-        "gloo" if cpu else "cpu:gloo,cuda:nccl",
+        "cpu:gloo" if cpu else "cpu:gloo,cuda:nccl",
         init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT,
     )  # fmt: skip
     try:

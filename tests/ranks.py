@@ -61,7 +61,7 @@ def on_ranks(
     world: int,
     function: Callable[..., None],
     *args: object,
-    backend: str = "gloo",
+    backend: str = "cpu:gloo",
     timeout: timedelta = TIMEOUT,
 ) -> None:
     """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared.

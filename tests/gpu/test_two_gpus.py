@@ -80,7 +80,7 @@ def _on_two(backend: str, function: Any, *args: object) -> None:
 @pytest.mark.parametrize(
     ("backend", "case"),
     [
-        *(("gloo", case) for case in ("guard on", "int8 ring", "uneven heads, guard on")),
+        *(("cpu:gloo", case) for case in ("guard on", "int8 ring", "uneven heads, guard on")),
         *(pytest.param(NCCL, case, marks=pytest.mark.gpu) for case in CASES),
     ],
 )
@@ -136,7 +136,7 @@ def _same_bits(rank: int, backend: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("gloo", _INT8),
+        ("cpu:gloo", _INT8),
         *(
             pytest.param(NCCL, _INT8 | more, marks=pytest.mark.gpu)
             for more in ({}, {"attention": "exact"}, {"guard": True}, {"linear": "int8"})
@@ -218,7 +218,7 @@ def _halves_a_step(rank: int, backend: str, options: dict[str, Any] | None) -> N
         assert torch.equal(latents(), expected)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["cpu:gloo", pytest.param(NCCL, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("attention", [None, "int8"])
 def test_two_groups_share_a_step_and_give_the_bits_of_one_process(
     backend: str, attention: str | None

@@ -113,7 +113,7 @@ class Processes:
         began = not dist.is_initialized()  # Ray's trainer has done so.
         if began:
             try:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if gpu and together else "gloo")
+                dist.init_process_group("cpu:gloo,cuda:nccl" if gpu and together else "cpu:gloo")
             except ValueError as error:  # MASTER_ADDR is missing, or is none.
                 got = str(error).splitlines()[0]
                 raise _refused("MASTER_ADDR and MASTER_PORT", got) from error
