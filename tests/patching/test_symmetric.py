@@ -417,7 +417,7 @@ def _waits_in_vain(rank: int, folder: str) -> None:
     torchs = pytest.importorskip("torch.distributed._symmetric_memory")
     own: dict[str, Any] = {"_map": symmetric._map}
     own["_allocate"] = lambda nbytes, device: of(rank, nbytes)
-    group = dist.new_group(timeout=timedelta(seconds=5))
+    group = dist.new_group(timeout=timedelta(seconds=5), backend="gloo")
     with mapped(folder, **own), mock.patch.object(torchs, "rendezvous", Handle):
         shared = symmetric.shared(group, torch.randn(1, 4, 8))
         assert shared is not None
