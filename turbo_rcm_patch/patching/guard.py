@@ -396,7 +396,10 @@ class Guard:
         error = float("nan") if found is None else found.error
         self.log.add(GuardRecord(block.path, here.step, when, error, BUDGET, verdict, where))
         if verdict not in ("kept", "not compared"):
-            _log.warning("%s: %s from now on: %s", block.path, verdict, where)
+            # A target may raise every block: the first one warns, the report has them all.
+            known = error <= BUDGET and sum(one.verdict == verdict for one in self.log) > 1
+            level = logging.INFO if known else logging.WARNING
+            _log.log(level, "%s: %s from now on: %s", block.path, verdict, where)
 
 
 def _next_level(block: PatchedBlock, attention: str, pv: str) -> Level:
