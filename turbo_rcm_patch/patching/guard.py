@@ -66,7 +66,7 @@ _FORWARDS_BETWEEN_CHECKS: Final = (3, 5)
 #: Least distance, in blocks, between two blocks that are compared one after the other in this way.
 _STRIDE: Final = 7
 #: The prediction has to stay below this share of the target, because networks have measured up to
-#: a tenth more than was predicted (results/2026-11-28/guard_margin.txt).
+#: 15 % more than was predicted (results/2026-11-28/guard_margin.txt).
 _TARGET_SHARE: Final = 0.95
 #: What an error says if code cannot run here or memory is short, beside the errors of that kind.
 _CANNOT: Final = (

@@ -155,9 +155,9 @@ def _softmax(
 ):  # fmt: skip
     """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
 
-    Return p fp32, the factor on the sums so far, and the new maximum. The keys of p are reordered
-    within groups of 32 to the order of v, so that the registers of the first product are those of
-    the second product's operand.
+    Return p fp32, the factor on the sums so far, and the new maximum. For e4m3 the keys of p are
+    reordered within groups of 32 to the order of v, so that the registers of the first product are
+    those of the second product's operand.
     """
     if MASKED:
         logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
@@ -318,7 +318,7 @@ def hopper_kernel(
     """Compute y = softmax(q k^T) v.
 
     Grid: (blocks of ROWS rows, heads, batch). Arguments as in `triton.attention_kernel`;
-    descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v.
+    descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v (16 bits: [1, 128, D]).
     """
     h = gl.program_id(1)
     b = gl.program_id(2)
