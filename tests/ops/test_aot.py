@@ -47,6 +47,7 @@ LAUNCHES = [
     (HOPPER, "attention-d128", _OWN_PROLOGUE | {"attention_kernel"}),
     (HOPPER, "attention-alone-d64", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-alone-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
+    (HOPPER, "attention-alone-bf16-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-ranks-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "one-launch-d128", _OWN_PROLOGUE | {"one_launch_kernel"}),
     (HOPPER, "sparse-64x128-d128", _OWN_PROLOGUE | _SPARSE | {"hopper_key_value_kernel"}),
