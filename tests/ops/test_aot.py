@@ -21,7 +21,10 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from tests.launches import needs_hopper_kernels
 from tools.aot import AMPERE, HOPPER, Result, compiled, faults, order_faults, stand_in
 from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.ops.attention import api as attention
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.conv3d import api as conv3d
+from turbo_rcm_patch.ops.formats import AttentionInputs
 from turbo_rcm_patch.ops.launch import Target, compile_ahead
 from turbo_rcm_patch.ops.residual import triton as residual
 from turbo_rcm_patch.patching.families.vae_wan import WanDecoder
@@ -44,6 +47,7 @@ LAUNCHES = [
     (HOPPER, "attention-d128", _OWN_PROLOGUE | {"attention_kernel"}),
     (HOPPER, "attention-alone-d64", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-alone-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
+    (HOPPER, "attention-alone-bf16-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "attention-ranks-d128", _OWN_PROLOGUE | {"hopper_kernel"}),
     (HOPPER, "one-launch-d128", _OWN_PROLOGUE | {"one_launch_kernel"}),
     (HOPPER, "sparse-64x128-d128", _OWN_PROLOGUE | _SPARSE | {"hopper_key_value_kernel"}),
@@ -163,3 +167,25 @@ def test_few_frames_meet_nearly_all_kernels_of_wans_decoder() -> None:
         assert len(asked(lambda: patched.fast(None, *inputs))) == 8
     assert few < whole
     assert (len(whole), len(few)) == (26, 24)
+
+
+@pytest.mark.parametrize(
+    ("strides", "causal", "in_place"),
+    [
+        pytest.param((300 * 256, 256, 1), False, True, id="dense"),
+        pytest.param((1, 256, 1), False, False, id="one-sample-of-dlpack"),
+        pytest.param((300 * 260, 260, 1), False, False, id="rows-of-520-bytes"),
+        pytest.param((300 * 260, 260, 1), True, True, id="in-the-portable-kernel"),
+    ],
+)
+def test_values_of_16_bits_are_copied_if_hardware_copies_cannot_read_them(
+    strides: tuple[int, ...], causal: bool, in_place: bool
+) -> None:
+    needs_hopper_kernels()
+    launched: list[dict[str, Any]] = []
+    q, v = empty(1, 300, 256), empty(300 * 260).as_strided((1, 300, 256), strides)
+    spec = AttentionSpec(heads=2, pv="bf16", impl="triton", causal=causal)
+    with stand_in(HOPPER, launch=lambda *_, **arguments: launched.append(arguments)):
+        attention.launch_attention(AttentionInputs(q, q, v, spec, q.dtype))
+    read = launched[-1]["v_src"] if causal else launched[-1]["v_desc"].base
+    assert (read is v) == in_place

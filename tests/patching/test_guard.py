@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
 from turbo_rcm_patch.ops.int8_linear import api as linear_api
 from turbo_rcm_patch.ops.residual import api as residual_api
 from turbo_rcm_patch.patching import guard, measure
-from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.measure import BUDGET, sample
 from turbo_rcm_patch.patching.pieces import Operands
@@ -557,6 +558,7 @@ def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
 def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     linear: Any, verdict: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
@@ -591,6 +593,27 @@ def test_values_leave_fp8_before_scores_leave_int8() -> None:
         "values in 16 bits", "exact attention"] * 2  # fmt: skip
 
 
+def test_a_target_that_raises_every_block_warns_once_for_each_way_to_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says how each block ended. Of blocks over the budget every one warns."""
+    options: Any = {"attention": "int8", "pv": "fp8", "fidelity": 0.01}
+    report = patch_model(model := narrow(9), **options)
+    run(model, WAN.inputs(batch=1))
+    words = "blocks.0: {} from now on: the network's error would be"
+    ways = ("values in 16 bits", "exact attention")
+    assert len(report.guard.decisions) == 18
+    assert len(caplog.records) == 2
+    assert all(map(str.startswith, caplog.messages, map(words.format, ways)))
+    said = str(report.guard)
+    assert "exact attention: blocks.0-8" in said and "values in 16 bits" not in said
+    caplog.clear()
+    monkeypatch.setattr(guard, "BUDGET", 1e-9)
+    patch_model(model := narrow(9), **options | {"fidelity": None})
+    run(model, WAN.inputs(batch=1))
+    assert len(caplog.records) == 18
+
+
 @pytest.mark.parametrize(
     ("linear", "verdicts"), [("as-is", set()), ("int8", {"exact attention, Linears in 16 bits"})]
 )
@@ -610,6 +633,11 @@ def test_attention_that_is_exact_already_is_not_made_exact(
     run(model, WAN.inputs(dtype=BF16))
     assert {one.verdict for one in report.guard.decisions} == verdicts
     assert report.guard.prediction > 0.01
+    if linear == "as-is":  # as after a longer video
+        for block in report._blocks():
+            block.raise_level(Level.WIDE_VALUES, "")
+        assert report.last_forward == {"fused with exact attention": 2}
+        assert set(report.forms().values()) == {"length"}
 
 
 class Pipeline(SimpleNamespace):

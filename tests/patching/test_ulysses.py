@@ -38,6 +38,10 @@ def patch_and_split(
         patch_model(model, **options)
 
 
+def lengths(model: Any) -> list[Any]:
+    return [block.last for block in report_of(model)._blocks()]
+
+
 #: Attention, and whether the patch comes before the sequence is split.
 WAYS = list(product(("exact", "int8"), (True, False)))
 
@@ -58,6 +62,8 @@ def equals_one_rank(options: dict[str, Any], patch_first: bool, name: str) -> No
     # int8's scales are those of blocks of keys and of rows, so they are the same on every rank.
     assert relative_l2(made, expected) <= (NEAR if options["attention"] == "exact" else 5e-3)
     assert any("parallel over 2 ranks" in line for line in str(report_of(model)).splitlines())
+    # "auto" and the guard decide by the length that the attention has, not by this rank's part.
+    assert lengths(model) == lengths(alone)
     unpatch_model(model)
     assert relative_l2(run(model, inputs), run(one.model(), inputs)) <= NEAR
 
@@ -177,6 +183,7 @@ def serves_uneven_parts(options: dict[str, Any], first: bool, heads: int, ranks:
         expected, made = run(alone, inputs), run(model, inputs)
         assert relative_l2(made, expected) <= (NEAR if options["attention"] == "exact" else 5e-3)
         assert set(report_of(model).ran()) == {"blocks.0", "blocks.1"}
+        assert lengths(model) == lengths(alone)
         assert all(
             words == f"fused with {options['attention']} attention"
             for words in report_of(model).ran().values()

@@ -354,6 +354,7 @@ def test_what_the_guard_made_exact_is_not_judged(pipe, tmp_path: Path) -> None:
     assert found.verdict == "not judged" and report.share == 0
     assert "verdict: not judged\n  All 2 blocks ran exact attention" in str(found)
     assert [len(steps) for steps in report.calls.values()] == [3, 3]
+    assert json.loads(found.metrics.read_text())["ran"]["part"] == ["length", "wide-values"]
     again = compare(pipe, PROMPTS, settings=settings, config=config, **given)
     assert report.forms.total() == 6 and again.judgement.ran.forms.total() == 12, "kept, and more"
 

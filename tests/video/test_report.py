@@ -48,6 +48,12 @@ def found(pipe, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     )  # fmt: skip
 
 
+def test_the_map_of_what_ran_has_a_colour_for_every_form() -> None:
+    style = (Path(report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    for form in ("asked", *verdict.FORMS):
+        assert re.search(rf"\.{form}(, \.[\w-]+)* {{ background:", style), form
+
+
 class Page(HTMLParser):
     """The elements of a page with their attributes."""
 

@@ -214,11 +214,12 @@ def ran(*forms: str, asked: str = "int8 attention", part: tuple[str, ...] = ("le
                      "exact attention, because there are few tokens: this is not a verdict on "
                      "int8 attention", id="int8-and-short"),
         pytest.param(ran("wide-values", "exact", part=("wide-values",)), "unchanged", "1 of 2 "
-                     "blocks ran int8 attention with values in 16 bits, by the guard's decision; "
-                     "1 of 2 blocks ran exact attention, by the guard's decision", id="values"),
-        pytest.param(ran("wide-values", part=()), "not judged", "All 1 blocks ran int8 attention "
-                     "with values in 16 bits, by the guard's decision: this is not a verdict on "
-                     "int8 attention (guard=False judges it)", id="fp8-by-name"),
+                     "blocks ran quantised attention with values in 16 bits, by the guard's "
+                     "decision; 1 of 2 blocks ran exact attention, by the guard's decision",
+                     id="values"),
+        pytest.param(ran("wide-values", part=()), "not judged", "All 1 blocks ran quantised "
+                     "attention with values in 16 bits, by the guard's decision: this is not a "
+                     "verdict on int8 attention (guard=False judges it)", id="fp8-by-name"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_was_asked_for(given: Ran, word: str, said: str) -> None:

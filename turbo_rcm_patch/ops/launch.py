@@ -225,6 +225,21 @@ def near_rows(x: torch.Tensor) -> torch.Tensor:
     return dense_rows(x) if near else x.contiguous()
 
 
+def in_whole_copies(x: torch.Tensor) -> bool:
+    """Return True if hardware copies can read x [B, N, H*D] where it lies.
+
+    Descriptors need the stride of a single sample aligned too; a tensor that came through DLPack
+    has 1 there.
+    """
+    return (
+        x.element_size() == 2
+        and x.stride(1) % 16 == 0
+        and x.stride(1) < 2**22
+        and x.stride(0) % 16 == 0
+        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
+    )
+
+
 def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Return the strides of batch and tokens of each tensor [B, N, C], by kernels' argument names.
 

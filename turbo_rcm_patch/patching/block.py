@@ -187,7 +187,8 @@ class PatchedBlock(Replacement):
         device = next(self.block.parameters()).device
         one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if self.int8_linears() else ""
-        values = ", values in 16 bits" if self.level == Level.WIDE_VALUES else ""
+        wide = self.level == Level.WIDE_VALUES and ops.quantises(one.attention)
+        values = f", {LEVEL_WORDS[self.level]}" if wide else ""
         return f"fused with {one.attention} attention{values}{linears}"
 
     def int8_linears(self) -> list[str]:

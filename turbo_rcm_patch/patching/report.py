@@ -106,8 +106,9 @@ class GuardLog(list[GuardRecord]):
         text += f", {len(decisions)} decisions" if decisions else ", all kept"
         if prediction is not None:
             text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
+        latest = {one.path: one for one in decisions}.values()
         for records in _groups(
-            [*decisions, *skipped], lambda one: (one.verdict, isnan(one.error) and one.where)
+            [*latest, *skipped], lambda one: (one.verdict, isnan(one.error) and one.where)
         ):
             paths = _groups([one.path for one in records], _shape)
             text += f"\n  {records[0].verdict}: {', '.join(map(_range, paths))}"

@@ -247,23 +247,38 @@ def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) ->
 _thread = threading.local()
 
 
-def _lengths(config: Any, group: Any, index: int, table: Tensor) -> list[int]:
+def _lengths(config: Any, group: Any, index: int, own: Tensor, begins: bool = False) -> list[int]:
     """Return the number of tokens of each rank that shares a sequence.
 
     Uneven lengths are exchanged at the first block of each forward, on every rank: blocks run in
     order. A rank alone cannot tell whether another has one token more than before.
+
+    Args:
+        config: diffusers' ContextParallelConfig.
+        group: The ranks.
+        index: The block that asks.
+        own: Has the local tokens in its first dimension.
+        begins: True where the block's call begins.
     """
     if not _uneven(config):
-        return [len(table)] * config.ulysses_degree
+        return [len(own)] * config.ulysses_degree
     owner, before, lengths = getattr(_thread, "last", (None, 0, []))
-    if owner is not config or index <= before:
+    if owner is not config or index < before + begins:
         on_cpu = "cpu" in str(dist.get_backend(group))  # No card has to be waited for.
-        own = torch.tensor([len(table)], device="cpu" if on_cpu else table.device)
-        every = own.new_empty(config.ulysses_degree)
-        dist.all_gather([*torch.split(every, 1)], own, group=group)
+        local = torch.tensor([len(own)], device="cpu" if on_cpu else own.device)
+        every = local.new_empty(config.ulysses_degree)
+        dist.all_gather([*torch.split(every, 1)], local, group=group)
         lengths = every.tolist()
     _thread.last = config, index, lengths
     return lengths
+
+
+def tokens_of_ranks(block: PatchedBlock, processor: object, x: Tensor) -> int:
+    """Return the number of tokens of a sequence, of which x [B, n, C] has those of this rank."""
+    config = context_parallel(processor)
+    if config is None or config.ulysses_degree < 2:
+        return x.shape[1]
+    return sum(_lengths(config, config._ulysses_mesh.get_group(), block.index, x[0], begins=True))
 
 
 def ulysses_of(block: PatchedBlock, processor: object, tables: Rotary) -> Ulysses | None:

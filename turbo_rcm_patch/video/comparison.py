@@ -722,9 +722,8 @@ class _Run:
         auto = self.config.attention == "auto" or self.attention_backend
         asked = f"{'int8' if auto else self.config.attention} attention"
         asked += " and int8 Linears" if self.config.linear != "as-is" else ""
-        part = {"length"} if self.attention_backend is None else set()
-        if self.config.pv == "auto":
-            part.add("wide-values")
+        part = ["length"] if self.attention_backend is None else []
+        part += ["wide-values"] if self.config.pv == "auto" else []
         return Ran.of(asked, part, videos)
 
     def _finished(self, key: str) -> PromptResult | None:

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
@@ -42,7 +42,7 @@ ASKED_SHARE: Final = 0.5
 FORMS: Final = {
     "length": "exact attention, because there are few tokens",
     "mask": "exact attention, because of a mask",
-    "wide-values": "int8 attention with values in 16 bits, by the guard's decision",
+    "wide-values": "quantised attention with values in 16 bits, by the guard's decision",
     "exact": "exact attention, by the guard's decision",
     "exact-16bit": "exact attention and Linears in 16 bits, by the guard's decision",
     "author": "its author's code",
@@ -135,12 +135,12 @@ class Ran:
     """
 
     asked: str
-    part: Collection[str]
+    part: Sequence[str]
     calls: Mapping[str, Sequence[Counter[str]]]
 
     @classmethod
     def of(
-        cls, asked: str, part: Collection[str], videos: Sequence[Sequence[Mapping[str, str]]]
+        cls, asked: str, part: Sequence[str], videos: Sequence[Sequence[Mapping[str, str]]]
     ) -> Ran | None:
         """Count the forms of videos: of each video and step, block -> form. None if no block was
         watched."""

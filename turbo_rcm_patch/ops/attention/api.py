@@ -501,21 +501,12 @@ def _plain_on_hopper(target: Target, a: AttentionInputs) -> bool:
 
 
 def _copied_on_hopper(target: Target, a: AttentionInputs) -> bool:
+    from turbo_rcm_patch.ops.launch import in_whole_copies
+
     return (
         target == ("cuda", 90)
         and a.head_dim in _HOPPER_HEADS
-        and all(x.dtype == a.k.dtype and _in_whole_copies(x) for x in a[:3])
-    )
-
-
-def _in_whole_copies(x: Tensor) -> bool:
-    """Return True if hardware copies can read x [B, N, H*D] where it lies."""
-    return (
-        x.element_size() == 2
-        and x.stride(1) % 16 == 0
-        and x.stride(1) < 2**22
-        and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
-        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
+        and all(x.dtype == a.k.dtype and in_whole_copies(x) for x in a[:3])
     )
 
 
@@ -639,8 +630,6 @@ def quantize(
     job = Prologue(a, queries, keys, values, counters, counter_rows)
     run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
     wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
-    if wide is not None and not _in_whole_copies(wide):
-        wide = wide.clone(memory_format=torch.contiguous_format)
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 
 

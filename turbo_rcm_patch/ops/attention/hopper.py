@@ -28,8 +28,7 @@ Shared memory, for heads of D channels:
     q_ready [1], ready [STAGES], empty [STAGES]: barriers of 8 bytes
 
 Together they take 153 KiB for D = 128, with v in 16 bits 218, and half as much for 64. The
-registers of one program fill a
-multiprocessor.
+registers of one program fill a multiprocessor.
 
 Barriers:
 
@@ -67,7 +66,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, grid_dependency_wait, tma_load
-from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
+from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, in_whole_copies, launch
 
 _LN_2 = gl.constexpr(formats.LN_2)
 _ERROR_STEPS = gl.constexpr(float(formats.ERROR_STEPS))
@@ -156,9 +155,9 @@ def _softmax(
 ):  # fmt: skip
     """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
 
-    Return p fp32, the factor on the sums so far, and the new maximum. The keys of p are reordered
-    within groups of 32 to the order of v, so that the registers of the first product are those of
-    the second product's operand.
+    Return p fp32, the factor on the sums so far, and the new maximum. For e4m3 the keys of p are
+    reordered within groups of 32 to the order of v, so that the registers of the first product are
+    those of the second product's operand.
     """
     if MASKED:
         logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
@@ -319,7 +318,7 @@ def hopper_kernel(
     """Compute y = softmax(q k^T) v.
 
     Grid: (blocks of ROWS rows, heads, batch). Arguments as in `triton.attention_kernel`;
-    descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v.
+    descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v (16 bits: [1, 128, D]).
     """
     h = gl.program_id(1)
     b = gl.program_id(2)
@@ -401,6 +400,8 @@ def launch_kernel(
         v_desc = _descriptor(values.e4m3.view(-1, n_kv_padded), (head_dim, keys), "float8e4nv")
     else:
         assert wide is not None
+        if not in_whole_copies(wide):
+            wide = wide.clone(memory_format=torch.contiguous_format)
         v_desc = _descriptor(wide, (1, keys, head_dim), _WIDE[wide.dtype])
     launch(
         hopper_kernel,

@@ -1,8 +1,8 @@
 """The online softmax over int8 logits, which several kernels share, and its arguments.
 
-Logits are int8 products in int32. The second product is e4m3 or 16-bit with fp32 sums; the product
-of each block starts from a new accumulator and is added to the running sum. Keys are permuted
-within v so that p never moves between registers.
+Logits are int8 products in int32. The second product is e4m3 or 16-bit with fp32 sums; in e4m3 the
+product of each block starts from a new accumulator and is added to the running sum, and keys are
+permuted within v so that p never moves between registers.
 """
 
 from __future__ import annotations

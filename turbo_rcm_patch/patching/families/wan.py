@@ -56,6 +56,7 @@ from turbo_rcm_patch.patching.ulysses import (
     author_attention,
     context_parallel,
     exchanges_itself,
+    tokens_of_ranks,
     ulysses_of,
 )
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -275,6 +276,11 @@ class WanBlock(PatchedBlock):
             and 0 < batch < 65536
         )
         return "" if fits else "text, modulation or rotary table do not fit the video"
+
+    def lengths(self, *inputs: Any) -> tuple[int, int]:
+        processor = getattr(self.block.attn1, "processor", None)
+        tokens = tokens_of_ranks(self, processor, inputs[0])
+        return tokens, tokens
 
     def group(self) -> Any:
         split = context_parallel(getattr(self.block.attn1, "processor", None))
