@@ -159,6 +159,18 @@ def test_the_convolution_is_torchs(
     assert (y.double() - truth).norm() / truth.norm() <= limit
 
 
+@over(reference=EVERY, interpreter=SOME, gpu=EVERY)
+@pytest.mark.parametrize("more", ["bias", "residual", "bias-residual"])
+@pytest.mark.parametrize("wide", [False, True], ids=["in-place", "to-fp32"])
+def test_bias_and_residual_are_added(on: Any, dtype: torch.dtype, more: str, wide: bool) -> None:
+    y, residual = on.randn(2, 2, 3, 4, 5, 24, dtype=dtype).unbind(0)
+    bias = on.randn(24, dtype=dtype)
+    given = bias if "bias" in more else None, residual if "residual" in more else None
+    truth = y.double() + sum(x.double() for x in given if x is not None)
+    out = FP32 if wide else dtype
+    close(passes.add_bias_residual(y, *given, dtype=out, impl=on.impl), truth)
+
+
 def test_a_gradient_is_refused() -> None:
     x, weight = torch.randn(1, 3, 4, 4, 8), torch.randn(4, 3, 3, 3, 8)
     with pytest.raises(GradientError):

@@ -586,11 +586,17 @@ def test_values_leave_fp8_before_scores_leave_int8() -> None:
     assert "fused with int8 attention, values in 16 bits" in report.last_forward
     assert "wide-values" in report.forms().values()
     assert relative_l2(got, made["bf16"]) < relative_l2(got, made["fp8"])
+    for block in report._blocks():
+        block.raise_level(Level.WIDE_VALUES, "")
+    assert torch.equal(run(model, inputs), made["bf16"])
     report = patch_model(model := WAN.model(BF16), attention="int8", pv="fp8", fidelity=0.01)
     run(model, inputs)
     assert report.last_forward == {"fused with exact attention": 2}
     assert [one.verdict for one in report.guard.decisions] == [
         "values in 16 bits", "exact attention"] * 2  # fmt: skip
+    report = patch_model(model := WAN.model(BF16), attention="exact", pv="fp8", fidelity=0.01)
+    run(model, inputs)
+    assert not report.guard.decisions  # Exact attention has no values in fp8.
 
 
 def test_a_target_that_raises_every_block_warns_once_for_each_way_to_run(

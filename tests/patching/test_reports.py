@@ -42,6 +42,20 @@ def test_linears_that_were_replaced_do_not_count_as_int8() -> None:
     assert not any(pair.int8_linears for pair in report.pairs)
 
 
+def test_each_level_says_how_its_blocks_run() -> None:
+    model, inputs = named("t2v").model(), named("t2v").inputs()
+    report = patch_model(model, attention="int8", linear="int8", guard=False)
+    for level, words in {
+        Level.WIDE_VALUES: "int8 attention, values in 16 bits, int8 Linears",
+        Level.EXACT: "exact attention, int8 Linears",
+        Level.EXACT_16BIT: "exact attention",
+    }.items():
+        for block in report._blocks():
+            block.raise_level(level, "")
+        run(model, inputs)
+        assert report.last_forward == {f"fused with {words}": 2}
+
+
 @pytest.mark.parametrize("name", ["t2v", "cogvideox-5b"])
 def test_sums_are_in_fp32_where_a_kernel_closes_them(name: str) -> None:
     model = named(name).model(torch.bfloat16)
