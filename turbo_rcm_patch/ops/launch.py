@@ -229,13 +229,13 @@ def in_whole_copies(x: torch.Tensor) -> bool:
     """Return True if hardware copies can read x [B, N, H*D] where it lies.
 
     Descriptors need the stride of a single sample aligned too; a tensor that came through DLPack
-    has 1 there.
+    has 1 there, and an expanded one 0.
     """
     return (
         x.element_size() == 2
-        and x.stride(1) % 16 == 0
-        and x.stride(1) < 2**22
-        and x.stride(0) % 16 == 0
+        and 0 < x.stride(1) < 2**22
+        and x.stride(0) > 0
+        and not any(step % 16 for step in x.stride()[:2])
         and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
     )
 
