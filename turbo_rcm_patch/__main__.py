@@ -26,6 +26,7 @@ from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_comman
 from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Run
 from turbo_rcm_patch.cli.usage import add_fields, given_fields
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.settings import Settings
 
 #: How this program is called: by its name, or as a module where it was not installed.
@@ -77,6 +78,9 @@ def _command(arguments: argparse.Namespace, command_line: str) -> Command:
 
 
 def _run(command: Command) -> int:
+    name = type(command).__name__.lower()
+    if name in ("compare", "demo", "judge"):  # Else the first import would name another extra.
+        require("report", name)
     # What a command imports takes seconds.
     if isinstance(command, Demo):
         from turbo_rcm_patch.cli.demo import demo
@@ -88,7 +92,7 @@ def _run(command: Command) -> int:
         return OK if healthy(examine(partial(print, flush=True))) else CHANGED
     from turbo_rcm_patch.cli import commands
 
-    code: int = getattr(commands, type(command).__name__.lower())(command)
+    code: int = getattr(commands, name)(command)
     return code
 
 
