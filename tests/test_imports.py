@@ -194,17 +194,6 @@ for call, extra in ((lambda: load_pipeline("tiny"), "video"),
         assert f"[{extra}]'" in error.remedy and "pip install '" in error.remedy, error
     else:
         raise AssertionError(extra)
-for command, extra in (
-    (["generate", "--prompt", "a"], "video"),
-    (["pairs"], "video"),
-    (["convert", "a.pth", "b"], "video"),
-    (["compare", "--prompt", "a"], "report"),
-    (["demo"], "report"),
-):
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        assert main(command) == 2, command
-    assert f"[{extra}]'" in told.getvalue(), (command, told.getvalue())
 told = io.StringIO()
 with contextlib.redirect_stdout(told):
     assert main(["doctor"]) == 0
@@ -212,6 +201,22 @@ lines = dict(zip(told.getvalue().splitlines(), told.getvalue().splitlines()[1:])
 for name, extra in (("transformers", "video"), ("peft", "lora"), ("imageio-ffmpeg", "video")):
     (remedy,) = [after for line, after in lines.items() if f"  {name} " in line]
     assert f"[{extra}]'" in remedy, (name, remedy)
+"""
+COMMANDS = """
+import contextlib, io
+from turbo_rcm_patch.__main__ import main
+for command, extra in (
+    (["generate", "--prompt", "a"], "video"),
+    (["pairs"], "video"),
+    (["convert", "a.pth", "b"], "video"),
+    (["compare", "--prompt", "a"], "report"),
+    (["judge", "--baseline", "a", "--candidate", "b"], "report"),
+    (["demo"], "report"),
+):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        assert main(command) == 2, command
+    assert f"[{extra}]'" in told.getvalue(), (command, told.getvalue())
 """
 #: Codes that see the same packages: what these are, what is imported before, and what each code
 #: shows.
@@ -237,7 +242,13 @@ TOGETHER: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
         {
             "a model is patched, and sageattention is not imported": BASE,
             "a missing extra is a typed error that names it": EXTRA,
+            "a command names the extra that it needs": COMMANDS,
         },
+    ),
+    "with the base alone": (
+        ("numpy", "PIL", "diffusers", "transformers"),
+        "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy')",
+        {"a command names the extra that it needs": COMMANDS},
     ),
     "on Windows": (
         ("triton",),

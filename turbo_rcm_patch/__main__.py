@@ -26,11 +26,21 @@ from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_comman
 from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Run
 from turbo_rcm_patch.cli.usage import add_fields, given_fields
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.settings import Settings
 
-#: How this program is called: by its name, or as a module where it was not installed.
 _NAME: Final = "turbo-rcm-patch"
-_PROGRAM: Final = _NAME if Path(sys.argv[0]).stem == _NAME else "python -m turbo_rcm_patch"
+
+
+def _called() -> str:
+    """Return how this program was called: by its name, or as a module of which Python."""
+    if Path(sys.argv[0]).stem == _NAME:
+        return _NAME
+    python = sys.orig_argv[0] if sys.orig_argv[1:3] == ["-m", "turbo_rcm_patch"] else "python"
+    return f"{'python' if Path(python).is_absolute() else python} -m turbo_rcm_patch"
+
+
+_PROGRAM: Final = _called()
 #: `Settings` has a field `form` too.
 _PATCH_NAMES: Final = {"form": "pair_form"}
 #: The option `--lora` is of the model; in `Settings` it is for the record.
@@ -48,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["as-sageattention"]:  # its arguments are those of another program
-        return run_command(partial(as_sageattention.main, given[1:]), interrupted="Interrupted.")
+        run_other = partial(as_sageattention.main, given[1:], f"{_PROGRAM} as-sageattention")
+        return run_command(run_other, interrupted="Interrupted.")
     command = Command()
 
     def run() -> int:
@@ -77,6 +88,9 @@ def _command(arguments: argparse.Namespace, command_line: str) -> Command:
 
 
 def _run(command: Command) -> int:
+    name = type(command).__name__.lower()
+    if name in ("compare", "demo", "judge"):  # Else the first import would name another extra.
+        require("report", name)
     # What a command imports takes seconds.
     if isinstance(command, Demo):
         from turbo_rcm_patch.cli.demo import demo
@@ -88,7 +102,7 @@ def _run(command: Command) -> int:
         return OK if healthy(examine(partial(print, flush=True))) else CHANGED
     from turbo_rcm_patch.cli import commands
 
-    code: int = getattr(commands, type(command).__name__.lower())(command)
+    code: int = getattr(commands, name)(command)
     return code
 
 

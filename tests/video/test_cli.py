@@ -31,6 +31,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"examples:\n  python -m turbo_rcm_patch {command or 'demo'}" in text
     if command == "compare":
         assert "a median over prompts" in " ".join(text.split()), "one prompt is too few"
+        assert re.search(r"--guard, --no-guard [^-]*\(default:\s+on\)", text)
     if command == "":
         assert re.findall(r"^  (\d+) ", text, re.MULTILINE) == ["0", "1", "2", "3", "130"]
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.video.micro import SMALL, save
 from tests.video.micro_cogvideox import micro_cogvideox
+from turbo_rcm_patch import __main__ as program
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli.exit_codes import of_verdict
@@ -108,6 +109,22 @@ def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatc
         assert main([*command, *more]) == 130
         again = f"`python -m turbo_rcm_patch {' '.join(command)} --resume` goes on from there"
         assert again in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "called"),
+    [
+        (".venv/bin/python -m turbo_rcm_patch", ".venv/bin/python -m turbo_rcm_patch"),
+        ("/usr/bin/python3 -m turbo_rcm_patch", "python -m turbo_rcm_patch"),
+        (".venv/bin/turbo-rcm-patch", "turbo-rcm-patch"),
+    ],
+)
+def test_the_command_to_go_on_is_one_that_runs(typed: str, called: str, monkeypatch) -> None:
+    """The environment of `make demo` is not activated, so `python` is another one."""
+    words = typed.split()
+    monkeypatch.setattr(sys, "orig_argv", [*words, "demo"])
+    monkeypatch.setattr(sys, "argv", [words[0] if len(words) == 1 else "__main__.py", "demo"])
+    assert program._called() == called
 
 
 def test_a_model_on_the_hub_is_refused_before_the_work(tmp_path, monkeypatch, capsys) -> None:

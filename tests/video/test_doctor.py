@@ -62,6 +62,15 @@ def test_a_sageattention_that_returns_noise_is_told(monkeypatch: pytest.MonkeyPa
     assert not healthy(found)
 
 
+def test_a_base_install_without_a_gpu_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no numpy, which Triton's interpreter needs and nothing of the base does."""
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "numpy" else object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "check_kernels", pytest.fail)
+    found = examine()
+    assert healthy(found) and found[-1].remedy == "pip install numpy"
+
+
 @pytest.mark.parametrize(
     ("error", "works"), [(LIMIT, True), (2 * LIMIT, False), (float("nan"), False)]
 )

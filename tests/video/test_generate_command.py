@@ -21,6 +21,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Line, lines_of
 from turbo_rcm_patch.cli.options import Generate
+from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.video import read_frames
@@ -206,6 +207,20 @@ def test_what_is_printed_goes_where_stdout_does() -> None:
         os.close(end)
         os.close(terminal)
     assert done.stdout == b"made.mp4\n"
+
+
+def test_a_line_of_progress_says_what_is_left_by_the_time_since_its_stage_began(
+    monkeypatch, capsys
+) -> None:
+    """A stage may begin with some of it done: a first step, or an earlier command's videos."""
+    monkeypatch.setattr("turbo_rcm_patch.cli.progress._EVERY", 0.0)
+    with bars() as progress:
+        progress("generate", 100, 1000)
+        time.sleep(0.1)
+        progress("generate", 101, 1000)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "generate: 100 of 1000"
+    assert re.fullmatch(r"generate: 101 of 1000, 0:0[1-9]:\d\d left", second), second
 
 
 def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:

@@ -17,19 +17,23 @@ from turbo_rcm_patch.errors import ConfigError
 #: Its line in the list of commands.
 HELP: Final = "Run a program in which `import sageattention` finds this package's attention."
 _EXAMPLES: Final = """examples:
-  python -m turbo_rcm_patch as-sageattention -- torchrun --nproc-per-node 2 generate.py
-  python -m turbo_rcm_patch as-sageattention --require -- python main.py --use-sage-attention
+  %(prog)s -- torchrun --nproc-per-node 2 generate.py
+  %(prog)s --require -- python main.py --use-sage-attention
 """
 
 
-def main(argv: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str], name: str) -> NoReturn:
     """Become the program that the arguments name.
+
+    Args:
+        argv: Arguments of this command.
+        name: How it was called, for its help.
 
     Raises:
         ConfigError: A sageattention is installed, or the program cannot be started.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m turbo_rcm_patch as-sageattention", description=HELP,
+        prog=name, description=HELP,
         usage="%(prog)s [--replace] [--require] -- COMMAND ...", epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

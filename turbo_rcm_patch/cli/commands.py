@@ -21,7 +21,6 @@ from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
@@ -296,7 +295,6 @@ def _say_dense(pipe: VideoPipeline) -> None:
 def compare(given: options.Compare) -> int:
     """Compare, then print the verdict and the path of the report."""
     lines, processes = lines_of(given), Processes(ranks_here())
-    require("report", "compare")
     backend = given.attention_backend
     more: dict[str, Any] = {} if backend is None else {"attention_backend": backend}
     with processes.joined(given.device):

@@ -16,7 +16,6 @@ from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
-from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.comparison import Observer, compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
@@ -38,7 +37,6 @@ def demo(given: Demo) -> int:
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
     out, fresh = given.out, not given.resume
-    require("report", "demo")
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()

@@ -129,6 +129,10 @@ def _kernels() -> Iterator[Finding]:
     if find_spec("triton") is None:
         yield Finding("kernels", "note", "plain torch runs in their place, without Triton")
         return
+    if not torch.cuda.is_available() and find_spec("numpy") is None:  # The base install has none.
+        text = "not tried: without a GPU Triton's interpreter runs them, which needs numpy"
+        yield Finding("kernels", "note", text, "pip install numpy")
+        return
     try:
         check = check_kernels()
     except SamplingError as error:

@@ -41,6 +41,7 @@ def bars() -> Iterator[Progress]:
 
     tasks: dict[str, rich.TaskID] = {}
     printed: dict[str, float] = {}
+    begun: dict[str, int] = {}  # what was done when the clock of a stage started
     columns = (
         rich.TextColumn("{task.description:<24}"),
         rich.BarColumn(bar_width=32),
@@ -63,15 +64,16 @@ def bars() -> Iterator[Progress]:
                 return
             words = _WORDS.get(stage, stage)
             if stage not in tasks:
-                tasks[stage] = display.add_task(words, total=total)
+                tasks[stage], begun[stage] = display.add_task(words, total=total), done
             display.update(tasks[stage], completed=done, total=total)
             now, due = time.monotonic(), printed.get(stage, -math.inf) + _EVERY
             if lines and due < math.inf and (done >= total or now >= due):
                 printed[stage] = math.inf if done >= total else now
                 elapsed = display.tasks[tasks[stage]].elapsed or 0.0
-                left = timedelta(seconds=round(elapsed * (total - done) / max(1, done)))
+                timed = done - begun[stage]
+                left = timedelta(seconds=round(elapsed * (total - done) / max(1, timed)))
                 after = f" after {timedelta(seconds=round(elapsed))}" if done >= total else ""
-                text = f"{words}: {done} of {total}" + (after or f", {left} left" * (done > 0))
+                text = f"{words}: {done} of {total}" + (after or f", {left} left" * (timed > 0))
                 console.print(text, markup=False, highlight=False)
 
         yield update

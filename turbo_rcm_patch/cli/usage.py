@@ -78,8 +78,8 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def _help(text: str, field: Field[Any]) -> str:
-    default = field.default
-    shown = isinstance(default, str | int | float | Path) and type(default) is not bool
+    default = "on" if field.default is True else field.default
+    shown = isinstance(default, str | int | float | Path) and default is not False
     return (text + f" (default: {default})" * (shown and default != "")).replace("%", "%%")
 
 

@@ -277,9 +277,8 @@ class PatchReport:
             head[1] += f"; Linears in {config.linear}"
         if config.conv != "as-is":
             head[1] += f"; convolutions of a VAE in {config.conv}"
-        ran = ", ".join(
-            f"{count} block{'s' * (count != 1)} {how}" for how, count in self.last_forward.items()
-        )
+        each = self.last_forward.items()
+        ran = ", ".join(f"{n} block{'s' * (n != 1)} {how}" for how, n in each)
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
         guard = str(self.guard) if config.guard else "guard: off"
         kernels = [f"kernels of this process: {line}" for line in chosen()]

@@ -114,7 +114,7 @@ class Settings:
         sampler: "scheduler" is the pipeline's own. The others are for distilled models: "rcm" (1
             to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
             (`SCHEDULES`), or "times".
-        steps: Number of network calls (two per step under guidance).
+        steps: Number of steps. Each calls the network once, under guidance twice.
         times: Network times of the steps, of 1000, from the noisiest down. Giving them chooses
             sampler="times".
         shift: Shift of `times`, or of a named schedule in place of its own.
@@ -123,11 +123,11 @@ class Settings:
         sigma_max: First noise level of the rCM sampler.
         height: Height in pixels.
         width: Width in pixels.
-        num_frames: Number of frames; num_frames - 1 must be a multiple of the VAE's temporal
-            factor.
+        num_frames: Number of frames. Where num_frames - 1 is no multiple of the VAE's temporal
+            factor, the VAE makes fewer.
         fps: Frames per second of the mp4.
         guidance_scale: Classifier-free guidance; 1 switches it off. Distilled models need none.
-        guidance_scale_2: The same for the low-noise expert of Wan 2.2; None takes
+        guidance_scale_2: The same for the low-noise expert of Wan 2.2; by default
             `guidance_scale`.
         negative_prompt: Used under guidance only.
         max_sequence_length: Largest number of prompt tokens.
