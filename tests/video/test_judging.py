@@ -388,6 +388,17 @@ def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeyp
     assert measured[4:] == ["a", "b", "c"]
 
 
+def test_a_report_on_other_clips_is_not_replaced(tmp_path: Path) -> None:
+    """A control may come later."""
+    baseline, candidate, control = folders(tmp_path / "in", names=("a",))
+    judge_folders(baseline, candidate, out=tmp_path / "out")
+    before = (tmp_path / "out" / "report.html").read_bytes()
+    with pytest.raises(SamplingError, match="the same candidate.*another folder"):
+        judge_folders(baseline, control, out=tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").read_bytes() == before
+    assert judge_folders(baseline, candidate, control, out=tmp_path / "out").verdict != "undecided"
+
+
 # --- FLIP ----------------------------------------------------------------------------------------
 
 

@@ -306,8 +306,8 @@ def judge_folders(
         candidate: The judged ones.
         control: Those of the baseline's model under another exact attention. Without them there
             are numbers and no verdict.
-        out: Folder for the report. Clips that are finished there are not measured again, unless
-            their files have changed.
+        out: Folder for the report on this baseline and candidate. Clips that are finished there
+            are not measured again, unless their files have changed.
         fps: Frames a second of clips that do not say.
         fresh: Remove what was in `out`, and start again.
         progress: Called with a stage, what is done and the total, as the work proceeds; after the
@@ -315,7 +315,7 @@ def judge_folders(
         command: The command line, for the report.
 
     Raises:
-        SamplingError: No clip could be judged.
+        SamplingError: No clip could be judged, or `out` holds a report on other places.
         ConfigError: `fps` is not between 1 and 240.
     """
     require("report", "judge")
@@ -331,6 +331,7 @@ def judge_folders(
     refused: dict[str, str] = {}
     with lock_folder(out):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
+        identity |= {name: _of_place(Path(given[name])) for name in ("baseline", "candidate")}
         store = Store(out, identity, fresh=fresh)
         names = list(dict.fromkeys(name for clips in found.values() for name in clips))
         began, measured = time.perf_counter(), 0
@@ -373,6 +374,13 @@ def judge_folders(
         )
         write_report(judged)
     return judged
+
+
+def _of_place(place: Path) -> str:
+    """Return the last part of a path, and letters that tell it from others of that name."""
+    whole = str(place.expanduser().resolve())
+    letters = hashlib.blake2b(whole.encode(), digest_size=4).hexdigest()
+    return f"{without_places(whole)} ({letters})"
 
 
 @contextmanager
