@@ -61,8 +61,8 @@ KEEPS = {"hopper_linear_kernel": 10**6, "hopper_kernel": 10**6, "sparse_attentio
 IN_LOOPS = {"hopper_kernel": (6, 3), "sparse_attention_kernel": (0, 1)}
 #: What compilers since 3.8 spill on Hopper; on a card 3.6 was measured, and 3.7 is pinned.
 SPILLED_SINCE_3_8 = {
-    "attention_kernel": 80, "hopper_prologue_kernel": 17, "int8_linear_kernel": 2,
-    "prologue_kernel": 4, "sparse_attention_kernel": 70,
+    "attention_kernel": 80, "hopper_kernel": 26, "hopper_prologue_kernel": 17,
+    "int8_linear_kernel": 2, "prologue_kernel": 4, "sparse_attention_kernel": 70,
 }  # fmt: skip
 _TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS,
            conv3d.IMPLEMENTATIONS)  # fmt: skip
