@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import NothingToPatchError
 
 __all__ = ["OPERATIONS", "Mismatch", "main", "run_case"]
 
@@ -31,6 +29,8 @@ ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 #: What int8 products add to it for random inputs.
 INT8 = 0.03
 _CHANGES_AT_MOST = 4
+#: Draws of changes until the author's model runs with them; some 1 % of the draws do not.
+_DRAWS = 5
 
 
 class Mismatch(AssertionError):
@@ -170,30 +170,31 @@ def models(draw: Draw) -> None:
 
     wan = draw.number("family", "t2v", "cogvideox-5b") == "t2v"
     refused = ("own-forward", "own-processor", draw.choose.choice(["fused-qkv", "wrapped-linear"]))
-    left_out = ("lora", "compiled", "offload", "layer")
+    # Most changes are of the first block, so it may not be the only one.
+    left_out = ("lora", "compiled", "offload", "layer", "one-block-less")
     free = [
         change for change in CHANGES
         if change.name not in refused and not change.name.startswith(left_out)
         and (wan or not change.wan)
     ]  # fmt: skip
-    changes = draw.choose.sample(free, draw.choose.randint(1, _CHANGES_AT_MOST))
-    # A wrapped module hides its members from later changes, and fusing copies the weights of its
-    # moment, so these come last.
-    changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv")))
+    one = named("t2v" if wan else "cogvideox-5b")
+    for left in range(_DRAWS, 0, -1):
+        changes = draw.choose.sample(free, draw.choose.randint(1, _CHANGES_AT_MOST))
+        # A wrapped module hides its members from later changes, and fusing copies the weights of
+        # its moment, so these come last.
+        changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv")))
+        try:
+            unpatched = one.model()
+            for change in changes:
+                change.apply(unpatched)
+            run(unpatched, one.inputs())
+            break
+        except Exception:  # Some changes exclude each other, or break the author's model.
+            if left == 1:
+                raise
     draw.words += map(str, changes)
     linear, order = draw.number("linear", "as-is", "int8"), draw.number("order", "patch", "change")
-    one = named("t2v" if wan else "cogvideox-5b")
-    try:
-        unpatched = one.model()
-        for change in changes:
-            change.apply(unpatched)
-        run(unpatched, one.inputs())
-    except Exception:  # changes that exclude each other, or break the author's model
-        return
-    # Many changes are of the first block, which may be the only one.
-    alone = any(change.name == "one-block-less" for change in changes)
-    with suppress(*[NothingToPatchError] * alone):
-        check(one, changes, linear, f"{order} first")
+    check(one, changes, linear, f"{order} first")
 
 
 OPERATIONS: tuple[Callable[[Draw], None], ...] = (

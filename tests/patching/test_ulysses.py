@@ -3,6 +3,7 @@ CPU."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
@@ -159,8 +160,13 @@ def test_heads_that_ranks_cannot_share_are_refused_whatever_came_first(name: str
     on_ranks(2, refuses_uneven_heads, name)
 
 
+#: Names of the functions that have gathered.
+gathered: list[str] = []
+
+
 def gather_uneven(outputs: list[Tensor], x: Tensor, group: Any = None) -> None:
     """`all_gather` as NCCL has it. gloo refuses parts of uneven sizes."""
+    gathered.append(sys._getframe(1).f_code.co_name)
     for rank, output in enumerate(outputs):
         if rank == dist.get_rank(group):
             output.copy_(x)
@@ -178,7 +184,9 @@ def serves_uneven_parts(options: dict[str, Any], first: bool, heads: int, ranks:
         inputs = named("t2v").inputs(batch)
         noise = torch.Generator().manual_seed(3)
         inputs["hidden_states"] = torch.randn(batch, 4, 3, 6, width, generator=noise)
+        gathered.clear()
         expected, made = run(alone, inputs), run(model, inputs)
+        assert gathered.count("_lengths") == 1
         assert relative_l2(made, expected) <= (NEAR if options["attention"] == "exact" else 5e-3)
         assert set(report_of(model).ran()) == set(report_of(alone).ran())
         assert lengths(model) == lengths(alone)

@@ -130,7 +130,8 @@ class PatchedBlock(Replacement):
         why = self.why_author(*inputs)
         if compiling():
             return self.author if why else None
-        self.last = why or self.lengths(*inputs)
+        lengths = (0, 0) if why else self.lengths(*inputs)  # of several ranks: an exchange
+        self.last = why or lengths
         self.backend = "" if why else self.unused_backend()
         self.renew_copies(why, self.streams(inputs)[0])
         if why:
@@ -138,7 +139,7 @@ class PatchedBlock(Replacement):
         if not self.index:
             self.compile_ahead(self.streams(inputs)[0], partial(self.fast, None, *inputs))
         guard = self.guard
-        return self.compare if guard is not None and guard.wants(self, inputs) else None
+        return self.compare if guard is not None and guard.wants(self, inputs, lengths) else None
 
     def compile_ahead(self, x: Tensor, fast: Callable[[], object]) -> None:
         """Compile what the fast path launches together, before its first call.

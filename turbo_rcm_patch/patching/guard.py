@@ -212,13 +212,15 @@ class Guard:
 
     # --- which blocks ----------------------------------------------------------------------------
 
-    def wants(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> bool:
-        """Return True if this call of a block is to be compared."""
+    def wants(
+        self, block: PatchedBlock, inputs: tuple[Any, ...], lengths: tuple[int, int]
+    ) -> bool:
+        """Return True if a call of a block is to be compared; lengths as in `block.lengths`."""
         here: _Forward | None = getattr(self._threads, "here", None)
         if here is None:
             here = self._threads.here = _Forward()
         if block.index <= here.index:  # Blocks run in order, so a new forward began.
-            self._begin(here, block, inputs)
+            self._begin(here, block, inputs, lengths)
         here.index = block.index
         if here.stopped:
             return False
@@ -228,9 +230,15 @@ class Guard:
             return not capturing(block.streams(inputs)[0])
         return here.last and block.index not in self._seen[here.way].last
 
-    def _begin(self, here: _Forward, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
+    def _begin(
+        self,
+        here: _Forward,
+        block: PatchedBlock,
+        inputs: tuple[Any, ...],
+        lengths: tuple[int, int],
+    ) -> None:
         x = block.streams(inputs)[0]
-        one = ops.resolved(block._asked, x.device, *block.lengths(*inputs))
+        one = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, one.attention, one.pv
         here.shares = dict(self._seen.setdefault(here.way, _Compared()).shares)
         here.stopped = False
