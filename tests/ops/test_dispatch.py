@@ -11,6 +11,7 @@ from tests.interpreter import HERE
 from turbo_rcm_patch.errors import DeviceError, Fp8UnsupportedError, MissingPackageError
 from turbo_rcm_patch.ops import (
     FP8_MIN_KEYS,
+    FP8_MIN_KEYS_HOPPER,
     AttentionSpec,
     Sparsity,
     attention_skip,
@@ -29,11 +30,12 @@ AUTO = AttentionSpec(heads=12, attention="auto")
 
 
 @pytest.fixture
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """A GPU of the compute capability that the test names, 9.0 if it names none."""
-    capability = getattr(request, "param", (9, 0))
+    capability: tuple[int, int] = getattr(request, "param", (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return capability
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,12 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     [((7, 5), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
     indirect=["card"],
 )
-def test_e4m3_begins_with_compute_capability_8_9(card: None, has: bool) -> None:
+def test_e4m3_begins_with_compute_capability_8_9(card: tuple[int, int], has: bool) -> None:
     assert resolve_pv("auto", CUDA) == ("fp8" if has else "bf16")
-    assert resolve_pv("auto", CUDA, FP8_MIN_KEYS - 1) == "bf16"
-    assert describe_pv("auto", CUDA) == ("fp8 from 4,096 keys, else bf16" if has else "bf16")
+    least = FP8_MIN_KEYS_HOPPER if card == (9, 0) else FP8_MIN_KEYS
+    assert resolve_pv("auto", CUDA, least - 1) == "bf16"
+    assert resolve_pv("auto", CUDA, least) == ("fp8" if has else "bf16")
+    assert describe_pv("auto", CUDA) == (f"fp8 from {least:,} keys, else bf16" if has else "bf16")
     if has:
         assert resolve_pv("fp8", CUDA, 1) == describe_pv("fp8", CUDA) == "fp8"
         return
@@ -66,14 +70,15 @@ def test_choices_of_a_device() -> None:
     ("n_q", "n_kv", "expected"),
     [
         (1950, 1950, ("exact", "auto")),
-        (4096, 4096, ("int8", "fp8")),
+        (4096, 4096, ("int8", "bf16")),
+        (8192, 12288, ("int8", "fp8")),
         (75600, 75600, ("int8", "fp8")),
         (32760, 512, ("exact", "auto")),
         (512, 32760, ("exact", "auto")),
     ],
 )
 def test_auto_is_int8_on_a_gpu_from_4096_tokens_on(
-    n_q: int, n_kv: int, expected: tuple[str, str], card: None
+    n_q: int, n_kv: int, expected: tuple[str, str], card: tuple[int, int]
 ) -> None:
     made = resolved(AUTO, CUDA, n_q, n_kv)
     assert (made.attention, made.pv, made.impl) == (*expected, "triton")

@@ -37,10 +37,13 @@ _T = TypeVar("_T")
 #: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
 #: take 0.087 and 0.068 (results/h200/attention.json). Other cards have not been measured.
 INT8_AUTO_TOKENS: Final = 4096
-#: Least number of keys for which pv="auto" takes fp8 where the device has it. fp8 has three times
-#: the error of bf16 (results/h200/ops.json). In return it makes the second product faster, which
-#: pays for long sequences alone, because attention takes little of the time of short ones.
+#: Least number of keys for which pv="auto" takes fp8 where the device has it, and that of Hopper.
+#: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has a
+#: kernel of its own for bf16 as well: with 12 heads of 128 on an H200, fp8 saves nothing of the
+#: attention's time over 4,096 tokens, 5 % over 8,192 and 15 % over 16,384
+#: (results/2026-11-28/attention_pv.json). Other cards have not been measured.
 FP8_MIN_KEYS: Final = 4096
+FP8_MIN_KEYS_HOPPER: Final = 12288
 #: Keys below which a patched cross-attention is exact where int8 was asked for: over the 512
 #: tokens of a prompt torch's own attention takes 182 us on an H200 (32,760 queries, 12 heads of
 #: 128) and int8 takes 980, so exact attention is faster and more exact.
@@ -182,13 +185,13 @@ def resolve_pv(
 ) -> Literal["fp8", "bf16", "fp16"]:
     """Return the element type of probabilities and values on a device.
 
-    "auto" is fp8 on an NVIDIA GPU of compute capability 8.9 or newer from `FP8_MIN_KEYS` keys on,
+    "auto" is fp8 on an NVIDIA GPU of compute capability 8.9 or newer from `fp8_min_keys` keys on,
     and bf16 elsewhere. A type that is asked for by name is taken at any length.
 
     Args:
         pv: The type that was asked for, or "auto".
         device: The device of the attention.
-        n_kv: Number of keys; None for at least `FP8_MIN_KEYS`.
+        n_kv: Number of keys; None for as many as fp8 needs.
 
     Raises:
         Fp8UnsupportedError: fp8 was asked for by name on a GPU without e4m3 matrix units.
@@ -197,7 +200,7 @@ def resolve_pv(
         return pv
     if device.type != "cuda":
         return "fp8" if pv == "fp8" else "bf16"
-    if pv == "auto" and n_kv is not None and n_kv < FP8_MIN_KEYS:
+    if pv == "auto" and n_kv is not None and n_kv < fp8_min_keys(device):
         return "bf16"
     if torch.version.hip is not None:
         has_fp8, name = False, "a HIP device, whose e4m3 is another format"
@@ -221,11 +224,17 @@ def resolve_pv(
     return "fp8" if has_fp8 else "bf16"
 
 
+def fp8_min_keys(device: torch.device) -> int:
+    """Return the number of keys from which pv="auto" takes fp8 on a device that has it."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    return FP8_MIN_KEYS_HOPPER if hopper else FP8_MIN_KEYS
+
+
 def describe_pv(pv: PVDType, device: torch.device) -> str:
     """Describe the result of `resolve_pv` on a device for all lengths."""
     resolved = resolve_pv(pv, device)
     if pv == "auto" and resolved == "fp8":
-        return f"fp8 from {FP8_MIN_KEYS:,} keys, else {resolve_pv(pv, device, 0)}"
+        return f"fp8 from {fp8_min_keys(device):,} keys, else {resolve_pv(pv, device, 0)}"
     return resolved
 
 

@@ -195,7 +195,7 @@ sageattn_qk_int8_pv_fp16_cuda = _cuda(
 )
 sageattn_qk_int8_pv_fp8_cuda = _cuda(
     "sageattn_qk_int8_pv_fp8_cuda", "auto", "fp32+fp16",
-    ": p and v in fp8 from 4,096 keys on where the device has it, else in bf16",
+    ": p and v in fp8 from 4,096 keys on (Hopper: 12,288) where the device has it, else in bf16",
 )  # fmt: skip
 
 
