@@ -75,8 +75,9 @@ class PatchConfig:
             `sageattention` package. "int4" quantises q and k to 15 levels; it exists to show that
             the verdict can fail.
         pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
-            (e4m3) from 4,096 keys on, on Hopper from 12,288, if the device has it (sm_89 and newer),
-            and else bf16. Where fp8 is too inexact, the guard takes bf16. Sums are always fp32.
+            (e4m3) from 4,096 keys on, on Hopper from 12,288, if the device has it (sm_89 and
+            newer), and else bf16. Where fp8 is too inexact, the guard takes bf16. Sums are always
+            fp32.
         linear: How the Linears of a block's branches run. "as-is" calls them as they are. "int8"
             gives plain ones an int8 forward (weights with a scale per output channel, activations
             with one per row) and keeps the int8 weights beside the model's own. "int8-only" keeps

@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 #: take 0.087 and 0.068 (results/h200/attention.json). Other cards have not been measured.
 INT8_AUTO_TOKENS: Final = 4096
 #: Least number of keys for which pv="auto" takes fp8 where the device has it, and that of Hopper.
-#: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has a
-#: kernel of its own for bf16 as well: with 12 heads of 128 on an H200, fp8 saves nothing of the
+#: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has
+#: a kernel of its own for bf16 as well: with 12 heads of 128 on an H200, fp8 saves nothing of the
 #: attention's time over 4,096 tokens, 5 % over 8,192 and 15 % over 16,384
 #: (results/2026-11-28/attention_pv.json). Other cards have not been measured.
 FP8_MIN_KEYS: Final = 4096
