@@ -107,7 +107,7 @@ def norm_silu(
     residual: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `passes.norm_silu`, plus a residual [B, T, H, W, C], into y if that is given."""
+    """Compute `passes.norm_silu`, into y if that is given."""
     target_of(x.device)
     kind, weight, bias, latent = 0, None, None, None
     if isinstance(norm, RMSNorm):
@@ -310,10 +310,3 @@ def enlarge(
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
-
-
-def add_bias_residual(
-    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Compute `passes.add_bias_residual` of dense tensors into `out`, which may be y."""
-    norm_silu(y, None, False, bias, 0, None, out.dtype, residual=residual, y=out)
