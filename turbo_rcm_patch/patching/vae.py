@@ -68,8 +68,7 @@ class Video:
         device: Where it runs.
         impl: As `PatchConfig.impl`.
         rows: Which rows of a frame this rank decodes.
-        history: Convolution -> the last frames that it read, for its next call.
-        begun: Modules that have passed the first frame.
+        history: Convolution -> the last frames that it read, for its next call; None for zeros.
         ran: Name of an implementation -> number of convolutions that it ran.
     """
 
@@ -78,8 +77,7 @@ class Video:
         self.dtype, self.stream = torch.bfloat16 if half else x.dtype, x.dtype
         self.device, self.impl, self.ran = x.device, coder.config.impl, coder.ran
         self.rows = SharedRows(coder.ranks(), x.shape[3])
-        self.history: dict[nn.Module, Tensor] = {}
-        self.begun: set[nn.Module] = set()
+        self.history: dict[nn.Module, Any] = {}
         self._coder = coder
         self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
@@ -100,7 +98,6 @@ class Video:
         x: Tensor,
         norm: RMSNorm | GroupNorm | None = None,
         *,
-        silu: bool = True,
         before: Tensor | None = None,
     ) -> Tensor:
         """Return silu(norm(x + before)) behind the frames that a causal convolution read last.
@@ -108,8 +105,7 @@ class Video:
         Args:
             conv: The convolution, [kT, kH, kW].
             x: [B, T, H, W, C].
-            norm: Its norm, or None.
-            silu: False leaves SiLU out.
+            norm: Its norm, or None for neither norm nor SiLU.
             before: [C], added to x first, or None.
 
         Returns:
@@ -117,8 +113,8 @@ class Video:
         """
         frames = conv.kernel_size[0] - 1
         y, self.history[conv] = norm_silu(
-            x, norm, silu=silu, before=before, frames=frames, history=self.history.get(conv),
-            dtype=self.dtype, impl=self.impl,
+            x, norm, silu=norm is not None, before=before, frames=frames,
+            history=self.history.get(conv), dtype=self.dtype, impl=self.impl,
         )  # fmt: skip
         return y
 

@@ -97,7 +97,7 @@ class _Coder(PatchedCoder):
         """Run norm, SiLU and a `CogVideoXCausalConv3d`; the first frame is repeated before it."""
         conv = causal.conv
         first = conv not in video.history
-        y = video.behind(conv, x, norm, silu=norm is not None, before=before)
+        y = video.behind(conv, x, norm, before=before)
         frames = conv.kernel_size[0] - 1
         if first and frames:
             y[:, :frames] = y[:, frames : frames + 1]

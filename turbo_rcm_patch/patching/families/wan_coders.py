@@ -91,17 +91,12 @@ class WanCoder(PatchedCoder):
         raise NotImplementedError
 
     def why_modules(self) -> str:
-        why = super().why_modules()
-        if (
-            why
-            or [kind_of(one) for one in self.end()] == _END
-            and all(
-                kind_of(one) in ("ResidualBlock", "AttentionBlock")
-                for level in (Level(self.middle()), *self.levels())
-                for one in level.blocks
-            )
-        ):
+        if why := super().why_modules():
             return why
+        blocks = [*self.middle(), *(one for level in self.levels() for one in level.blocks)]
+        known = {*map(kind_of, blocks)} <= {"ResidualBlock", "AttentionBlock"}
+        if known and [*map(kind_of, self.end())] == _END:
+            return ""
         return f"{self.part}: its blocks are not the author's"
 
     def why_module(self, module: nn.Module) -> str:
@@ -148,15 +143,12 @@ class WanCoder(PatchedCoder):
         held = next(one for name in names if (one := getattr(self.block, name, None)) is not None)
         found, blocks = list[Level](), list[Any]()
         for group in held:
-            shortcut = getattr(group, "avg_shortcut", None)
-            for module in _inside(group):
-                if kind_of(module) == "Resample":
-                    found.append(Level(blocks, module, shortcut))
-                    blocks = []
-                else:
-                    blocks.append(module)
-            if blocks and shortcut is not None:
-                found.append(Level(blocks, None, shortcut))
+            shortcut, resample = getattr(group, "avg_shortcut", None), None
+            blocks += _inside(group)
+            if blocks and kind_of(blocks[-1]) == "Resample":
+                resample = blocks.pop()
+            if resample is not None or shortcut is not None:
+                found.append(Level(blocks, resample, shortcut))
                 blocks = []
         return found + ([Level(blocks)] if blocks else [])
 
@@ -215,7 +207,7 @@ class Decoder(WanCoder):
         room *= max([self.end()[0].gamma.numel(), *(up.dim for up in ups[-1:])])
 
         x = video.rows.part(x.contiguous())
-        x = video.conv(start, video.behind(start, x, silu=False))
+        x = video.conv(start, video.behind(start, x))
         pieces: Iterator[Any] = iter((self.blocks(video, self.middle(), x),))
         del x
         for level in levels:
@@ -229,12 +221,12 @@ class Decoder(WanCoder):
         self, video: Video, level: Level, pieces: Iterator[Tensor], room: int
     ) -> Iterator[Tensor]:
         """Run a level on pieces [B, T, H, W, C]."""
-        up, shortcut = level.resample, level.shortcut
+        up = level.resample
         x: Any
         for x in pieces:
             # Nothing is held while other levels run, but what is read again.
             y: Any = x
-            x = None if shortcut is None else x
+            x = None if level.shortcut is None else x
             for block in level.blocks:
                 y = self.blocks(video, [block], y)
             if up is None:
@@ -247,29 +239,26 @@ class Decoder(WanCoder):
             video.rows.refresh(y)
             for start in range(0, y.shape[1], frames):
                 part = slice(start, start + frames)
-                yield self._enlarge(
-                    video, up, shortcut, y[:, part], x if x is None else x[:, part]
-                )
+                yield self._enlarge(video, level, y[:, part], None if x is None else x[:, part])
             x = y = None
 
-    def _enlarge(
-        self, video: Video, up: Any, shortcut: Any, y: Tensor, x: Tensor | None
-    ) -> Tensor:
+    def _enlarge(self, video: Video, level: Level, y: Tensor, x: Tensor | None) -> Tensor:
         """Run the upsampling of a level on y, and add its shortcut of the level's input x."""
-        y, first = video.rows.narrow(y), up not in video.begun
-        video.begun.add(up)
+        up, y, first = level.resample, video.rows.narrow(y), False
         if up.mode == "upsample3d":  # The first frame stays one frame.
+            conv = up.time_conv
+            first = conv not in video.history
+            video.history.setdefault(conv)  # Zeros come before the second.
             start, y = y[:, :first], y[:, first:]
             if y.shape[1]:
-                y = video.behind(up.time_conv, y, silu=False)
-                y = video.conv(up.time_conv, y, dtype=video.dtype)
+                y = video.conv(conv, video.behind(conv, y), dtype=video.dtype)
                 # The first half of the channels is the first of two frames.
                 y = torch.unflatten(y, 4, (2, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
             y = torch.cat([start.to(video.dtype), y], 1) if first else y
         duplicate = None
         if x is not None:
-            repeats = shortcut.repeats
-            duplicate = Duplicate(video.rows.narrow(x), shortcut.factor_t, repeats, first)
+            own = level.shortcut
+            duplicate = Duplicate(video.rows.narrow(x), own.factor_t, own.repeats, first)
         return video.enlarge(up.resample[1], y, duplicate)
 
 
@@ -282,11 +271,10 @@ class Encoder(WanCoder):
         return 5
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        start = [x[:, :1], *torch.split(x[:, 1:], 4, 1)] if self.block not in video.begun else [x]
-        video.begun.add(self.block)
         conv = self.start()
+        start = [x] if conv in video.history else [x[:, :1], *torch.split(x[:, 1:], 4, 1)]
         pieces: Iterator[Tensor] = (
-            video.conv(conv, video.behind(conv, one.contiguous(), silu=False))
+            video.conv(conv, video.behind(conv, one.contiguous()))
             for one in gathered((one for one in start if one.shape[1]), _ROOM)
         )
         for level in self.levels():
@@ -313,8 +301,7 @@ class Encoder(WanCoder):
         if not in_time:
             return x
         conv, parts = down.time_conv, []
-        if down not in video.begun:
-            video.begun.add(down)
+        if conv not in video.history:
             parts, video.history[conv] = [x[:, :1].to(video.stream)], x[:, :1].clone()
             x = x[:, 1:]
         if x.shape[1]:
