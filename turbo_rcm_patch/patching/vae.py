@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -248,8 +248,7 @@ class PatchedCoder(PatchedBlock):
         """
         twin: Any = object.__new__(type(self.vae))
         vars(twin).update(vars(self.vae))
-        for name in (self.caller, *((self.part,) if coder is not None else ())):
-            vars(twin).pop(name, None)
+        vars(twin).pop(self.caller, None)
         if coder is not None:
             vars(twin)[self.part] = coder
         return twin
@@ -306,7 +305,14 @@ class PatchedCoder(PatchedBlock):
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""
-        return ""
+        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+            return ""
+        plain = module.groups == 1 and module.padding_mode == "zeros" and {*module.dilation} == {1}
+        return "" if plain else "its groups, dilation or padding are not the author's"
+
+    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
+        """Return the kind of the skip pair that a module inside is, if it is one."""
+        raise NotImplementedError
 
     def casts_weights(self) -> bool:
         """Return True if weights may be anywhere, because the coder's modules cast them."""
@@ -340,18 +346,17 @@ class PatchedCoder(PatchedBlock):
         """Compare a result with the author's first frames. Return False if it is not to be used;
         the author's code runs from then on, unless the input is to blame."""
         error, where = distance(out[:, :, : expected.shape[2]], expected, self.halves)
-        if error <= BUDGET:
-            self._add(error, "kept", where)
-            return True
-        if not bool(x.isfinite().all()):
-            self.last = "the input holds NaN or infinity"
+        verdict = "kept"
+        if error > BUDGET and not bool(x.isfinite().all()):
+            verdict, where = "not compared", "the input holds NaN or infinity"
             self.compared.clear()  # The next video is compared.
-            self._add(error, "not compared", self.last)
-            return False
-        self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
-        self.last = self.reason
-        self._add(error, LEVEL_WORDS[Level.AUTHOR], self.reason)
-        return False
+        elif error > BUDGET:
+            self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+            verdict, where = LEVEL_WORDS[Level.AUTHOR], self.reason
+        self._add(error, verdict, where)
+        if verdict != "kept":
+            self.last = where
+        return verdict == "kept"
 
     def _add(self, error: float, verdict: str, where: str) -> None:
         assert self.guard is not None
@@ -365,23 +370,27 @@ class PatchedCoder(PatchedBlock):
         return {}
 
     def describe_last_run(self) -> str:
-        if isinstance(self.last, str):
-            return f"as their author wrote them: {self.last}" if self.last else ""
+        if not isinstance(self.last, tuple):
+            return super().describe_last_run()
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
         count = self.ranks().count
         shared = f"rows over {count} ranks, " if count > 1 else ""
         return f"channels-last, {shared}convolutions: {ran}"
 
-    def residual_pair(self, path: str, kind: Any = "convolution", heads: int = 0) -> SkipPair:
-        """Describe a residual block or an attention of the coder."""
+    def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
         reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
         runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
-        return SkipPair(
-            path=f"{self.path}.{path}", kind=kind, heads=1 if heads else 0, head_dim=heads,
-            streams=(Stream("video", "1", "1"),), cast="model", projection=bool(heads), runs=runs,
-            reason="; ".join(filter(None, reasons)),
-        )  # fmt: skip
+        return [
+            SkipPair(
+                path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
+                head_dim=int(getattr(module, "dim", 0)) if kind == "self" else 0,
+                streams=(Stream("video", "1", "1"),), cast="model", projection=kind == "self",
+                runs=runs, reason="; ".join(filter(None, reasons)),
+            )
+            for name, module in self.block.named_modules()
+            if (kind := self.closes(module)) is not None
+        ]  # fmt: skip
 
 
 def share(vae: nn.Module, group: Any) -> bool:
@@ -448,33 +457,3 @@ def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]
     values: list[float] = torch.stack(found).tolist()
     worst = max(range(3), key=values.__getitem__)
     return values[worst], ("a frame", "a row of pixels", "a column of pixels")[worst]
-
-
-def plain_conv(module: nn.Module) -> bool:
-    """Return False for a convolution with groups, dilation or other padding than zeros."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d):
-        return True
-    plain = module.groups == 1 and module.padding_mode == "zeros"
-    return plain and all(step == 1 for step in module.dilation)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """Return [B, C, T, H, W] as a contiguous [B, T, H, W, C]."""
-    return x.permute(0, 2, 3, 4, 1).contiguous()
-
-
-def channels_first(x: Tensor) -> Tensor:
-    """Return [B, T, H, W, C] as a view [B, C, T, H, W]."""
-    return x.permute(0, 4, 1, 2, 3)
-
-
-def gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
-    """Join pieces of a video along time until each has at least this many frames."""
-    held: list[Tensor] = []
-    for piece in pieces:
-        held.append(piece)
-        if sum(one.shape[1] for one in held) >= frames:
-            yield held[0] if len(held) == 1 else torch.cat(held, 1)
-            held = []
-    if held:
-        yield held[0] if len(held) == 1 else torch.cat(held, 1)

@@ -13,7 +13,7 @@ what its author has around the coders.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
 from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.vae import (
-    PatchedCoder,
-    Video,
-    channels_first,
-    gathered,
-    plain_conv,
-)
-from turbo_rcm_patch.skip import SkipPair
+from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 
 #: Frames of full resolution that a level runs at once, as elements of its largest tensor. The
 #: author's decoder runs four too.
@@ -80,8 +73,8 @@ class WanCoder(PatchedCoder):
     known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
-        pieces = [video.rows.whole(one) for one in self.pieces(video, x.permute(0, 2, 3, 4, 1))]
-        return channels_first(torch.cat(pieces, 1)).contiguous()
+        pieces = [video.rows.whole(one) for one in self.pieces(video, x.movedim(1, -1))]
+        return _joined(pieces).movedim(-1, 1).contiguous()
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
         """Yield the result of the frames x [B, T, H, W, C], a few frames at a time.
@@ -100,8 +93,6 @@ class WanCoder(PatchedCoder):
         return f"{self.part}: its blocks are not the author's"
 
     def why_module(self, module: nn.Module) -> str:
-        if not plain_conv(module):
-            return "its groups, dilation or padding are not the author's"
         if hasattr(module, "gamma") and not module.channel_first:
             return "its norm is not over channels"
         if isinstance(module, nn.Upsample) and (
@@ -110,16 +101,14 @@ class WanCoder(PatchedCoder):
             return "it does not repeat pixels"
         if kind_of(module) == "ResidualBlock" and [*map(kind_of, _layers(module))] != _RESIDUAL:
             return "its layers are not the author's"
-        return "" if _own_padding(module) else "its padding is not the author's"
+        why = "" if _own_padding(module) else "its padding is not the author's"
+        return super().why_module(module) or why
 
-    def pairs(self) -> list[SkipPair]:
-        found = []
-        for name, module in self.block.named_modules():
-            if kind_of(module) == "AttentionBlock":
-                found.append(self.residual_pair(name, "self", int(getattr(module, "dim", 0))))
-            elif kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None):
-                found.append(self.residual_pair(name))
-        return found
+    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
+        if kind_of(module) == "AttentionBlock":
+            return "self"
+        adds = kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None)
+        return "convolution" if adds else None
 
     # --- where the modules are now ---------------------------------------------------------------
 
@@ -275,12 +264,12 @@ class Encoder(WanCoder):
         start = [x] if conv in video.history else [x[:, :1], *torch.split(x[:, 1:], 4, 1)]
         pieces: Iterator[Tensor] = (
             video.conv(conv, video.behind(conv, one.contiguous()))
-            for one in gathered((one for one in start if one.shape[1]), _ROOM)
+            for one in _gathered((one for one in start if one.shape[1]), _ROOM)
         )
         for level in self.levels():
             pieces = self._down(video, level, pieces)
             if level.resample is not None:
-                pieces = gathered(pieces, _ROOM)
+                pieces = _gathered(pieces, _ROOM)
         for y in pieces:
             yield self.head(video, self.blocks(video, self.middle(), y))
 
@@ -308,7 +297,7 @@ class Encoder(WanCoder):
             y = torch.cat([video.history[conv], x], 1)
             video.history[conv] = x[:, -1:].clone()
             parts.append(video.conv(conv, y))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return _joined(parts)
 
 
 def kind_of(module: Any) -> str:
@@ -363,3 +352,20 @@ def _average(x: Tensor, shortcut: Any) -> Tensor:
         x = torch.unflatten(x, dim, (-1, factor))
     x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4)  # [B, T', H', W', C * ft * fs * fs]
     return torch.unflatten(x, 4, (shortcut.out_channels, shortcut.group_size)).mean(-1)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Join pieces of a video along time, without a copy of a single one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
+    """Join pieces of a video along time until each has at least this many frames."""
+    held: list[Tensor] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(one.shape[1] for one in held) >= frames:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
