@@ -21,19 +21,19 @@ from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 from turbo_rcm_patch.skip import SkipPair
 
-#: Class of a module inside -> the first parameters of its forward.
+#: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
 _FORWARDS: Final = {
-    "CogVideoXCausalConv3d": ("self", "inputs", "conv_cache"),
-    "CogVideoXDownsample3D": ("self", "x"),
-    "CogVideoXSafeConv3d": ("self", "input"),
-    "CogVideoXSpatialNorm3D": ("self", "f", "zq", "conv_cache"),
-    "CogVideoXUpsample3D": ("self", "inputs"),
-    "CogVideoXResnetBlock3D": ("self", "inputs", "temb", "zq", "conv_cache"),
-} | {
-    f"CogVideoX{block}Block3D": ("self", "hidden_states", "temb", "zq", "conv_cache")
-    for block in ("Down", "Mid", "Up")
-} | {f"CogVideoX{coder}3D": ("self", "sample", "temb", "conv_cache") for coder in
-     ("Decoder", "Encoder")}  # fmt: skip
+    "CausalConv3d": ("self", "inputs", "conv_cache"),
+    "Downsample3D": ("self", "x"),
+    "ResnetBlock3D": ("self", "inputs", "temb", "zq", "conv_cache"),
+    "SafeConv3d": ("self", "input"),
+    "SpatialNorm3D": ("self", "f", "zq", "conv_cache"),
+    "Upsample3D": ("self", "inputs"),
+    **dict.fromkeys(("Decoder3D", "Encoder3D"), ("self", "sample", "temb", "conv_cache")),
+} | dict.fromkeys(
+    ("DownBlock3D", "MidBlock3D", "UpBlock3D"),
+    ("self", "hidden_states", "temb", "zq", "conv_cache"),
+)
 
 
 class _Coder(PatchedCoder):
@@ -43,7 +43,7 @@ class _Coder(PatchedCoder):
     batch_frames: ClassVar[str]
     #: Name of what ends a block and enlarges or reduces its result.
     resamples: ClassVar[str]
-    forwards = _FORWARDS
+    forwards = {f"CogVideoX{name}": own for name, own in _FORWARDS.items()}
     known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
