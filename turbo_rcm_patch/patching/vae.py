@@ -69,6 +69,7 @@ class Video:
         impl: As `PatchConfig.impl`.
         rows: Which rows of a frame this rank decodes.
         history: Convolution -> the last frames that it read, for its next call; None for zeros.
+            A convolution that is missing has not run.
         ran: Name of an implementation -> number of convolutions that it ran.
     """
 
@@ -111,11 +112,14 @@ class Video:
         Returns:
             [B, kT - 1 + T, H, W, C] in the dtype of the products.
         """
-        frames = conv.kernel_size[0] - 1
+        frames, first = conv.kernel_size[0] - 1, conv not in self.history
         y, self.history[conv] = norm_silu(
             x, norm, silu=norm is not None, before=before, frames=frames,
             history=self.history.get(conv), dtype=self.dtype, impl=self.impl,
         )  # fmt: skip
+        if first and frames and self._coder.repeats_first:
+            y[:, :frames] = y[:, frames : frames + 1]
+            self.history[conv] = y[:, -frames:].clone()
         return y
 
     def conv(
@@ -185,6 +189,8 @@ class PatchedCoder(PatchedBlock):
     forwards: ClassVar[Mapping[str, tuple[str, ...]]]
     #: Parts of the channels of the result that the guard compares by themselves.
     halves: ClassVar[int] = 1
+    #: Whether copies of the first frame come before it, instead of zeros.
+    repeats_first: ClassVar[bool] = False
     #: Whether several ranks can run it in parts with the same bits.
     shared: ClassVar[bool] = False
 
@@ -209,9 +215,9 @@ class PatchedCoder(PatchedBlock):
             self.last = f"{self.caller} is compiled"
             return self.by_author(self.vae, x, *args, **kwargs)
         out = self._run(x, *args, **kwargs)
-        if self.describe_last_run() != self.said:
-            self.said = self.describe_last_run()
-            _log.info("%s: %s", self.path, self.said)
+        if (how := self.describe_last_run()) != self.said:
+            self.said = how
+            _log.info("%s: %s", self.path, how)
         return out
 
     def _run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,7 @@ class _Coder(PatchedCoder):
     batch_frames: ClassVar[str]
     #: Name of what ends a block and enlarges or reduces its result.
     resamples: ClassVar[str]
+    repeats_first = True
     forwards = {f"CogVideoX{name}": own for name, own in _FORWARDS.items()}
     known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
@@ -75,50 +76,28 @@ class _Coder(PatchedCoder):
 
     # --- blocks, each beside its author's forward ------------------------------------------------
 
-    def causal(
-        self,
-        video: Video,
-        causal: Any,
-        x: Tensor,
-        norm: GroupNorm | None = None,
-        *,
-        before: Tensor | None = None,
-        residual: Tensor | None = None,
-        bias: bool = True,
-    ) -> Tensor:
-        """Run norm, SiLU and a `CogVideoXCausalConv3d`; the first frame is repeated before it."""
-        conv = causal.conv
-        first = conv not in video.history
-        y = video.behind(conv, x, norm, before=before)
-        frames = conv.kernel_size[0] - 1
-        if first and frames:
-            y[:, :frames] = y[:, frames : frames + 1]
-            video.history[conv] = y[:, -frames:].clone()
-        return video.conv(conv, y, residual=residual, bias=bias)
-
     def resnet(self, video: Video, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
         """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
-        h = x
+        conv1, conv2, h = block.conv1.conv, block.conv2.conv, x
         if block.in_channels != block.out_channels:
             h = video.conv(block.conv_shortcut, x.to(video.dtype))
-        # The next pass adds the bias.
-        y = self.causal(video, block.conv1, x, group(video, block.norm1, zq), bias=False)
-        return self.causal(
-            video, block.conv2, y, group(video, block.norm2, zq), before=block.conv1.conv.bias,
-            residual=h,
-        )  # fmt: skip
+        y = video.behind(conv1, x, group(video, block.norm1, zq))
+        y = video.conv(conv1, y, bias=False)  # the next pass adds the bias
+        y = video.behind(conv2, y, group(video, block.norm2, zq), before=video.bias(conv1))
+        return video.conv(conv2, y, residual=h)
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
         x = x.movedim(1, -1).contiguous()
         zq = x.to(video.dtype) if self.part == "decoder" else None
-        x = self.causal(video, self.block.conv_in, x)
+        start, end = self.block.conv_in.conv, self.block.conv_out.conv
+        x = video.conv(start, video.behind(start, x))
         for one in self.blocks():
             for resnet in one.resnets:
                 x = self.resnet(video, resnet, x, zq)
             for resample in getattr(one, self.resamples, None) or ():
                 x = self.resample(video, resample, x)
-        norm = group(video, self.block.norm_out, zq)
-        return self.causal(video, self.block.conv_out, x, norm).movedim(-1, 1)
+        x = video.behind(end, x, group(video, self.block.norm_out, zq))
+        return video.conv(end, x).movedim(-1, 1)
 
     def blocks(self) -> list[Any]:
         """Return the blocks of the coder in the order in which they run."""
