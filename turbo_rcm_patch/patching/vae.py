@@ -129,26 +129,25 @@ class Video:
         *,
         residual: Tensor | None = None,
         bias: bool = True,
-        padding: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
         phases: bool = False,
     ) -> Tensor:
         """Run a convolution of the model on x [B, T + history, H, W, C].
 
         Args:
-            conv: The module; its own padding is not read.
+            conv: The module. Its own padding is read only if it has a stride in space; else zeros
+                around a frame keep its size.
             x: Its input, in the dtype of the products.
             residual: Added to the result, or None.
             bias: False leaves the bias to the next pass.
-            padding: Zeros around a frame; by default as many as keep its size.
             dtype: dtype of the result; by default that of the stream, or of the products without
                 the bias.
             phases: Whether its weight is that of `pack_phases`.
         """
         weight, own = self.weights(conv, phases)
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
-        if padding is None:
-            padding = weight.shape[2] // 2, weight.shape[3] // 2
+        keeping = weight.shape[2] // 2, weight.shape[3] // 2
+        padding = keeping if stride[1:] == (1, 1) else tuple(conv.padding)
         dtype = dtype or (self.stream if bias else self.dtype)
         return conv3d(
             x, weight, own if bias else None, residual=residual, stride=stride,

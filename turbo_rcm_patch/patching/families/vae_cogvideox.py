@@ -141,8 +141,7 @@ class CogVideoXEncoder(_Coder):
             first = x.shape[1] % 2
             rest = torch.unflatten(x[:, first:], 1, (-1, 2)).mean(2)
             x = torch.cat([x[:, :first], rest], 1)
-        x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
-        return video.conv(module.conv, x, padding=tuple(module.conv.padding))
+        return video.conv(module.conv, F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1)))
 
 
 def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:

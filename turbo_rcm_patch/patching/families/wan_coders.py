@@ -286,7 +286,7 @@ class Encoder(WanCoder):
         x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
         in_time = down.mode == "downsample3d"
         dtype = video.dtype if in_time else video.stream
-        x = video.conv(down.resample[1], x, padding=(0, 0), dtype=dtype)
+        x = video.conv(down.resample[1], x, dtype=dtype)
         if not in_time:
             return x
         conv, parts = down.time_conv, []
