@@ -90,10 +90,7 @@ def norm_silu(
         from turbo_rcm_patch.ops.conv3d import triton
 
         out = x if in_place and dtype == x.dtype else None
-        made: tuple[Tensor, Tensor] = triton.norm_silu(
-            x, norm, silu, before, frames, history, dtype, residual, out
-        )
-        return made
+        return triton.norm_silu(x, norm, silu, before, frames, history, dtype, residual, out)
     y = x.float()
     if before is not None:
         y = y + before.float()
@@ -179,8 +176,7 @@ def enlarge(
     if resolve_impl(impl, y.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 
-        made: Tensor = triton.enlarge(y, bias, duplicate, repeat, first, dtype)
-        return made
+        return triton.enlarge(y, bias, duplicate, repeat, first, dtype)
     batch, frames, height, width, channels = y.shape
     phases = torch.unflatten(y.float(), 4, (2, 2, channels // 4))
     out = phases.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4)
