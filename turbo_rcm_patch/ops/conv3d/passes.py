@@ -90,7 +90,9 @@ def norm_silu(
         from turbo_rcm_patch.ops.conv3d import triton
 
         out = x if in_place and dtype == x.dtype else None
-        return triton.norm_silu(x, norm, silu, before, frames, history, dtype, residual, out)
+        return triton.norm_silu(
+            x, norm, silu, before, frames, history, dtype, residual=residual, y=out
+        )
     y = x.float()
     if before is not None:
         y = y + before.float()
