@@ -241,7 +241,7 @@ def _passes(case: Case, target: Target) -> None:
     for duplicate in (None, Duplicate(x, 1, 4, False), Duplicate(x, 2, 4, True)):
         portable.passes.enlarge(y, weight, duplicate, 1, False, x.dtype)
     for bias, residual in ((weight, None), (weight, x), (None, x)):
-        portable.passes.add_bias_residual(x, bias, residual, case.empty(*x.shape))
+        portable.passes.norm_silu(x, None, False, bias, 0, None, x.dtype, residual)
 
 
 _MORE: dict[str, Any] = {"want_lse": True, "lengths": True}

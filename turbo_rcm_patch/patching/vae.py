@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,8 @@ class Video:
         device: Where it runs.
         impl: As `PatchConfig.impl`.
         rows: Which rows of a frame this rank decodes.
-        history: Convolution -> the last frames that it read, for its next call.
-        begun: Modules that have passed the first frame.
+        history: Convolution -> the last frames that it read, for its next call; None for zeros.
+            A convolution that is missing has not run.
         ran: Name of an implementation -> number of convolutions that it ran.
     """
 
@@ -78,8 +78,7 @@ class Video:
         self.dtype, self.stream = torch.bfloat16 if half else x.dtype, x.dtype
         self.device, self.impl, self.ran = x.device, coder.config.impl, coder.ran
         self.rows = SharedRows(coder.ranks(), x.shape[3])
-        self.history: dict[nn.Module, Tensor] = {}
-        self.begun: set[nn.Module] = set()
+        self.history: dict[nn.Module, Any] = {}
         self._coder = coder
         self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
@@ -100,7 +99,6 @@ class Video:
         x: Tensor,
         norm: RMSNorm | GroupNorm | None = None,
         *,
-        silu: bool = True,
         before: Tensor | None = None,
     ) -> Tensor:
         """Return silu(norm(x + before)) behind the frames that a causal convolution read last.
@@ -108,18 +106,20 @@ class Video:
         Args:
             conv: The convolution, [kT, kH, kW].
             x: [B, T, H, W, C].
-            norm: Its norm, or None.
-            silu: False leaves SiLU out.
+            norm: Its norm, or None for neither norm nor SiLU.
             before: [C], added to x first, or None.
 
         Returns:
             [B, kT - 1 + T, H, W, C] in the dtype of the products.
         """
-        frames = conv.kernel_size[0] - 1
+        frames, first = conv.kernel_size[0] - 1, conv not in self.history
         y, self.history[conv] = norm_silu(
-            x, norm, silu=silu, before=before, frames=frames, history=self.history.get(conv),
-            dtype=self.dtype, impl=self.impl,
+            x, norm, silu=norm is not None, before=before, frames=frames,
+            history=self.history.get(conv), dtype=self.dtype, impl=self.impl,
         )  # fmt: skip
+        if first and frames and self._coder.repeats_first:
+            y[:, :frames] = y[:, frames : frames + 1]
+            self.history[conv] = y[:, -frames:].clone()
         return y
 
     def conv(
@@ -129,26 +129,25 @@ class Video:
         *,
         residual: Tensor | None = None,
         bias: bool = True,
-        padding: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
         phases: bool = False,
     ) -> Tensor:
         """Run a convolution of the model on x [B, T + history, H, W, C].
 
         Args:
-            conv: The module; its own padding is not read.
+            conv: The module. Its own padding is read only if it has a stride in space; else zeros
+                around a frame keep its size.
             x: Its input, in the dtype of the products.
             residual: Added to the result, or None.
             bias: False leaves the bias to the next pass.
-            padding: Zeros around a frame; by default as many as keep its size.
             dtype: dtype of the result; by default that of the stream, or of the products without
                 the bias.
             phases: Whether its weight is that of `pack_phases`.
         """
         weight, own = self.weights(conv, phases)
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
-        if padding is None:
-            padding = weight.shape[2] // 2, weight.shape[3] // 2
+        keeping = weight.shape[2] // 2, weight.shape[3] // 2
+        padding = keeping if stride[1:] == (1, 1) else tuple(conv.padding)
         dtype = dtype or (self.stream if bias else self.dtype)
         return conv3d(
             x, weight, own if bias else None, residual=residual, stride=stride,
@@ -189,6 +188,8 @@ class PatchedCoder(PatchedBlock):
     forwards: ClassVar[Mapping[str, tuple[str, ...]]]
     #: Parts of the channels of the result that the guard compares by themselves.
     halves: ClassVar[int] = 1
+    #: Whether copies of the first frame come before it, instead of zeros.
+    repeats_first: ClassVar[bool] = False
     #: Whether several ranks can run it in parts with the same bits.
     shared: ClassVar[bool] = False
 
@@ -213,9 +214,9 @@ class PatchedCoder(PatchedBlock):
             self.last = f"{self.caller} is compiled"
             return self.by_author(self.vae, x, *args, **kwargs)
         out = self._run(x, *args, **kwargs)
-        if self.describe_last_run() != self.said:
-            self.said = self.describe_last_run()
-            _log.info("%s: %s", self.path, self.said)
+        if (how := self.describe_last_run()) != self.said:
+            self.said = how
+            _log.info("%s: %s", self.path, how)
         return out
 
     def _run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -252,8 +253,7 @@ class PatchedCoder(PatchedBlock):
         """
         twin: Any = object.__new__(type(self.vae))
         vars(twin).update(vars(self.vae))
-        for name in (self.caller, *((self.part,) if coder is not None else ())):
-            vars(twin).pop(name, None)
+        vars(twin).pop(self.caller, None)
         if coder is not None:
             vars(twin)[self.part] = coder
         return twin
@@ -310,7 +310,14 @@ class PatchedCoder(PatchedBlock):
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""
-        return ""
+        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+            return ""
+        plain = module.groups == 1 and module.padding_mode == "zeros" and {*module.dilation} == {1}
+        return "" if plain else "its groups, dilation or padding are not the author's"
+
+    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
+        """Return the kind of the skip pair that a module inside is, if it is one."""
+        raise NotImplementedError
 
     def casts_weights(self) -> bool:
         """Return True if weights may be anywhere, because the coder's modules cast them."""
@@ -344,18 +351,17 @@ class PatchedCoder(PatchedBlock):
         """Compare a result with the author's first frames. Return False if it is not to be used;
         the author's code runs from then on, unless the input is to blame."""
         error, where = distance(out[:, :, : expected.shape[2]], expected, self.halves)
-        if error <= BUDGET:
-            self._add(error, "kept", where)
-            return True
-        if not bool(x.isfinite().all()):
-            self.last = "the input holds NaN or infinity"
+        verdict = "kept"
+        if error > BUDGET and not bool(x.isfinite().all()):
+            verdict, where = "not compared", "the input holds NaN or infinity"
             self.compared.clear()  # The next video is compared.
-            self._add(error, "not compared", self.last)
-            return False
-        self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
-        self.last = self.reason
-        self._add(error, LEVEL_WORDS[Level.AUTHOR], self.reason)
-        return False
+        elif error > BUDGET:
+            self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+            verdict, where = LEVEL_WORDS[Level.AUTHOR], self.reason
+        self._add(error, verdict, where)
+        if verdict != "kept":
+            self.last = where
+        return verdict == "kept"
 
     def _add(self, error: float, verdict: str, where: str) -> None:
         assert self.guard is not None
@@ -369,23 +375,27 @@ class PatchedCoder(PatchedBlock):
         return {}
 
     def describe_last_run(self) -> str:
-        if isinstance(self.last, str):
-            return f"as their author wrote them: {self.last}" if self.last else ""
+        if not isinstance(self.last, tuple):
+            return super().describe_last_run()
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
         count = self.ranks().count
         shared = f"rows over {count} ranks, " if count > 1 else ""
         return f"channels-last, {shared}convolutions: {ran}"
 
-    def residual_pair(self, path: str, kind: Any = "convolution", heads: int = 0) -> SkipPair:
-        """Describe a residual block or an attention of the coder."""
+    def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
         reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
         runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
-        return SkipPair(
-            path=f"{self.path}.{path}", kind=kind, heads=1 if heads else 0, head_dim=heads,
-            streams=(Stream("video", "1", "1"),), cast="model", projection=bool(heads), runs=runs,
-            reason="; ".join(filter(None, reasons)),
-        )  # fmt: skip
+        return [
+            SkipPair(
+                path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
+                head_dim=int(getattr(module, "dim", 0)) if kind == "self" else 0,
+                streams=(Stream("video", "1", "1"),), cast="model", projection=kind == "self",
+                runs=runs, reason="; ".join(filter(None, reasons)),
+            )
+            for name, module in self.block.named_modules()
+            if (kind := self.closes(module)) is not None
+        ]  # fmt: skip
 
 
 def share(vae: nn.Module, group: Any) -> bool:
@@ -452,33 +462,3 @@ def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]
     values: list[float] = torch.stack(found).tolist()
     worst = max(range(3), key=values.__getitem__)
     return values[worst], ("a frame", "a row of pixels", "a column of pixels")[worst]
-
-
-def plain_conv(module: nn.Module) -> bool:
-    """Return False for a convolution with groups, dilation or other padding than zeros."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d):
-        return True
-    plain = module.groups == 1 and module.padding_mode == "zeros"
-    return plain and all(step == 1 for step in module.dilation)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """Return [B, C, T, H, W] as a contiguous [B, T, H, W, C]."""
-    return x.permute(0, 2, 3, 4, 1).contiguous()
-
-
-def channels_first(x: Tensor) -> Tensor:
-    """Return [B, T, H, W, C] as a view [B, C, T, H, W]."""
-    return x.permute(0, 4, 1, 2, 3)
-
-
-def gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
-    """Join pieces of a video along time until each has at least this many frames."""
-    held: list[Tensor] = []
-    for piece in pieces:
-        held.append(piece)
-        if sum(one.shape[1] for one in held) >= frames:
-            yield held[0] if len(held) == 1 else torch.cat(held, 1)
-            held = []
-    if held:
-        yield held[0] if len(held) == 1 else torch.cat(held, 1)

@@ -58,21 +58,27 @@ def norm_silu(
     *,
     silu: bool = True,
     before: Tensor | None = None,
+    residual: Tensor | None = None,
     frames: int = 0,
     history: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    in_place: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute silu(norm(x + before)) behind the frames of history of a causal convolution.
+    """Compute silu(norm(x + before) + residual) behind the frames of history of a causal
+    convolution.
 
     Args:
         x: [B, T, H, W, C]; any strides with contiguous channels and dense frames.
         norm: The norm, or None for none.
         silu: False leaves SiLU out.
         before: [C], added to x first: the bias of the convolution that made x. None for none.
+        residual: [B, T, H, W, C], contiguous, or None.
         frames: Number of frames of history that the convolution needs.
         history: [B, frames, H, W, C] that an earlier call returned; None for zeros.
         dtype: dtype of the result; by default that of x.
+        in_place: Whether a kernel may write the result over x, contiguous and without history, if
+            their dtypes are the same.
         impl: "triton", "reference" or "auto".
 
     Returns:
@@ -83,10 +89,10 @@ def norm_silu(
     if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 
-        made: tuple[Tensor, Tensor] = triton.norm_silu(
-            x, norm, silu, before, frames, history, dtype
+        out = x if in_place and dtype == x.dtype else None
+        return triton.norm_silu(
+            x, norm, silu, before, frames, history, dtype, residual=residual, y=out
         )
-        return made
     y = x.float()
     if before is not None:
         y = y + before.float()
@@ -101,10 +107,12 @@ def norm_silu(
         y = F.group_norm(planes, norm.groups, weight, bias, norm.eps).permute(0, 2, 3, 4, 1)
         if norm.scale is not None and norm.shift is not None:
             y = y * _nearest(norm.scale, y).float() + _nearest(norm.shift, y).float()
+    if residual is not None:
+        y = y + residual.float()
     y = (F.silu(y) if silu else y).to(dtype)
     if history is None:
         history = y.new_zeros(y.shape[0], frames, *y.shape[2:])
-    y = torch.cat([history, y], 1).contiguous()
+    y = (torch.cat([history, y], 1) if frames else y).contiguous()
     return y, y[:, y.shape[1] - frames :].clone()
 
 
@@ -170,8 +178,7 @@ def enlarge(
     if resolve_impl(impl, y.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 
-        made: Tensor = triton.enlarge(y, bias, duplicate, repeat, first, dtype)
-        return made
+        return triton.enlarge(y, bias, duplicate, repeat, first, dtype)
     batch, frames, height, width, channels = y.shape
     phases = torch.unflatten(y.float(), 4, (2, 2, channels // 4))
     out = phases.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4)
@@ -188,34 +195,3 @@ def enlarge(
         wide = wide.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(1, 2).flatten(2, 3).flatten(3, 4)
         out = out + wide[:, begins * (times - 1) :].float()
     return out.to(dtype)
-
-
-def add_bias_residual(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    impl: str = "auto",
-) -> Tensor:
-    """Return y + bias + residual.
-
-    Args:
-        y: [B, T, H, W, C], contiguous; it is overwritten if its dtype is the result's.
-        bias: [C], or None.
-        residual: Of the shape of y, or None.
-        dtype: dtype of the result.
-        impl: "triton", "reference" or "auto".
-    """
-    if resolve_impl(impl, y.device) == "triton":
-        from turbo_rcm_patch.ops.conv3d import triton
-
-        out = y if dtype == y.dtype else torch.empty_like(y, dtype=dtype)
-        triton.add_bias_residual(y, bias, residual, out)
-        return out
-    total = y.float()
-    if bias is not None:
-        total = total + bias.float()
-    if residual is not None:
-        total = total + residual.float()
-    return total.to(dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.ops.conv3d.passes import add_bias_residual
+from turbo_rcm_patch.ops.conv3d.passes import norm_silu
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.conv3d.api import Call
@@ -21,16 +21,14 @@ def conv3d(
 
     On a GPU bias and residual are added in one pass after it, because torch would take two.
     """
-    if call.weight.shape[1:4] == (1, 1, 1) and call.stride == (1, 1, 1):
-        weight = call.weight.flatten(1)
-        if residual is None and out_dtype == call.x.dtype:
-            return F.linear(call.x, weight, None if bias is None else bias.to(out_dtype))
-        y = F.linear(call.x, weight)
-        return add_bias_residual(y, bias, residual, dtype=out_dtype, impl=call.impl)
     x, weight = call.x, call.weight.permute(0, 4, 1, 2, 3)
-    own = None if bias is None or x.is_cuda else bias.to(x.dtype)
-    bias = bias if own is None else None
-    if call.weight.shape[1] == 1 and call.stride[0] == 1:  # cuDNN has more kernels in 2D
+    product = weight.shape[2:] == (1, 1, 1) and call.stride == (1, 1, 1)
+    own = None  # the bias that torch adds
+    if (residual is None and out_dtype == x.dtype) if product else not x.is_cuda:
+        own, bias = None if bias is None else bias.to(x.dtype), None
+    if product:
+        y = F.linear(x, call.weight.flatten(1), own)
+    elif weight.shape[2] == 1 and call.stride[0] == 1:  # cuDNN has more kernels in 2D
         y = F.conv2d(
             x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(2), own, call.stride[1:],
             call.padding,
@@ -44,4 +42,7 @@ def conv3d(
     y = y.contiguous()  # A no-op where torch kept the format.
     if bias is None and residual is None and out_dtype == y.dtype:
         return y
-    return add_bias_residual(y, bias, residual, dtype=out_dtype, impl=call.impl)
+    return norm_silu(
+        y, None, silu=False, before=bias, residual=residual, dtype=out_dtype, in_place=True,
+        impl=call.impl,
+    )[0]  # fmt: skip

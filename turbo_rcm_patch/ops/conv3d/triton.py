@@ -107,14 +107,14 @@ def norm_silu(
     residual: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `passes.norm_silu`, plus a residual [B, T, H, W, C], into y if that is given."""
+    """Compute `passes.norm_silu`, into y if that is given."""
     target_of(x.device)
     kind, weight, bias, latent = 0, None, None, None
     if isinstance(norm, RMSNorm):
         kind, weight, bias = 1, norm.weight, norm.bias
     elif norm is not None:
         kind = 2
-        weight, bias = group_factors(x, before, norm.weight, norm.bias, norm.groups, norm.eps)
+        weight, bias = group_factors(x, before, norm)
         latent = None if norm.scale is None else (norm.scale, norm.shift, norm.scale.stride()[:2])
     batch, n_frames, height, width, channels = x.shape
     whole, few = ((batch, count, height, width, channels) for count in (frames + n_frames, frames))
@@ -205,18 +205,11 @@ def group_factors_kernel(
     tl.store(offset_ptr + b * C + own, offset, mask=mask_c)
 
 
-@replayed
 def group_factors(
-    x: torch.Tensor,
-    before: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    groups: int,
-    eps: float,
+    x: torch.Tensor, before: torch.Tensor | None, norm: GroupNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factor and offset, [B, C] fp32: group_norm(x + before) = (x + before) * factor +
     offset."""
-    target_of(x.device)
     batch, n_frames, height, width, channels = x.shape
     pixels = height * width
     block_p, block_c = _tile(channels)
@@ -232,11 +225,11 @@ def group_factors(
         BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, num_stages=3,
     )  # fmt: skip
     launch(
-        group_factors_kernel, (groups, batch), x.device, factor_ptr=factor, offset_ptr=offset,
-        sums_ptr=sums, x_ptr=x, before_ptr=before, weight_ptr=weight, bias_ptr=bias,
-        x_stride_b=x.stride(0), n=float(n_frames * pixels), parts=parts, eps=eps, C=channels,
-        WIDTH=channels // groups, BLOCK_N=128,
-        BLOCK_C=triton.next_power_of_2(channels // groups), num_warps=4, num_stages=1,
+        group_factors_kernel, (norm.groups, batch), x.device, factor_ptr=factor,
+        offset_ptr=offset, sums_ptr=sums, x_ptr=x, before_ptr=before, weight_ptr=norm.weight,
+        bias_ptr=norm.bias, x_stride_b=x.stride(0), n=float(n_frames * pixels), parts=parts,
+        eps=norm.eps, C=channels, WIDTH=channels // norm.groups, BLOCK_N=128,
+        BLOCK_C=triton.next_power_of_2(channels // norm.groups), num_warps=4, num_stages=1,
     )  # fmt: skip
     return factor, offset
 
@@ -310,10 +303,3 @@ def enlarge(
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
-
-
-def add_bias_residual(
-    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Compute `passes.add_bias_residual` of dense tensors into `out`, which may be y."""
-    norm_silu(y, None, False, bias, 0, None, out.dtype, residual=residual, y=out)

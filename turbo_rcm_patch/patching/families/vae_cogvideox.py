@@ -7,7 +7,7 @@ path keeps the author's batches.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,28 +18,22 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.passes import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.vae import (
-    PatchedCoder,
-    Video,
-    channels_first,
-    channels_last,
-    plain_conv,
-)
+from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 from turbo_rcm_patch.skip import SkipPair
 
-#: Class of a module inside -> the first parameters of its forward.
+#: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
 _FORWARDS: Final = {
-    "CogVideoXCausalConv3d": ("self", "inputs", "conv_cache"),
-    "CogVideoXDownsample3D": ("self", "x"),
-    "CogVideoXSafeConv3d": ("self", "input"),
-    "CogVideoXSpatialNorm3D": ("self", "f", "zq", "conv_cache"),
-    "CogVideoXUpsample3D": ("self", "inputs"),
-    "CogVideoXResnetBlock3D": ("self", "inputs", "temb", "zq", "conv_cache"),
-} | {
-    f"CogVideoX{block}Block3D": ("self", "hidden_states", "temb", "zq", "conv_cache")
-    for block in ("Down", "Mid", "Up")
-} | {f"CogVideoX{coder}3D": ("self", "sample", "temb", "conv_cache") for coder in
-     ("Decoder", "Encoder")}  # fmt: skip
+    "CausalConv3d": ("self", "inputs", "conv_cache"),
+    "Downsample3D": ("self", "x"),
+    "ResnetBlock3D": ("self", "inputs", "temb", "zq", "conv_cache"),
+    "SafeConv3d": ("self", "input"),
+    "SpatialNorm3D": ("self", "f", "zq", "conv_cache"),
+    "Upsample3D": ("self", "inputs"),
+    **dict.fromkeys(("Decoder3D", "Encoder3D"), ("self", "sample", "temb", "conv_cache")),
+} | dict.fromkeys(
+    ("DownBlock3D", "MidBlock3D", "UpBlock3D"),
+    ("self", "hidden_states", "temb", "zq", "conv_cache"),
+)
 
 
 class _Coder(PatchedCoder):
@@ -47,7 +41,10 @@ class _Coder(PatchedCoder):
 
     #: Name of the VAE's number of frames that the author's loop takes at once.
     batch_frames: ClassVar[str]
-    forwards = _FORWARDS
+    #: Name of what ends a block and enlarges or reduces its result.
+    resamples: ClassVar[str]
+    repeats_first = True
+    forwards = {f"CogVideoX{name}": own for name, own in _FORWARDS.items()}
     known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -66,114 +63,85 @@ class _Coder(PatchedCoder):
     def why_module(self, module: nn.Module) -> str:
         if isinstance(module, author.CogVideoXCausalConv3d) and module.pad_mode == "replicate":
             return f"its pad_mode is {module.pad_mode!r}"
-        if not plain_conv(module):
-            return "its groups, dilation or padding are not the author's"
-        if isinstance(module, author.CogVideoXResnetBlock3D):
-            own = module.in_channels == module.out_channels
-            if not own and module.use_conv_shortcut:
-                return "its shortcut is a causal convolution"
-        return ""
+        if (
+            isinstance(module, author.CogVideoXResnetBlock3D)
+            and module.in_channels != module.out_channels
+            and module.use_conv_shortcut
+        ):
+            return "its shortcut is a causal convolution"
+        return super().why_module(module)
 
-    def pairs(self) -> list[SkipPair]:
-        return [
-            self.residual_pair(name)
-            for name, module in self.block.named_modules()
-            if isinstance(module, author.CogVideoXResnetBlock3D)
-        ]
+    def closes(self, module: nn.Module) -> Literal["convolution"] | None:
+        return "convolution" if isinstance(module, author.CogVideoXResnetBlock3D) else None
 
     # --- blocks, each beside its author's forward ------------------------------------------------
 
-    def causal(
-        self,
-        video: Video,
-        causal: Any,
-        x: Tensor,
-        norm: GroupNorm | None = None,
-        *,
-        before: Tensor | None = None,
-        residual: Tensor | None = None,
-        bias: bool = True,
-    ) -> Tensor:
-        """Run norm, SiLU and a `CogVideoXCausalConv3d`; the first frame is repeated before it."""
-        conv = causal.conv
-        first = conv not in video.history
-        y = video.behind(conv, x, norm, silu=norm is not None, before=before)
-        frames = conv.kernel_size[0] - 1
-        if first and frames:
-            y[:, :frames] = y[:, frames : frames + 1]
-            video.history[conv] = y[:, -frames:].clone()
-        return video.conv(conv, y, residual=residual, bias=bias)
-
     def resnet(self, video: Video, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
         """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
-        h = x
+        conv1, conv2, h = block.conv1.conv, block.conv2.conv, x
         if block.in_channels != block.out_channels:
             h = video.conv(block.conv_shortcut, x.to(video.dtype))
-        # The next pass adds the bias.
-        y = self.causal(video, block.conv1, x, group(video, block.norm1, zq), bias=False)
-        return self.causal(
-            video, block.conv2, y, group(video, block.norm2, zq), before=block.conv1.conv.bias,
-            residual=h,
-        )  # fmt: skip
+        y = video.behind(conv1, x, group(video, block.norm1, zq))
+        y = video.conv(conv1, y, bias=False)  # the next pass adds the bias
+        y = video.behind(conv2, y, group(video, block.norm2, zq), before=video.bias(conv1))
+        return video.conv(conv2, y, residual=h)
 
-    def head(self, video: Video, x: Tensor, zq: Tensor | None) -> Tensor:
-        """Run the last norm and convolution."""
-        norm = group(video, self.block.norm_out, zq)
-        return channels_first(self.causal(video, self.block.conv_out, x, norm))
+    def coded(self, video: Video, x: Tensor) -> Tensor:
+        x = x.movedim(1, -1).contiguous()
+        zq = x.to(video.dtype) if self.part == "decoder" else None
+        start, end = self.block.conv_in.conv, self.block.conv_out.conv
+        x = video.conv(start, video.behind(start, x))
+        for one in self.blocks():
+            for resnet in one.resnets:
+                x = self.resnet(video, resnet, x, zq)
+            for resample in getattr(one, self.resamples, None) or ():
+                x = self.resample(video, resample, x)
+        x = video.behind(end, x, group(video, self.block.norm_out, zq))
+        return video.conv(end, x).movedim(-1, 1)
+
+    def blocks(self) -> list[Any]:
+        """Return the blocks of the coder in the order in which they run."""
+        raise NotImplementedError
+
+    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
+        """Run the end of a block, which enlarges or reduces x."""
+        raise NotImplementedError
 
 
 class CogVideoXDecoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._decode`."""
 
     part, caller, batch_frames = "decoder", "_decode", "num_latent_frames_batch_size"
+    resamples = "upsamplers"
 
-    def coded(self, video: Video, x: Tensor) -> Tensor:
-        block, zq = self.block, channels_last(x)
-        x = self.causal(video, block.conv_in, zq)
-        zq = zq.to(video.dtype)
-        for resnet in block.mid_block.resnets:
-            x = self.resnet(video, resnet, x, zq)
-        for one in block.up_blocks:
-            for resnet in one.resnets:
-                x = self.resnet(video, resnet, x, zq)
-            for up in one.upsamplers or ():
-                x = self._upsample(video, up, x)
-        return self.head(video, x, zq)
+    def blocks(self) -> list[Any]:
+        return [self.block.mid_block, *self.block.up_blocks]
 
-    def _upsample(self, video: Video, up: Any, x: Tensor) -> Tensor:
+    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXUpsample3D`; of an odd number of frames the first stays one."""
-        twice = up.compress_time and x.shape[1] > 1
+        twice = module.compress_time and x.shape[1] > 1
         odd = twice and x.shape[1] % 2 == 1
-        return video.enlarge(up.conv, x, repeat=2 if twice else 1, first=odd)
+        return video.enlarge(module.conv, x, repeat=2 if twice else 1, first=odd)
 
 
 class CogVideoXEncoder(_Coder):
     """Replaces `AutoencoderKLCogVideoX._encode`."""
 
     part, caller, batch_frames = "encoder", "_encode", "num_sample_frames_batch_size"
+    resamples = "downsamplers"
     halves = 2  # mean and logarithm of the variance
 
-    def coded(self, video: Video, x: Tensor) -> Tensor:
-        block = self.block
-        x = self.causal(video, block.conv_in, channels_last(x))
-        for one in block.down_blocks:
-            for resnet in one.resnets:
-                x = self.resnet(video, resnet, x, None)
-            for down in one.downsamplers or ():
-                x = self._downsample(video, down, x)
-        for resnet in block.mid_block.resnets:
-            x = self.resnet(video, resnet, x, None)
-        return self.head(video, x, None)
+    def blocks(self) -> list[Any]:
+        return [*self.block.down_blocks, self.block.mid_block]
 
-    def _downsample(self, video: Video, down: Any, x: Tensor) -> Tensor:
+    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXDownsample3D`: means of two frames, of an odd number all but the first,
         and a convolution with stride 2."""
-        if down.compress_time and x.shape[1] > 1:
+        if module.compress_time and x.shape[1] > 1:
             first = x.shape[1] % 2
             rest = torch.unflatten(x[:, first:], 1, (-1, 2)).mean(2)
             x = torch.cat([x[:, :first], rest], 1)
-        x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
-        return video.conv(down.conv, x, padding=tuple(down.conv.padding))
+        return video.conv(module.conv, F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1)))
 
 
 def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:

@@ -33,15 +33,12 @@ class _Diffusers(WanCoder):
     """What the coders of diffusers share."""
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        vae, encodes = self.vae, self.part == "encoder"
-        scale = 1 if encodes else vae.spatial_compression_ratio
+        vae = self.vae
+        scale = 1 if self.part == "encoder" else vae.spatial_compression_ratio
         larger = x.shape[3] > vae.tile_sample_min_height // scale
         larger |= x.shape[4] > vae.tile_sample_min_width // scale
-        if encodes and vae.config.patch_size is not None:
-            x = _author(vae).patchify(x, vae.config.patch_size)
         if vae.use_tiling and larger:
-            tiled = getattr(author_class(vae), f"tiled_{self.caller[1:]}")
-            return tiled(self.twin(self._tile), x, *args, **kwargs)
+            return self.by_author(self.twin(self._tile), x, *args, **kwargs)
         return self.untiled(x, *args, **kwargs)
 
     def untiled(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +74,8 @@ class WanEncoder(_Diffusers, Encoder):
     halves = 2  # mean and logarithm of the variance
 
     def untiled(self, x: Tensor) -> Any:
+        if self.vae.config.patch_size is not None:
+            x = _author(self.vae).patchify(x, self.vae.config.patch_size)
         frames = 1 + (x.shape[2] - 1) // 4 * 4  # The author leaves out the rest too.
         out = self.coded(Video(self, x), x[:, :, :frames])
         return self.vae.quant_conv(out)

@@ -13,7 +13,7 @@ what its author has around the coders.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
 from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.vae import (
-    PatchedCoder,
-    Video,
-    channels_first,
-    gathered,
-    plain_conv,
-)
-from turbo_rcm_patch.skip import SkipPair
+from turbo_rcm_patch.patching.vae import PatchedCoder, Video
 
 #: Frames of full resolution that a level runs at once, as elements of its largest tensor. The
 #: author's decoder runs four too.
@@ -80,8 +73,8 @@ class WanCoder(PatchedCoder):
     known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
 
     def coded(self, video: Video, x: Tensor) -> Tensor:
-        pieces = [video.rows.whole(one) for one in self.pieces(video, x.permute(0, 2, 3, 4, 1))]
-        return channels_first(torch.cat(pieces, 1)).contiguous()
+        pieces = [video.rows.whole(one) for one in self.pieces(video, x.movedim(1, -1))]
+        return _joined(pieces).movedim(-1, 1).contiguous()
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
         """Yield the result of the frames x [B, T, H, W, C], a few frames at a time.
@@ -91,22 +84,15 @@ class WanCoder(PatchedCoder):
         raise NotImplementedError
 
     def why_modules(self) -> str:
-        why = super().why_modules()
-        if (
-            why
-            or [kind_of(one) for one in self.end()] == _END
-            and all(
-                kind_of(one) in ("ResidualBlock", "AttentionBlock")
-                for level in (Level(self.middle()), *self.levels())
-                for one in level.blocks
-            )
-        ):
+        if why := super().why_modules():
             return why
+        blocks = [*self.middle(), *(one for level in self.levels() for one in level.blocks)]
+        known = {*map(kind_of, blocks)} <= {"ResidualBlock", "AttentionBlock"}
+        if known and [*map(kind_of, self.end())] == _END:
+            return ""
         return f"{self.part}: its blocks are not the author's"
 
     def why_module(self, module: nn.Module) -> str:
-        if not plain_conv(module):
-            return "its groups, dilation or padding are not the author's"
         if hasattr(module, "gamma") and not module.channel_first:
             return "its norm is not over channels"
         if isinstance(module, nn.Upsample) and (
@@ -115,16 +101,14 @@ class WanCoder(PatchedCoder):
             return "it does not repeat pixels"
         if kind_of(module) == "ResidualBlock" and [*map(kind_of, _layers(module))] != _RESIDUAL:
             return "its layers are not the author's"
-        return "" if _own_padding(module) else "its padding is not the author's"
+        why = "" if _own_padding(module) else "its padding is not the author's"
+        return super().why_module(module) or why
 
-    def pairs(self) -> list[SkipPair]:
-        found = []
-        for name, module in self.block.named_modules():
-            if kind_of(module) == "AttentionBlock":
-                found.append(self.residual_pair(name, "self", int(getattr(module, "dim", 0))))
-            elif kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None):
-                found.append(self.residual_pair(name))
-        return found
+    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
+        if kind_of(module) == "AttentionBlock":
+            return "self"
+        adds = kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None)
+        return "convolution" if adds else None
 
     # --- where the modules are now ---------------------------------------------------------------
 
@@ -148,15 +132,12 @@ class WanCoder(PatchedCoder):
         held = next(one for name in names if (one := getattr(self.block, name, None)) is not None)
         found, blocks = list[Level](), list[Any]()
         for group in held:
-            shortcut = getattr(group, "avg_shortcut", None)
-            for module in _inside(group):
-                if kind_of(module) == "Resample":
-                    found.append(Level(blocks, module, shortcut))
-                    blocks = []
-                else:
-                    blocks.append(module)
-            if blocks and shortcut is not None:
-                found.append(Level(blocks, None, shortcut))
+            shortcut, resample = getattr(group, "avg_shortcut", None), None
+            blocks += _inside(group)
+            if blocks and kind_of(blocks[-1]) == "Resample":
+                resample = blocks.pop()
+            if resample is not None or shortcut is not None:
+                found.append(Level(blocks, resample, shortcut))
                 blocks = []
         return found + ([Level(blocks)] if blocks else [])
 
@@ -215,7 +196,7 @@ class Decoder(WanCoder):
         room *= max([self.end()[0].gamma.numel(), *(up.dim for up in ups[-1:])])
 
         x = video.rows.part(x.contiguous())
-        x = video.conv(start, video.behind(start, x, silu=False))
+        x = video.conv(start, video.behind(start, x))
         pieces: Iterator[Any] = iter((self.blocks(video, self.middle(), x),))
         del x
         for level in levels:
@@ -229,12 +210,12 @@ class Decoder(WanCoder):
         self, video: Video, level: Level, pieces: Iterator[Tensor], room: int
     ) -> Iterator[Tensor]:
         """Run a level on pieces [B, T, H, W, C]."""
-        up, shortcut = level.resample, level.shortcut
+        up = level.resample
         x: Any
         for x in pieces:
             # Nothing is held while other levels run, but what is read again.
             y: Any = x
-            x = None if shortcut is None else x
+            x = None if level.shortcut is None else x
             for block in level.blocks:
                 y = self.blocks(video, [block], y)
             if up is None:
@@ -247,29 +228,26 @@ class Decoder(WanCoder):
             video.rows.refresh(y)
             for start in range(0, y.shape[1], frames):
                 part = slice(start, start + frames)
-                yield self._enlarge(
-                    video, up, shortcut, y[:, part], x if x is None else x[:, part]
-                )
+                yield self._enlarge(video, level, y[:, part], None if x is None else x[:, part])
             x = y = None
 
-    def _enlarge(
-        self, video: Video, up: Any, shortcut: Any, y: Tensor, x: Tensor | None
-    ) -> Tensor:
+    def _enlarge(self, video: Video, level: Level, y: Tensor, x: Tensor | None) -> Tensor:
         """Run the upsampling of a level on y, and add its shortcut of the level's input x."""
-        y, first = video.rows.narrow(y), up not in video.begun
-        video.begun.add(up)
+        up, y, first = level.resample, video.rows.narrow(y), False
         if up.mode == "upsample3d":  # The first frame stays one frame.
+            conv = up.time_conv
+            first = conv not in video.history
+            video.history.setdefault(conv)  # Zeros come before the second.
             start, y = y[:, :first], y[:, first:]
             if y.shape[1]:
-                y = video.behind(up.time_conv, y, silu=False)
-                y = video.conv(up.time_conv, y, dtype=video.dtype)
+                y = video.conv(conv, video.behind(conv, y), dtype=video.dtype)
                 # The first half of the channels is the first of two frames.
                 y = torch.unflatten(y, 4, (2, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
             y = torch.cat([start.to(video.dtype), y], 1) if first else y
         duplicate = None
         if x is not None:
-            repeats = shortcut.repeats
-            duplicate = Duplicate(video.rows.narrow(x), shortcut.factor_t, repeats, first)
+            own = level.shortcut
+            duplicate = Duplicate(video.rows.narrow(x), own.factor_t, own.repeats, first)
         return video.enlarge(up.resample[1], y, duplicate)
 
 
@@ -282,17 +260,16 @@ class Encoder(WanCoder):
         return 5
 
     def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        start = [x[:, :1], *torch.split(x[:, 1:], 4, 1)] if self.block not in video.begun else [x]
-        video.begun.add(self.block)
         conv = self.start()
+        start = [x] if conv in video.history else [x[:, :1], *torch.split(x[:, 1:], 4, 1)]
         pieces: Iterator[Tensor] = (
-            video.conv(conv, video.behind(conv, one.contiguous(), silu=False))
-            for one in gathered((one for one in start if one.shape[1]), _ROOM)
+            video.conv(conv, video.behind(conv, one.contiguous()))
+            for one in _gathered((one for one in start if one.shape[1]), _ROOM)
         )
         for level in self.levels():
             pieces = self._down(video, level, pieces)
             if level.resample is not None:
-                pieces = gathered(pieces, _ROOM)
+                pieces = _gathered(pieces, _ROOM)
         for y in pieces:
             yield self.head(video, self.blocks(video, self.middle(), y))
 
@@ -309,19 +286,18 @@ class Encoder(WanCoder):
         x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
         in_time = down.mode == "downsample3d"
         dtype = video.dtype if in_time else video.stream
-        x = video.conv(down.resample[1], x, padding=(0, 0), dtype=dtype)
+        x = video.conv(down.resample[1], x, dtype=dtype)
         if not in_time:
             return x
         conv, parts = down.time_conv, []
-        if down not in video.begun:
-            video.begun.add(down)
+        if conv not in video.history:
             parts, video.history[conv] = [x[:, :1].to(video.stream)], x[:, :1].clone()
             x = x[:, 1:]
         if x.shape[1]:
             y = torch.cat([video.history[conv], x], 1)
             video.history[conv] = x[:, -1:].clone()
             parts.append(video.conv(conv, y))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return _joined(parts)
 
 
 def kind_of(module: Any) -> str:
@@ -376,3 +352,20 @@ def _average(x: Tensor, shortcut: Any) -> Tensor:
         x = torch.unflatten(x, dim, (-1, factor))
     x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4)  # [B, T', H', W', C * ft * fs * fs]
     return torch.unflatten(x, 4, (shortcut.out_channels, shortcut.group_size)).mean(-1)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Join pieces of a video along time, without a copy of a single one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
+    """Join pieces of a video along time until each has at least this many frames."""
+    held: list[Tensor] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(one.shape[1] for one in held) >= frames:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
