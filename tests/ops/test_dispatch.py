@@ -56,6 +56,13 @@ def test_e4m3_begins_with_compute_capability_8_9(card: tuple[int, int], has: boo
         resolve_pv("fp8", CUDA)
 
 
+def test_without_a_kernel_of_its_own_hopper_takes_fp8_as_early_as_others(
+    card: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    assert resolve_pv("auto", CUDA, FP8_MIN_KEYS) == "fp8"
+
+
 def test_choices_of_a_device() -> None:
     assert resolve_impl("auto", CPU) == "reference" and resolve_impl("auto", CUDA) == "triton"
     assert resolve_pv("auto", CPU) == describe_pv("auto", CPU) == "bf16"

@@ -16,6 +16,11 @@ _T = TypeVar("_T")
 _SINCE = (3, 6)
 
 
+def has_all() -> bool:
+    """Return True if this release of Triton has what kernels for compute capability 9.0 use."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= _SINCE
+
+
 @cache
 def hopper_module(load: Callable[[], ModuleType], what: str) -> ModuleType | None:
     """Import a module of kernels for compute capability 9.0.
@@ -28,7 +33,7 @@ def hopper_module(load: Callable[[], ModuleType], what: str) -> ModuleType | Non
         what: What it makes faster, for the warning.
     """
     try:
-        if tuple(map(int, triton.__version__.split(".")[:2])) < _SINCE:
+        if not has_all():
             raise ImportError(f"it came with {'.'.join(map(str, _SINCE))}")
         return load()
     except (ImportError, AttributeError) as error:  # Gluon is experimental, and its names change
