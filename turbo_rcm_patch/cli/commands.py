@@ -24,12 +24,12 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, judging, store
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
-from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images
+from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images, networks_of
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source
 from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
@@ -285,10 +285,7 @@ def _shown(processes: Processes) -> AbstractContextManager[Progress]:
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
-    parts = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
-    modules = [module for part in parts for module in part.modules()]
-    held = sum(attached_proj_l(module) is not None for module in modules)
-    if held:
+    if held := sum(len(held_proj_l(network)) for network in networks_of(pipe).values()):
         print(f"{held} attentions hold SLA's proj_l. With --no-patch they run dense, without SLA.")
 
 

@@ -45,13 +45,7 @@ from turbo_rcm_patch.video.generation import (
     sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.judged import (
-    BackendCalls,
-    check_judged,
-    judged,
-    judged_vae,
-    networks_of,
-)
+from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged, judged_vae
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
@@ -62,7 +56,13 @@ from turbo_rcm_patch.video.measures import (
     in_fp32,
     measure_network,
 )
-from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
+from turbo_rcm_patch.video.pipelines import (
+    VideoPipeline,
+    check_images,
+    kind_of,
+    network_of,
+    networks_of,
+)
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
@@ -641,7 +641,7 @@ class _Run:
         run the attention."""
         if self.attention_backend is not None or self.config.attention == "sage":
             return None
-        shape = (self.pipe.transformer or self.pipe.transformer_2).config
+        shape = network_of(self.pipe).config
         heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
         device = self.pipe._execution_device
         return fusion_number(self.config, device, heads=heads, head_dim=head_dim)
@@ -704,7 +704,7 @@ class _Run:
         if known and known["key"] == key:
             return Truth(**known)
         try:
-            with self.unpatched(), in_fp32(networks_of(self.pipe)):
+            with self.unpatched(), in_fp32(networks_of(self.pipe).values()):
                 exact = self._generate(i, partial(self.progress, "truth")).latents
         except torch.OutOfMemoryError:
             return None
@@ -883,8 +883,7 @@ def identify(
     pipe: VideoPipeline, settings: Settings | GivenFrames, config: PatchConfig
 ) -> dict[str, Any]:
     """Return everything but prompts and seeds that decides what is generated."""
-    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
-    networks = [one for one in networks if one is not None]
+    networks = [*networks_of(pipe).values()]
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
         "weights": " ".join(map(_weights, networks)),

@@ -15,6 +15,7 @@ from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.patching import PatchReport, find_pairs, patched, sla_as_defined
 from turbo_rcm_patch.patching.find import VAE, execution_device, parts_of
+from turbo_rcm_patch.video.pipelines import networks_of
 
 
 class BackendCalls(list[str]):
@@ -80,11 +81,6 @@ def judged(
         yield calls
 
 
-def networks_of(model: object) -> list[Any]:
-    """Return the denoising networks of a model or pipeline."""
-    return [part for name, part in parts_of(model).items() if name != VAE]
-
-
 def judged_vae(
     pipe: Any, config: PatchConfig, attention_backend: str | None
 ) -> AbstractContextManager[object]:
@@ -113,7 +109,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
         )
     with judged(model, config, attention_backend):
         if attention_backend is not None:
-            for network in networks_of(model):
+            for network in networks_of(model).values():
                 _try_backend(network, attention_backend)
 
 
@@ -145,7 +141,7 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
 
     from turbo_rcm_patch.diffusers_backend import BACKEND, register_backend, unregister_backend
 
-    networks = networks_of(model)
+    networks = [*networks_of(model).values()]
     processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
     before = [(p, p._attention_backend) for p in processors if hasattr(p, "_attention_backend")]
     if not before:
