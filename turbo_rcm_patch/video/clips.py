@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
 from turbo_rcm_patch.video.filters import filtered, flip
 from turbo_rcm_patch.video.measures import Drift
+from turbo_rcm_patch.video.store import Store, reading
 from turbo_rcm_patch.video.verdict import Verdict, Word
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
@@ -52,6 +53,8 @@ class Clip:
     fps: float = 0
     gain: int = 1
     unmeasured: str = ""
+    #: Files of a finished one that is no latents, beside its record.
+    files: ClassVar[tuple[str, ...]] = ("panes.mp4", "side_by_side.mp4", "sheet.png")
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON, worst frames included."""
@@ -59,10 +62,25 @@ class Clip:
         return asdict(self) | {name: one and one.as_dict() for name, one in runs.items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Any:
-        """Return the clip of `as_dict`, from JSON."""
-        runs = {name: values[name] for name in ("patched", "control")}
-        return cls(**values | {name: one and Drift.from_dict(one) for name, one in runs.items()})
+    def finished(
+        cls, store: Store, key: str, inputs: Mapping[str, str] | None = None
+    ) -> Self | None:
+        """Return the clip of an earlier run, if its record is there and all its files are.
+
+        Args:
+            store: The folder.
+            key: Name of its folder in `prompts/`.
+            inputs: What the record has to say under this name.
+        """
+        name = f"prompts/{key}/record.json"
+        record = store.read_json(name)
+        if record is None or record.pop("inputs", None) != inputs:
+            return None
+        with reading(store.out / name):
+            runs = {run: record[run] for run in ("patched", "control")}
+            clip = cls(**record | {run: one and Drift.from_dict(one) for run, one in runs.items()})
+        there = all((store.folder(key) / one).is_file() for one in cls.files)
+        return clip if there or clip.height == 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

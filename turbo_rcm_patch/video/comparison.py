@@ -66,7 +66,7 @@ from turbo_rcm_patch.video.pipelines import (
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
+from turbo_rcm_patch.video.store import PROMPT_FILES, Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import FUSION_LIMIT, MEDIAN, WORST, Ran, Verdict, judge
 from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
 
@@ -113,6 +113,7 @@ class PromptResult(Clip):
     seed: int
     decode_seconds: float
     seen: dict[str, str] | None = None
+    files: ClassVar[tuple[str, ...]] = PROMPT_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +399,9 @@ def compare(
         given = {one.prompt: one.image is not None for one in sources}
         check_images(kind_of(pipe), type(pipe).__name__, given)
     else:
-        chosen = _given_frames(overrides, images=images, settings=settings, number=network_number)
+        chosen = _given_frames(
+            overrides, images=images, settings=settings, network_number=network_number
+        )
         network_number = False
     processes = processes or Processes()
     processes.broadcast(lambda: check_out(out, fresh=fresh))
@@ -659,7 +662,8 @@ class _Run:
         results = []
         for i, key in enumerate(self.keys):
             self.progress("videos", i, len(self.keys))
-            results.append(self._finished(key) or self._finish(i, observer))
+            known = PromptResult.finished(self.store, key)
+            results.append(known or self._finish(i, observer))
         self.progress("videos", len(self.keys), len(self.keys))
         judgement = judge(
             [one.patched for one in results],
@@ -726,16 +730,6 @@ class _Run:
         part += ["wide-values"] if self.config.pv == "auto" else []
         return Ran.of(asked, part, videos)
 
-    def _finished(self, key: str) -> PromptResult | None:
-        """Return the numbers of a finished prompt: its record and all its videos are there."""
-        name = f"prompts/{key}/record.json"
-        record = self.store.read_json(name) if self.store.is_finished(key) else None
-        if record is None:
-            return None
-        with reading(self.store.out / name):
-            result: PromptResult = PromptResult.from_dict(record)
-            return result
-
     def _finish(self, i: int, observer: Observer | None) -> PromptResult:
         """Decode the three variants, measure, and write videos and sheet; the record comes last
         and marks the end."""
@@ -784,16 +778,13 @@ class _Run:
         """
         if self.make is not None:
             return latents
-        latents = dict(latents)
-        ours = {name: latents.pop(name) for name in ("patched",) if name in latents}
-        frames: dict[str, torch.Tensor] = {}
+        others = {name: one for name, one in latents.items() if name != "patched"}
         with judged_vae(self.pipe, self.config, self.attention_backend):
-            for name, one in ours.items():
-                frames[name] = decode_latents(self.pipe, one)[0]
+            frames = {"patched": decode_latents(self.pipe, latents["patched"])[0]}
         if self.pipe._execution_device.type == "cpu":
-            together = decode_latents(self.pipe, torch.cat(list(latents.values())))
-            return frames | dict(zip(latents, together, strict=True))
-        return frames | {name: decode_latents(self.pipe, one)[0] for name, one in latents.items()}
+            together = decode_latents(self.pipe, torch.cat(list(others.values())))
+            return frames | dict(zip(others, together, strict=True))
+        return frames | {name: decode_latents(self.pipe, one)[0] for name, one in others.items()}
 
     def times(self, variant: Variant) -> dict[str, float | None]:
         """Return seconds of the first call and of the median one, and peak memory."""
@@ -817,7 +808,7 @@ def _given_frames(overrides: Mapping[str, object], **left_out: object) -> GivenF
         raise ConfigError(
             "compare with make",
             expected="no setting but fps, no image and no network number",
-            got=", ".join(wrong).replace("number", "network_number"),
+            got=", ".join(wrong),
             remedy="Give them to the pipeline inside of make",
         )
     return GivenFrames(**overrides)  # type: ignore[arg-type]

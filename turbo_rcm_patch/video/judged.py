@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -147,10 +147,13 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
     if not before:
         raise _unusable(name, f"a {type(networks[0]).__name__}, which asks for no backend")
     active = registry._active_backend
-    adds, own = name == BACKEND and name not in _names(), None
-    if adds:
-        register_backend()
-    try:
+    with ExitStack() as undo:
+        if name == BACKEND and name not in _names():
+            register_backend()
+            undo.callback(unregister_backend)
+        undo.callback(registry.set_active_backend, active)
+        for processor, backend in before:
+            undo.callback(setattr, processor, "_attention_backend", backend)
         try:
             for network in networks:
                 network.set_attention_backend(name)
@@ -158,18 +161,11 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
             raise _unusable(name, str(error)) from error
         calls = None
         if name == BACKEND:
-            member = registry._active_backend
-            own, calls = registry._backends[member], BackendCalls(networks[0].config.num_layers)
+            member, calls = registry._active_backend, BackendCalls(networks[0].config.num_layers)
+            own = registry._backends[member]
+            undo.callback(registry._backends.__setitem__, member, own)
             registry._backends[member] = calls.counted(own)
         yield calls
-    finally:
-        if own is not None:
-            registry._backends[member] = own
-        for processor, backend in before:
-            processor._attention_backend = backend
-        registry.set_active_backend(active)
-        if adds:
-            unregister_backend()
 
 
 def _names() -> set[str]:

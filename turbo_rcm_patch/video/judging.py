@@ -33,7 +33,7 @@ from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
+from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import agreement, interval, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
@@ -52,8 +52,6 @@ _TENSORS: Final = (".pt", ".pth", ".safetensors")
 _NAMES: Final = ("frames", "video", "latents")
 #: Frames a second of clips that do not say.
 FPS: Final = 16
-#: Files of a clip that is finished, beside its record.
-_FILES: Final = ("panes.mp4", "side_by_side.mp4", "sheet.png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +339,7 @@ def judge_folders(
                 paths = _paired(name, found)
                 inputs = {which: _digest(path) for which, path in paths.items()}
                 inputs["flip"] = str(find_spec("flip_evaluator") is not None)
-                kept = _finished(store, name, inputs)
+                kept = Clip.finished(store, Store.key(name, 0), inputs)
                 clip = kept or _measured(store, name, paths, inputs, fps)
                 if results and (clip.height == 0) != (results[0].height == 0):
                     expected = f"frames or latents as in {results[0].prompt!r}"
@@ -415,19 +413,6 @@ def _digest(path: Path) -> str:
         with one.open("rb") as file:
             digest.update(one.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
-
-
-def _finished(store: Store, name: str, inputs: Mapping[str, str]) -> Clip | None:
-    """Return the numbers of a clip that was judged before, if its files are the same."""
-    key = Store.key(name, 0)
-    place = f"prompts/{key}/record.json"
-    record = store.read_json(place)
-    if record is None or record.pop("inputs", None) != inputs:
-        return None
-    with reading(store.out / place):
-        clip: Clip = Clip.from_dict(record)
-    there = all((store.folder(key) / one).is_file() for one in _FILES)
-    return clip if there or clip.height == 0 else None
 
 
 def _measured(

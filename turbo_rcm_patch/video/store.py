@@ -100,10 +100,6 @@ class Store:
         remove_leftovers(path)
         return path
 
-    def is_finished(self, key: str) -> bool:
-        """Return True if every file of a prompt is there."""
-        return all((self.out / "prompts" / key / name).is_file() for name in PROMPT_FILES)
-
     def has_sample(self, key: str, variant: str) -> bool:
         """Return True if a generation is finished."""
         return self._latents(key, variant).is_file()
@@ -144,10 +140,9 @@ class Store:
                 raise TypeError(f"a {type(value).__name__}, not an object")
         return value
 
-    def write_json(self, name: str, value: object) -> Path:
+    def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, floats that JSON lacks as strings."""
         write_json(self.out / name, to_json(value))
-        return self.out / name
 
     def _latents(self, key: str, variant: str) -> Path:
         return self.out / "latents" / f"{key}.{variant}.safetensors"
