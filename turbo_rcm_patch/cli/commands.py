@@ -182,9 +182,9 @@ def _write_share(
         "weights": "int8" if given.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    # One process writes and knows what is there.
-    checks = given.resume and (processes.first or not together)
-    for line in work if checks else []:  # Nothing is replaced if one was made otherwise.
+    # Of those that make each video together, one process writes and knows what is there.
+    writes = processes.first or not together
+    for line in work if given.resume and writes else []:  # Replace none if one was made otherwise.
         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
         store.is_made(paths[line], identity, but_for="inputs")
     if not given.patch:
@@ -220,14 +220,9 @@ def _write_share(
                         ):
                             print(f"{path}  was there")
                             on_step(settings.steps, 0)
-                        elif together and not processes.first:
-                            seed: Any = line.seed
-                            generation.generate(
-                                pipe, source.prompt, image=source.image, seed=seed,
-                                settings=settings,
-                            )  # fmt: skip
                         else:
-                            made += [_write_video(pipe, source, settings, on_step, path, identity)]
+                            to = path if writes else None
+                            made += [_write_video(pipe, source, settings, on_step, to, identity)]
                 except BrokenPipeError:
                     raise
                 except Exception as error:
@@ -240,7 +235,7 @@ def _write_share(
             print(report)
         elif report is not None and any(one.verdict != "kept" for one in report.guard):
             print(f"process {ranks.rank}, {report.guard}")
-        if made:
+        if made and writes:
             device = environment.device_name(pipe._execution_device)
             print(_speed(made, device, report.impl if report is not None else ""))
     return failed
@@ -263,19 +258,22 @@ def _write_video(
     source: Source,
     settings: Settings,
     on_step: Callable[[int, int], None],
-    path: Path,
+    path: Path | None,
     identity: Mapping[str, Any],
 ) -> tuple[float, float, int]:
+    """Make a video, and write it unless another process does. Return the seconds of both parts,
+    and the peak memory."""
     video = generation.generate(
         pipe, source.prompt, image=source.image, seed=identity["seed"], settings=settings,
         on_step=on_step,
     )  # fmt: skip
-    store.forget_made(path)  # A note never stands beside another video.
-    write_mp4(as_bytes(video.frames), path, settings.fps)
-    frames = len(video.frames)
-    store.note_made(path, {**identity, "frames": frames})
     decode = video.decode_seconds
-    print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
+    if path is not None:
+        store.forget_made(path)  # A note never stands beside another video.
+        write_mp4(as_bytes(video.frames), path, settings.fps)
+        frames = len(video.frames)
+        store.note_made(path, {**identity, "frames": frames})
+        print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
     return video.seconds, decode, video.peak_bytes or 0
 
 

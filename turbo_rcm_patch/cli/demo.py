@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from turbo_rcm_patch.cli.doctor import check_kernels
 from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
@@ -61,7 +58,7 @@ def demo(given: Demo) -> int:
             settings=settings,
             network_number=True,
             fresh=fresh,
-            observer=shape_observer(DEMO_PROMPTS),
+            observer=shape_observer(),
             progress=progress,
             command=given.command_line,
         )
@@ -82,24 +79,14 @@ def demo(given: Demo) -> int:
     return of_verdict(comparison.verdict) if check.passed else CHANGED
 
 
-def shape_observer(prompts: Sequence[str]) -> Observer | None:
-    """Return the detector for prompts of the shipped models; None if one is unknown."""
-    from turbo_rcm_patch.errors import ConfigError
+def shape_observer() -> Observer:
+    """Return the detector for prompts of the shipped models."""
     from turbo_rcm_patch.tiny.detector import Detection, detect
     from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse
 
     def words(found: Clip | Detection) -> str:
         return f"{found.colour} {found.shape}, {MOTIONS.get(found.motion, 'motion unclear')}"
 
-    def asks(prompt: str) -> str:
-        return words(parse(prompt))
-
-    def sees(frames: torch.Tensor) -> str:
-        return words(detect(frames)[0])
-
-    try:
-        for prompt in prompts:
-            parse(prompt)
-    except ConfigError:
-        return None
-    return Observer(asks, sees)
+    return Observer(
+        asks=lambda prompt: words(parse(prompt)), sees=lambda frames: words(detect(frames)[0])
+    )

@@ -37,14 +37,13 @@ from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import agreement, interval, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
+    MOST_VALUES,
     VIDEO_ENDINGS,
     find_ffmpeg,
     frame_rate,
     read_frames,
 )
 
-#: Most numbers of a clip: 1 GiB in fp32, or 97 frames of 720 x 1280.
-MOST_VALUES: Final = 1 << 28
 #: Most bytes of a file of tensors: `MOST_VALUES` in fp64, and something beside them.
 _MOST_BYTES: Final = 1 << 32
 _TENSORS: Final = (".pt", ".pth", ".safetensors")
@@ -93,7 +92,7 @@ def read_clip(path: Path) -> Media:
         return _folder(path)
     check_regular(path, SamplingError, _MOST_BYTES)
     if path.suffix.lower() not in _TENSORS:
-        frames = read_frames(path, most=MOST_VALUES)
+        frames = read_frames(path, MOST_VALUES)
         return Media(_stacked([np.asarray(one) for one in frames], path), fps=frame_rate(path))
     name, found = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
     return _media(name, found, path)
