@@ -244,10 +244,8 @@ def _write_share(
 def _speed(made: list[tuple[float, float, int]], device: str, impl: str) -> str:
     """Describe time and memory of videos: of each the seconds of both parts, and the peak."""
     denoise, decode = (statistics.median(one[i] for one in made) for i in range(2))
-    text = (
-        f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding; "
-    )
-    text += f"median of {len(made)}) on {device}"
+    text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding"
+    text += f"; median of {len(made)}) on {device}"
     if peak := max(one[2] for one in made):
         text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
     return text + f". {comparison.EMULATED}" * (impl == "reference")

@@ -268,11 +268,8 @@ class Comparison(Outcome):
         decode = statistics.median(one.decode_seconds for one in self.results)
         runs = [self.times[name] for name in ("baseline", "patched")]
         old, new = ((one["median_seconds"] or 0.0) + decode for one in runs)
-        words = (
-            f"{old:.3g} s a video unpatched, {new:.3g} s {self.attention_backend or 'patched'} "
-        )
-        words += f"({old / new:.2f} times as fast), denoised and decoded on "
-        words += str(self.identity["device"])
+        words = f"{old:.3g} s a video unpatched, {new:.3g} s {self.name} ({old / new:.2f} times "
+        words += f"as fast), denoised and decoded on {self.identity['device']}"
         peaks = [one["peak_bytes"] / 2**30 for one in runs if one["peak_bytes"]]
         if len(peaks) == len(runs):
             words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
@@ -406,11 +403,17 @@ def compare(
     processes = processes or Processes()
     processes.broadcast(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
-    why_no_network(pipe, network_number)
+    if network_number and (why := why_no_network(pipe)):
+        raise SamplingError(
+            "the network number",
+            expected="a transformer that stays on one device",
+            got=why,
+            remedy="Leave out --network-number, or load without offloading",
+        )
     with ExitStack() as until_done:
         processes.broadcast(lambda: until_done.enter_context(lock_folder(out)))
         check_judged(pipe, config, attention_backend)
-        inputs = inputs_of(sources, seed)
+        inputs = {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
         identity = identify(pipe, chosen, config)
         identity |= {"inputs": inputs, "attention_backend": attention_backend}
         store = processes.broadcast(lambda: Store(out, identity, fresh=fresh))
@@ -434,7 +437,7 @@ class _Run:
     pipe: VideoPipeline
     make: Make | None
     sources: Sequence[Source]
-    inputs: dict[str, str]
+    inputs: dict[str, str]  # prompts by their names in the store -> digests of their images
     seed: int
     settings: Any
     config: PatchConfig
@@ -622,8 +625,7 @@ class _Run:
         known = self.store.read_json("runs/network.json")
         if known:
             return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
-        why = why_no_network(self.pipe, wanted)
-        if why:
+        if why := why_no_network(self.pipe):
             return None, why
         clean = self.store.load_sample(self.keys[0], "baseline").latents
         try:
@@ -699,7 +701,7 @@ class _Run:
         """Measure the farthest video against that of the network in fp32, if videos miss a limit,
         few steps make it cheap and it fits into memory."""
         far = [one for one in judgement.checks if one.name in (MEDIAN, WORST) and not one.passed]
-        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe, None)
+        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe)
         if not far or not cheap:
             return None
         i = min(range(len(results)), key=lambda i: results[i].patched.worst_psnr)
@@ -824,33 +826,15 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     return ("math", "flash") if device.type == "cpu" else ("flash", "efficient", "cudnn", "math")
 
 
-def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
+def why_no_network(pipe: VideoPipeline) -> str:
     """Return why the network number cannot be measured, or "".
 
     Its truth is the network in fp32, upcast one block at a time, so its size is no reason; weights
     that are elsewhere while it does not run are one.
-
-    Args:
-        pipe: The pipeline.
-        wanted: True if it was asked for; False leaves it out, which is no reason either.
-
-    Raises:
-        SamplingError: It was asked for, and cannot be measured.
     """
-    if wanted is False:
-        return ""
-    network = pipe.transformer
-    reason = "" if network is not None else "a pipeline without a high-noise transformer"
-    if network is not None and any(map(_offloads, network.modules())):
-        reason = "an offloaded transformer"
-    if reason and wanted:
-        raise SamplingError(
-            "the network number",
-            expected="a transformer that stays on one device",
-            got=reason,
-            remedy="Leave out --network-number, or load without offloading",
-        )
-    return reason
+    if pipe.transformer is None:
+        return "a pipeline without a high-noise transformer"
+    return "an offloaded transformer" if any(map(_offloads, pipe.transformer.modules())) else ""
 
 
 def _offloads(module: torch.nn.Module) -> bool:
@@ -874,22 +858,16 @@ def identify(
     pipe: VideoPipeline, settings: Settings | GivenFrames, config: PatchConfig
 ) -> dict[str, Any]:
     """Return everything but prompts and seeds that decides what is generated."""
-    networks = [*networks_of(pipe).values()]
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
-        "weights": " ".join(map(_weights, networks)),
-        "dtype": str(networks[0].dtype).removeprefix("torch."),
+        "weights": " ".join(map(_weights, networks_of(pipe).values())),
+        "dtype": str(network_of(pipe).dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
         "settings": settings.as_dict(),
         "config": asdict(config),
         "versions": versions(),
         "code": code_digest(),
     }
-
-
-def inputs_of(sources: Sequence[Source], seed: int) -> dict[str, str]:
-    """Return the name of each prompt in a `Store`, with the digest of its images and videos."""
-    return {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
 
 
 def _weights(network: torch.nn.Module) -> str:

@@ -432,8 +432,10 @@ def _measured(
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
     more: dict[str, Any] = {"control": None}
     missing: set[str] = set()
-    runs = {which: one.values for which, one in media.items() if which != "baseline"}
+    runs = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
     for which, values in runs.items():
+        if which == "baseline":
+            continue
         far = (latent_drift if truth.latents else frame_drift)(values, truth.values)
         if which == "control" and not np.isfinite(far.psnr):
             got = "a control that " + ("is equal to it" if far.psnr > 0 else "holds NaN")
@@ -442,12 +444,10 @@ def _measured(
         if not truth.latents:
             far, why = completed(far, values, truth.values, rate)
             missing |= why
-        more["patched" if which == "candidate" else which] = far
+        more[which] = far
     key = Store.key(name, 0)
     if not truth.latents:
-        frames = {"baseline": truth.values, "patched": runs["candidate"]}
-        frames |= {"control": runs["control"]} if "control" in runs else {}
-        more["gain"], _ = show(frames, store.folder(key), rate, name="candidate")
+        more["gain"], _ = show(runs, store.folder(key), rate, name="candidate")
         _, more["height"], more["width"], _ = truth.values.shape
     clip = Clip(key=key, prompt=name, fps=rate, unmeasured="; ".join(sorted(missing)), **more)
     store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})

@@ -124,11 +124,8 @@ def resolve_model(model: str | Path) -> Path | str:
 
         shipped: Path = getattr(tiny, SHIPPED[str(model)])
         if not shipped.is_dir():
-            expected, remedy = (
-                "a clone of the repository",
-                "Run it from one; wheels hold 'tiny' alone",
-            )
-            raise ModelFolderError(f"no weights of {model}", expected=expected, remedy=remedy)
+            what, remedy = f"no weights of {model}", "Run it from one; wheels hold 'tiny' alone"
+            raise ModelFolderError(what, expected="a clone of the repository", remedy=remedy)
         return shipped
     path = Path(model).expanduser()
     if path.is_dir():
@@ -173,9 +170,8 @@ def check_folder(folder: Path) -> str:
         if asked not in PIPELINES:
             what, expected = f"{index_path}: _class_name", f"one of {tuple(PIPELINES)}"
             remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
-            remedy += (
-                "but generate and compare run these. From Python compare takes any with make="
-            )
+            remedy += "but generate and compare run these. From Python compare takes any with "
+            remedy += "make="
             raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
