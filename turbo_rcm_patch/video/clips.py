@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Clip:
     key: str
     prompt: str
     patched: Drift
-    control: Drift | None
+    control: Drift | None = None
     height: int = 0
     width: int = 0
     fps: float = 0
@@ -157,20 +157,31 @@ def completed(
 
 
 def show(
-    frames: Mapping[str, torch.Tensor], folder: Path, fps: float, name: str = "patched"
-) -> tuple[int, dict[str, np.ndarray]]:
-    """Write the video of the report's player, one to look at, and a sheet of pictures.
+    frames: Mapping[str, torch.Tensor],
+    runs: Mapping[str, Drift],
+    folder: Path,
+    fps: float,
+    name: str = "patched",
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Complete the numbers of a clip, and write the video of the report's player, one to look at,
+    and a sheet of pictures.
 
     Args:
         frames: "baseline", "patched" and perhaps "control" -> [F, H, W, 3] in 0..1.
+        runs: Those without "baseline" -> their drift.
         folder: The place of panes.mp4, side_by_side.mp4 and sheet.png.
         fps: Frames a second.
         name: The label of "patched".
 
     Returns:
-        The amplification of the differences; the enlarged videos and differences.
+        What a `Clip` says of its frames, by the name of the field; the enlarged videos and
+        differences.
     """
-    truth, runs = frames["baseline"], [one for one in frames if one != "baseline"]
+    truth, missing = frames["baseline"], set[str]()
+    found: dict[str, Any] = {"height": truth.shape[1], "width": truth.shape[2]}
+    for run, far in runs.items():
+        found[run], why = completed(far, frames[run], truth, fps)
+        missing |= why
     gain = choose_gain([(frames[run] - truth).abs() for run in runs])
     shown = {run: enlarge(one) for run, one in frames.items()}
     for run in runs:
@@ -184,4 +195,5 @@ def show(
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     contact_sheet(rows, folder / "sheet.png")
-    return gain, shown
+    found |= {"gain": gain, "unmeasured": "; ".join(sorted(missing))}
+    return found, shown

@@ -29,7 +29,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
-from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
+from turbo_rcm_patch.video.clips import Clip, Outcome, show
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import (
     Conditioning,
@@ -739,15 +739,13 @@ class _Run:
         samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        drifts, missing = {}, set[str]()
+        runs = {}
         for name in ("patched", "control"):
             far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
-            drifts[name], why = completed(far, frames[name], frames["baseline"], fps)
-            if self.make is not None:  # Nobody has seen the latents.
-                drifts[name] = replace(drifts[name], latents=math.nan)
-            missing |= why
+            # Nobody has seen the latents of a video that the caller made.
+            runs[name] = far if self.make is None else replace(far, latents=math.nan)
         folder = self.store.folder(key)
-        gain, shown = show(frames, folder, fps)
+        found, shown = show(frames, runs, folder, fps)
         write_mp4(shown["baseline"], folder / "baseline.mp4", fps)
         write_mp4(shown["patched"], folder / "patched.mp4", fps)
         write_mp4(shown["patched difference"], folder / "difference.mp4", fps)
@@ -759,14 +757,10 @@ class _Run:
             key=key,
             prompt=prompt,
             seed=self.seed + i,
-            **drifts,
-            height=frames["baseline"].shape[1],
-            width=frames["baseline"].shape[2],
             fps=fps,
             decode_seconds=meter.seconds / len(samples),
-            gain=gain,
-            unmeasured="; ".join(sorted(missing)),
             seen=seen,
+            **found,
         )
         self.store.write_json(f"prompts/{key}/record.json", result.as_dict())
         return result

@@ -28,7 +28,7 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
+from turbo_rcm_patch.video.clips import Clip, Outcome, show
 from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
@@ -430,25 +430,17 @@ def _measured(
             raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
         if one.fps not in (None, rate):
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
-    more: dict[str, Any] = {"control": None}
-    missing: set[str] = set()
-    runs = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
-    for which, values in runs.items():
-        if which == "baseline":
-            continue
-        far = (latent_drift if truth.latents else frame_drift)(values, truth.values)
-        if which == "control" and not np.isfinite(far.psnr):
-            got = "a control that " + ("is equal to it" if far.psnr > 0 else "holds NaN")
-            remedy = "Make it with another exact attention backend, and save it without loss"
-            raise _wrong(paths[which], "another rounding than the baseline's", got, remedy)
-        if not truth.latents:
-            far, why = completed(far, values, truth.values, rate)
-            missing |= why
-        more[which] = far
+    frames = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
+    far = latent_drift if truth.latents else frame_drift
+    runs: dict[str, Any] = {k: far(x, truth.values) for k, x in frames.items() if k != "baseline"}
+    control = runs.get("control")
+    if control is not None and not np.isfinite(control.psnr):
+        got = "a control that " + ("is equal to it" if control.psnr > 0 else "holds NaN")
+        remedy = "Make it with another exact attention backend, and save it without loss"
+        raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
     key = Store.key(name, 0)
     if not truth.latents:
-        more["gain"], _ = show(runs, store.folder(key), rate, name="candidate")
-        _, more["height"], more["width"], _ = truth.values.shape
-    clip = Clip(key=key, prompt=name, fps=rate, unmeasured="; ".join(sorted(missing)), **more)
+        runs, _ = show(frames, runs, store.folder(key), rate, name="candidate")
+    clip = Clip(key=key, prompt=name, fps=rate, **runs)
     store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})
     return clip
