@@ -115,7 +115,6 @@ def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
         players=[json.dumps(_player(comparison, one)) for one in results if one.height],
         plots=_draw_plots(comparison),
-        patch_report=without_places(getattr(comparison, "patch_report", "")),
     )
     write_text(comparison.report, page)
     write_text(comparison.short_report, jinja.get_template("report.md.j2").render())
