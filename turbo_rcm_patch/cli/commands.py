@@ -293,7 +293,6 @@ def compare(given: options.Compare) -> int:
     with processes.joined(given.device):
         # What would fail at the end fails before a model is loaded.
         processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
-        find_ffmpeg()
         check_lines(given, lines)
         pipe = _load(given, processes.ranks.device(given.device))
         with _shown(processes) as progress:

@@ -19,7 +19,6 @@ from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.store import check_out
-from turbo_rcm_patch.video.video import find_ffmpeg
 
 
 def demo(given: Demo) -> int:
@@ -37,7 +36,6 @@ def demo(given: Demo) -> int:
     out, fresh = given.out, not given.resume
     start = time.perf_counter()
     check_out(out, fresh=fresh)
-    find_ffmpeg()
     folder = resolve_model(given.model)
     if not isinstance(folder, Path):
         expected, got = "a shipped model, or a folder", "a name on the hub"

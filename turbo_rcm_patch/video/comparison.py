@@ -68,7 +68,7 @@ from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import PROMPT_FILES, Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import FUSION_LIMIT, MEDIAN, WORST, Ran, Verdict, judge
-from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
+from turbo_rcm_patch.video.video import write_mp4
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -402,7 +402,6 @@ def compare(
         network_number = False
     processes = processes or Processes()
     processes.broadcast(lambda: check_out(out, fresh=fresh))
-    find_ffmpeg()
     if network_number and (why := why_no_network(pipe)):
         raise SamplingError(
             "the network number",

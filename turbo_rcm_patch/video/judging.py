@@ -39,7 +39,6 @@ from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
     MOST_VALUES,
     VIDEO_ENDINGS,
-    find_ffmpeg,
     frame_rate,
     read_frames,
 )
@@ -322,7 +321,6 @@ def judge_folders(
     given |= {"control": control} if control is not None else {}
     found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
     check_out(out, fresh=fresh)
-    find_ffmpeg()
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}

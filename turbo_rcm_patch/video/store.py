@@ -25,6 +25,7 @@ from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import atomic, check_writable, locked, remove_leftovers, write_json
 from turbo_rcm_patch.video.generation import Sample
+from turbo_rcm_patch.video.video import find_ffmpeg
 
 #: Files of a finished prompt; the record comes last.
 PROMPT_FILES: Final = (
@@ -149,7 +150,8 @@ class Store:
 
 
 def check_out(out: str | Path, *, fresh: bool) -> Path:
-    """Check, before anything is loaded, that a comparison may write into a folder and can.
+    """Check, before anything is loaded, that a comparison may write into a folder, and can: what
+    would fail at the end fails here.
 
     Args:
         out: The folder of a comparison.
@@ -163,6 +165,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             names of one; or one of its folders is a link, through which files elsewhere would be
             removed.
         OutputError: It cannot be written to.
+        MissingPackageError: There is no ffmpeg.
     """
     folder = Path(out).expanduser()
     check_writable(folder / _SETTINGS)
@@ -180,6 +183,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             got=", ".join(others),
             remedy="Choose another --out, or remove these files yourself if you do not need them",
         )
+    find_ffmpeg()
     return folder
 
 
