@@ -53,7 +53,7 @@ class Clip:
     fps: float = 0
     gain: int = 1
     unmeasured: str = ""
-    #: Files of a finished one that is no latents, beside its record.
+    #: Files of a finished clip beside its record; latents have none.
     files: ClassVar[tuple[str, ...]] = ("panes.mp4", "side_by_side.mp4", "sheet.png")
 
     def as_dict(self) -> dict[str, object]:
