@@ -537,17 +537,14 @@ def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
 @contextmanager
 def _replaced(owner: object, **attributes: object) -> Iterator[None]:
     """Set attributes of an instance, and restore afterwards what was there."""
-    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in own:
-                setattr(owner, name, own[name])
+    with ExitStack() as undo:
+        for name, value in attributes.items():
+            if name in owner.__dict__:
+                undo.callback(setattr, owner, name, owner.__dict__[name])
             else:
-                delattr(owner, name)
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager
