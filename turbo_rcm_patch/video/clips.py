@@ -70,7 +70,7 @@ class Clip:
         Args:
             store: The folder.
             key: Name of its folder in `prompts/`.
-            inputs: What the record has to say under this name.
+            inputs: What the clip was made from; a record of other inputs does not count.
         """
         name = f"prompts/{key}/record.json"
         record = store.read_json(name)
