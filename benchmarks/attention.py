@@ -34,8 +34,8 @@ from benchmarks.runner import (
 )
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
+from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.ops.sageattn import sageattn
-from turbo_rcm_patch.video.environment import version_of
 
 #: Relative L2 to fp64 from which an output is wrong: int8 with fp8 p and v has 0.04.
 WRONG: Final = 0.1

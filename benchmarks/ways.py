@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_rcm_patch import PatchConfig, PatchReport, patched
 from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
-from turbo_rcm_patch.video.environment import version_of
+from turbo_rcm_patch.extras import version_of
 
 #: Changes how a network runs for the length of a `with` block; takes a backend of torch.compile.
 Way = Callable[[Any, str], AbstractContextManager[object]]

@@ -32,12 +32,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching import patched
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.clips import completed
-from turbo_rcm_patch.video.environment import device_name, version_of, versions
+from turbo_rcm_patch.video.environment import device_name, versions
 from turbo_rcm_patch.video.generation import (
     decode_latents,
     encode,

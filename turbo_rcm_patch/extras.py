@@ -7,7 +7,7 @@ diffusers' models, pipelines, videos and reports need more.
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -79,6 +79,14 @@ def require(extra: str, purpose: str, *packages: str) -> None:
         raise missing(purpose, *absent, extra=extra)
 
 
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def check_diffusers(purpose: str) -> None:
     """Check that diffusers is a release that the code was written for.
 
@@ -92,10 +100,7 @@ def check_diffusers(purpose: str) -> None:
         MissingPackageError: diffusers is not installed, or is older.
     """
     least, untested = DIFFUSERS
-    try:
-        found = version("diffusers")
-    except PackageNotFoundError:
-        found = ""
+    found = version_of("diffusers") or ""
     if tuple(map(int, re.findall(r"\d+", found)[:2])) >= tuple(map(int, least.split("."))):
         return
     raise MissingPackageError(

@@ -24,12 +24,12 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, judging, store
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
-from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images
+from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images, networks_of
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source
 from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
@@ -182,9 +182,9 @@ def _write_share(
         "weights": "int8" if given.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    # One process writes and knows what is there.
-    checks = given.resume and (processes.first or not together)
-    for line in work if checks else []:  # Nothing is replaced if one was made otherwise.
+    # Of those that make each video together, one process writes and knows what is there.
+    writes = processes.first or not together
+    for line in work if given.resume and writes else []:  # Replace none if one was made otherwise.
         identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
         store.is_made(paths[line], identity, but_for="inputs")
     if not given.patch:
@@ -220,14 +220,9 @@ def _write_share(
                         ):
                             print(f"{path}  was there")
                             on_step(settings.steps, 0)
-                        elif together and not processes.first:
-                            seed: Any = line.seed
-                            generation.generate(
-                                pipe, source.prompt, image=source.image, seed=seed,
-                                settings=settings,
-                            )  # fmt: skip
                         else:
-                            made += [_write_video(pipe, source, settings, on_step, path, identity)]
+                            to = path if writes else None
+                            made += [_write_video(pipe, source, settings, on_step, to, identity)]
                 except BrokenPipeError:
                     raise
                 except Exception as error:
@@ -240,7 +235,7 @@ def _write_share(
             print(report)
         elif report is not None and any(one.verdict != "kept" for one in report.guard):
             print(f"process {ranks.rank}, {report.guard}")
-        if made:
+        if made and writes:
             device = environment.device_name(pipe._execution_device)
             print(_speed(made, device, report.impl if report is not None else ""))
     return failed
@@ -249,10 +244,8 @@ def _write_share(
 def _speed(made: list[tuple[float, float, int]], device: str, impl: str) -> str:
     """Describe time and memory of videos: of each the seconds of both parts, and the peak."""
     denoise, decode = (statistics.median(one[i] for one in made) for i in range(2))
-    text = (
-        f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding; "
-    )
-    text += f"median of {len(made)}) on {device}"
+    text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding"
+    text += f"; median of {len(made)}) on {device}"
     if peak := max(one[2] for one in made):
         text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
     return text + f". {comparison.EMULATED}" * (impl == "reference")
@@ -263,19 +256,22 @@ def _write_video(
     source: Source,
     settings: Settings,
     on_step: Callable[[int, int], None],
-    path: Path,
+    path: Path | None,
     identity: Mapping[str, Any],
 ) -> tuple[float, float, int]:
+    """Make a video, and write it unless another process does. Return the seconds of both parts,
+    and the peak memory."""
     video = generation.generate(
         pipe, source.prompt, image=source.image, seed=identity["seed"], settings=settings,
         on_step=on_step,
     )  # fmt: skip
-    store.forget_made(path)  # A note never stands beside another video.
-    write_mp4(as_bytes(video.frames), path, settings.fps)
-    frames = len(video.frames)
-    store.note_made(path, {**identity, "frames": frames})
     decode = video.decode_seconds
-    print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
+    if path is not None:
+        store.forget_made(path)  # A note never stands beside another video.
+        write_mp4(as_bytes(video.frames), path, settings.fps)
+        frames = len(video.frames)
+        store.note_made(path, {**identity, "frames": frames})
+        print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
     return video.seconds, decode, video.peak_bytes or 0
 
 
@@ -285,10 +281,7 @@ def _shown(processes: Processes) -> AbstractContextManager[Progress]:
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
-    parts = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
-    modules = [module for part in parts for module in part.modules()]
-    held = sum(attached_proj_l(module) is not None for module in modules)
-    if held:
+    if held := sum(len(held_proj_l(network)) for network in networks_of(pipe).values()):
         print(f"{held} attentions hold SLA's proj_l. With --no-patch they run dense, without SLA.")
 
 
@@ -300,7 +293,6 @@ def compare(given: options.Compare) -> int:
     with processes.joined(given.device):
         # What would fail at the end fails before a model is loaded.
         processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
-        find_ffmpeg()
         check_lines(given, lines)
         pipe = _load(given, processes.ranks.device(given.device))
         with _shown(processes) as progress:

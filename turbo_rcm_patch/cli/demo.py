@@ -8,20 +8,17 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from turbo_rcm_patch.cli.doctor import check_kernels
 from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ModelFolderError, SamplingError
+from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
 from turbo_rcm_patch.video.comparison import Observer, compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.store import check_out
-from turbo_rcm_patch.video.video import find_ffmpeg
 
 
 def demo(given: Demo) -> int:
@@ -39,7 +36,6 @@ def demo(given: Demo) -> int:
     out, fresh = given.out, not given.resume
     start = time.perf_counter()
     check_out(out, fresh=fresh)
-    find_ffmpeg()
     folder = resolve_model(given.model)
     if not isinstance(folder, Path):
         expected, got = "a shipped model, or a folder", "a name on the hub"
@@ -84,22 +80,17 @@ def demo(given: Demo) -> int:
 
 def shape_observer(prompts: Sequence[str]) -> Observer | None:
     """Return the detector for prompts of the shipped models; None if one is unknown."""
-    from turbo_rcm_patch.errors import ConfigError
     from turbo_rcm_patch.tiny.detector import Detection, detect
     from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse
 
     def words(found: Clip | Detection) -> str:
         return f"{found.colour} {found.shape}, {MOTIONS.get(found.motion, 'motion unclear')}"
 
-    def asks(prompt: str) -> str:
-        return words(parse(prompt))
-
-    def sees(frames: torch.Tensor) -> str:
-        return words(detect(frames)[0])
-
     try:
         for prompt in prompts:
             parse(prompt)
     except ConfigError:
         return None
-    return Observer(asks, sees)
+    return Observer(
+        asks=lambda prompt: words(parse(prompt)), sees=lambda frames: words(detect(frames)[0])
+    )

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.extras import missing
+from turbo_rcm_patch.extras import missing, version_of
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import sage
-from turbo_rcm_patch.video.environment import KernelCheck, numbers, python_command, version_of
+from turbo_rcm_patch.video.environment import KernelCheck, numbers, python_command
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml

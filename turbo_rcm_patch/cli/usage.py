@@ -20,13 +20,6 @@ _SAME: Final[Names] = MappingProxyType({})
 _WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "none"}
 
 
-def read_path(text: str) -> Path:
-    """Read a path; an empty one, mostly of a variable that is not set, is refused."""
-    if not text:
-        raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
-    return Path(text)
-
-
 def add_fields(
     to: argparse._ActionsContainer, cls: type, names: Names = _SAME, *, own: bool = False
 ) -> None:
@@ -112,13 +105,13 @@ def _read(kinds: Sequence[Any], text: str) -> object:
         with suppress(ValueError):
             if kind is NoneType and text == "none":
                 return None
-            if kind is Path:
-                return read_path(text)
+            if kind is Path and not text:
+                raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
             if get_origin(kind) is tuple:
                 return tuple(get_args(kind)[0](part) for part in text.split(","))
             if get_origin(kind) is Literal and text in get_args(kind):
                 return text
-            if kind in (int, float, str):
+            if kind in (int, float, str, Path):
                 return kind(text)
     words = "|".join(map(_word, kinds))
     raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from turbo_rcm_patch.video.filters import filtered, flip
 from turbo_rcm_patch.video.measures import Drift
+from turbo_rcm_patch.video.store import Store, reading
 from turbo_rcm_patch.video.verdict import Verdict, Word
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
@@ -46,12 +47,14 @@ class Clip:
     key: str
     prompt: str
     patched: Drift
-    control: Drift | None
+    control: Drift | None = None
     height: int = 0
     width: int = 0
     fps: float = 0
     gain: int = 1
     unmeasured: str = ""
+    #: Files of a finished clip beside its record; latents have none.
+    files: ClassVar[tuple[str, ...]] = ("panes.mp4", "side_by_side.mp4", "sheet.png")
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON, worst frames included."""
@@ -59,10 +62,25 @@ class Clip:
         return asdict(self) | {name: one and one.as_dict() for name, one in runs.items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Any:
-        """Return the clip of `as_dict`, from JSON."""
-        runs = {name: values[name] for name in ("patched", "control")}
-        return cls(**values | {name: one and Drift.from_dict(one) for name, one in runs.items()})
+    def finished(
+        cls, store: Store, key: str, inputs: Mapping[str, str] | None = None
+    ) -> Self | None:
+        """Return the clip of an earlier run, if its record is there and all its files are.
+
+        Args:
+            store: The folder.
+            key: Name of its folder in `prompts/`.
+            inputs: What the clip was made from; a record of other inputs does not count.
+        """
+        name = f"prompts/{key}/record.json"
+        record = store.read_json(name)
+        if record is None or record.pop("inputs", None) != inputs:
+            return None
+        with reading(store.out / name):
+            runs = {run: record[run] for run in ("patched", "control")}
+            clip = cls(**record | {run: one and Drift.from_dict(one) for run, one in runs.items()})
+        there = all((store.folder(key) / one).is_file() for one in cls.files)
+        return clip if there or clip.height == 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,20 +157,31 @@ def completed(
 
 
 def show(
-    frames: Mapping[str, torch.Tensor], folder: Path, fps: float, name: str = "patched"
-) -> tuple[int, dict[str, np.ndarray]]:
-    """Write the video of the report's player, one to look at, and a sheet of pictures.
+    frames: Mapping[str, torch.Tensor],
+    runs: Mapping[str, Drift],
+    folder: Path,
+    fps: float,
+    name: str = "patched",
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Complete the numbers of a clip, and write the video of the report's player, one to look at,
+    and a sheet of pictures.
 
     Args:
         frames: "baseline", "patched" and perhaps "control" -> [F, H, W, 3] in 0..1.
+        runs: Those without "baseline" -> their drift.
         folder: The place of panes.mp4, side_by_side.mp4 and sheet.png.
         fps: Frames a second.
         name: The label of "patched".
 
     Returns:
-        The amplification of the differences; the enlarged videos and differences.
+        What a `Clip` says of its frames, by the name of the field; the enlarged videos and
+        differences.
     """
-    truth, runs = frames["baseline"], [one for one in frames if one != "baseline"]
+    truth, missing = frames["baseline"], set[str]()
+    found: dict[str, Any] = {"height": truth.shape[1], "width": truth.shape[2]}
+    for run, far in runs.items():
+        found[run], why = completed(far, frames[run], truth, fps)
+        missing |= why
     gain = choose_gain([(frames[run] - truth).abs() for run in runs])
     shown = {run: enlarge(one) for run, one in frames.items()}
     for run in runs:
@@ -166,4 +195,5 @@ def show(
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     contact_sheet(rows, folder / "sheet.png")
-    return gain, shown
+    found |= {"gain": gain, "unmeasured": "; ".join(sorted(missing))}
+    return found, shown

@@ -29,7 +29,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
-from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
+from turbo_rcm_patch.video.clips import Clip, Outcome, show
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import (
     Conditioning,
@@ -45,13 +45,7 @@ from turbo_rcm_patch.video.generation import (
     sample_latents,
     settings_for,
 )
-from turbo_rcm_patch.video.judged import (
-    BackendCalls,
-    check_judged,
-    judged,
-    judged_vae,
-    networks_of,
-)
+from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged, judged_vae
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.measures import (
@@ -62,13 +56,19 @@ from turbo_rcm_patch.video.measures import (
     in_fp32,
     measure_network,
 )
-from turbo_rcm_patch.video.pipelines import VideoPipeline, check_images, kind_of
+from turbo_rcm_patch.video.pipelines import (
+    VideoPipeline,
+    check_images,
+    kind_of,
+    network_of,
+    networks_of,
+)
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.settings import GivenFrames, Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
+from turbo_rcm_patch.video.store import PROMPT_FILES, Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import FUSION_LIMIT, MEDIAN, WORST, Ran, Verdict, judge
-from turbo_rcm_patch.video.video import find_ffmpeg, write_mp4
+from turbo_rcm_patch.video.video import write_mp4
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -113,6 +113,7 @@ class PromptResult(Clip):
     seed: int
     decode_seconds: float
     seen: dict[str, str] | None = None
+    files: ClassVar[tuple[str, ...]] = PROMPT_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +268,8 @@ class Comparison(Outcome):
         decode = statistics.median(one.decode_seconds for one in self.results)
         runs = [self.times[name] for name in ("baseline", "patched")]
         old, new = ((one["median_seconds"] or 0.0) + decode for one in runs)
-        words = (
-            f"{old:.3g} s a video unpatched, {new:.3g} s {self.attention_backend or 'patched'} "
-        )
-        words += f"({old / new:.2f} times as fast), denoised and decoded on "
-        words += str(self.identity["device"])
+        words = f"{old:.3g} s a video unpatched, {new:.3g} s {self.name} ({old / new:.2f} times "
+        words += f"as fast), denoised and decoded on {self.identity['device']}"
         peaks = [one["peak_bytes"] / 2**30 for one in runs if one["peak_bytes"]]
         if len(peaks) == len(runs):
             words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
@@ -398,16 +396,23 @@ def compare(
         given = {one.prompt: one.image is not None for one in sources}
         check_images(kind_of(pipe), type(pipe).__name__, given)
     else:
-        chosen = _given_frames(overrides, images=images, settings=settings, number=network_number)
+        chosen = _given_frames(
+            overrides, images=images, settings=settings, network_number=network_number
+        )
         network_number = False
     processes = processes or Processes()
     processes.broadcast(lambda: check_out(out, fresh=fresh))
-    find_ffmpeg()
-    why_no_network(pipe, network_number)
+    if network_number and (why := why_no_network(pipe)):
+        raise SamplingError(
+            "the network number",
+            expected="a transformer that stays on one device",
+            got=why,
+            remedy="Leave out --network-number, or load without offloading",
+        )
     with ExitStack() as until_done:
         processes.broadcast(lambda: until_done.enter_context(lock_folder(out)))
         check_judged(pipe, config, attention_backend)
-        inputs = inputs_of(sources, seed)
+        inputs = {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
         identity = identify(pipe, chosen, config)
         identity |= {"inputs": inputs, "attention_backend": attention_backend}
         store = processes.broadcast(lambda: Store(out, identity, fresh=fresh))
@@ -431,7 +436,7 @@ class _Run:
     pipe: VideoPipeline
     make: Make | None
     sources: Sequence[Source]
-    inputs: dict[str, str]
+    inputs: dict[str, str]  # prompts by their names in the store -> digests of their images
     seed: int
     settings: Any
     config: PatchConfig
@@ -619,8 +624,7 @@ class _Run:
         known = self.store.read_json("runs/network.json")
         if known:
             return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
-        why = why_no_network(self.pipe, wanted)
-        if why:
+        if why := why_no_network(self.pipe):
             return None, why
         clean = self.store.load_sample(self.keys[0], "baseline").latents
         try:
@@ -641,7 +645,7 @@ class _Run:
         run the attention."""
         if self.attention_backend is not None or self.config.attention == "sage":
             return None
-        shape = (self.pipe.transformer or self.pipe.transformer_2).config
+        shape = network_of(self.pipe).config
         heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
         device = self.pipe._execution_device
         return fusion_number(self.config, device, heads=heads, head_dim=head_dim)
@@ -659,7 +663,8 @@ class _Run:
         results = []
         for i, key in enumerate(self.keys):
             self.progress("videos", i, len(self.keys))
-            results.append(self._finished(key) or self._finish(i, observer))
+            known = PromptResult.finished(self.store, key)
+            results.append(known or self._finish(i, observer))
         self.progress("videos", len(self.keys), len(self.keys))
         judgement = judge(
             [one.patched for one in results],
@@ -695,7 +700,7 @@ class _Run:
         """Measure the farthest video against that of the network in fp32, if videos miss a limit,
         few steps make it cheap and it fits into memory."""
         far = [one for one in judgement.checks if one.name in (MEDIAN, WORST) and not one.passed]
-        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe, None)
+        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe)
         if not far or not cheap:
             return None
         i = min(range(len(results)), key=lambda i: results[i].patched.worst_psnr)
@@ -704,7 +709,7 @@ class _Run:
         if known and known["key"] == key:
             return Truth(**known)
         try:
-            with self.unpatched(), in_fp32(networks_of(self.pipe)):
+            with self.unpatched(), in_fp32(networks_of(self.pipe).values()):
                 exact = self._generate(i, partial(self.progress, "truth")).latents
         except torch.OutOfMemoryError:
             return None
@@ -726,16 +731,6 @@ class _Run:
         part += ["wide-values"] if self.config.pv == "auto" else []
         return Ran.of(asked, part, videos)
 
-    def _finished(self, key: str) -> PromptResult | None:
-        """Return the numbers of a finished prompt: its record and all its videos are there."""
-        name = f"prompts/{key}/record.json"
-        record = self.store.read_json(name) if self.store.is_finished(key) else None
-        if record is None:
-            return None
-        with reading(self.store.out / name):
-            result: PromptResult = PromptResult.from_dict(record)
-            return result
-
     def _finish(self, i: int, observer: Observer | None) -> PromptResult:
         """Decode the three variants, measure, and write videos and sheet; the record comes last
         and marks the end."""
@@ -743,15 +738,13 @@ class _Run:
         samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        drifts, missing = {}, set[str]()
+        runs = {}
         for name in ("patched", "control"):
             far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
-            drifts[name], why = completed(far, frames[name], frames["baseline"], fps)
-            if self.make is not None:  # Nobody has seen the latents.
-                drifts[name] = replace(drifts[name], latents=math.nan)
-            missing |= why
+            # Nobody has seen the latents of a video that the caller made.
+            runs[name] = far if self.make is None else replace(far, latents=math.nan)
         folder = self.store.folder(key)
-        gain, shown = show(frames, folder, fps)
+        found, shown = show(frames, runs, folder, fps)
         write_mp4(shown["baseline"], folder / "baseline.mp4", fps)
         write_mp4(shown["patched"], folder / "patched.mp4", fps)
         write_mp4(shown["patched difference"], folder / "difference.mp4", fps)
@@ -763,14 +756,10 @@ class _Run:
             key=key,
             prompt=prompt,
             seed=self.seed + i,
-            **drifts,
-            height=frames["baseline"].shape[1],
-            width=frames["baseline"].shape[2],
             fps=fps,
             decode_seconds=meter.seconds / len(samples),
-            gain=gain,
-            unmeasured="; ".join(sorted(missing)),
             seen=seen,
+            **found,
         )
         self.store.write_json(f"prompts/{key}/record.json", result.as_dict())
         return result
@@ -784,16 +773,13 @@ class _Run:
         """
         if self.make is not None:
             return latents
-        latents = dict(latents)
-        ours = {name: latents.pop(name) for name in ("patched",) if name in latents}
-        frames: dict[str, torch.Tensor] = {}
+        others = {name: one for name, one in latents.items() if name != "patched"}
         with judged_vae(self.pipe, self.config, self.attention_backend):
-            for name, one in ours.items():
-                frames[name] = decode_latents(self.pipe, one)[0]
+            frames = {"patched": decode_latents(self.pipe, latents["patched"])[0]}
         if self.pipe._execution_device.type == "cpu":
-            together = decode_latents(self.pipe, torch.cat(list(latents.values())))
-            return frames | dict(zip(latents, together, strict=True))
-        return frames | {name: decode_latents(self.pipe, one)[0] for name, one in latents.items()}
+            together = decode_latents(self.pipe, torch.cat(list(others.values())))
+            return frames | dict(zip(others, together, strict=True))
+        return frames | {name: decode_latents(self.pipe, one)[0] for name, one in others.items()}
 
     def times(self, variant: Variant) -> dict[str, float | None]:
         """Return seconds of the first call and of the median one, and peak memory."""
@@ -817,7 +803,7 @@ def _given_frames(overrides: Mapping[str, object], **left_out: object) -> GivenF
         raise ConfigError(
             "compare with make",
             expected="no setting but fps, no image and no network number",
-            got=", ".join(wrong).replace("number", "network_number"),
+            got=", ".join(wrong),
             remedy="Give them to the pipeline inside of make",
         )
     return GivenFrames(**overrides)  # type: ignore[arg-type]
@@ -833,33 +819,15 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     return ("math", "flash") if device.type == "cpu" else ("flash", "efficient", "cudnn", "math")
 
 
-def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
+def why_no_network(pipe: VideoPipeline) -> str:
     """Return why the network number cannot be measured, or "".
 
     Its truth is the network in fp32, upcast one block at a time, so its size is no reason; weights
     that are elsewhere while it does not run are one.
-
-    Args:
-        pipe: The pipeline.
-        wanted: True if it was asked for; False leaves it out, which is no reason either.
-
-    Raises:
-        SamplingError: It was asked for, and cannot be measured.
     """
-    if wanted is False:
-        return ""
-    network = pipe.transformer
-    reason = "" if network is not None else "a pipeline without a high-noise transformer"
-    if network is not None and any(map(_offloads, network.modules())):
-        reason = "an offloaded transformer"
-    if reason and wanted:
-        raise SamplingError(
-            "the network number",
-            expected="a transformer that stays on one device",
-            got=reason,
-            remedy="Leave out --network-number, or load without offloading",
-        )
-    return reason
+    if pipe.transformer is None:
+        return "a pipeline without a high-noise transformer"
+    return "an offloaded transformer" if any(map(_offloads, pipe.transformer.modules())) else ""
 
 
 def _offloads(module: torch.nn.Module) -> bool:
@@ -883,23 +851,16 @@ def identify(
     pipe: VideoPipeline, settings: Settings | GivenFrames, config: PatchConfig
 ) -> dict[str, Any]:
     """Return everything but prompts and seeds that decides what is generated."""
-    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
-    networks = [one for one in networks if one is not None]
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
-        "weights": " ".join(map(_weights, networks)),
-        "dtype": str(networks[0].dtype).removeprefix("torch."),
+        "weights": " ".join(map(_weights, networks_of(pipe).values())),
+        "dtype": str(network_of(pipe).dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
         "settings": settings.as_dict(),
         "config": asdict(config),
         "versions": versions(),
         "code": code_digest(),
     }
-
-
-def inputs_of(sources: Sequence[Source], seed: int) -> dict[str, str]:
-    """Return the name of each prompt in a `Store`, with the digest of its images and videos."""
-    return {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
 
 
 def _weights(network: torch.nn.Module) -> str:

@@ -8,11 +8,12 @@ import platform
 import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import torch
+
+from turbo_rcm_patch.extras import version_of
 
 PACKAGES: Final = (
     *("turbo_rcm_patch", "torch", "triton", "diffusers", "transformers", "accelerate"),
@@ -56,14 +57,6 @@ class KernelCheck:
             f"int8 attention over {self.tokens:,} tokens by the Triton kernels {where}, relative "
             f"L2 to torch in fp32 {self.relative_l2:.1e}, accepted: at most {self.limit:.0e}"
         )
-
-
-def version_of(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

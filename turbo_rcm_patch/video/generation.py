@@ -31,6 +31,7 @@ from turbo_rcm_patch.video.pipelines import (
     frames_made,
     kind_of,
     network_of,
+    networks_of,
     trimmed,
 )
 from turbo_rcm_patch.video.rcm_times import noise_stream
@@ -426,13 +427,12 @@ def recorded_calls(
         # The first call sees the pipeline's own noise. It serves to get all states through `step`.
         return (given["hidden_states"],)
 
-    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
     with (
         _replaced(pipe, **_QUIET, scheduler=replay),
         _private_rng(pipe._execution_device, 0),
         ExitStack() as stack,
     ):
-        for network in filter(None, networks):
+        for network in networks_of(pipe).values():
             stack.enter_context(_replaced(network, forward=record))
         steps = {"num_inference_steps": len(states) + 1, "guidance_scale": 1.0}
         plain = {**conditioning, "negative_prompt_embeds": None}
@@ -537,17 +537,14 @@ def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
 @contextmanager
 def _replaced(owner: object, **attributes: object) -> Iterator[None]:
     """Set attributes of an instance, and restore afterwards what was there."""
-    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in own:
-                setattr(owner, name, own[name])
+    with ExitStack() as undo:
+        for name, value in attributes.items():
+            if name in owner.__dict__:
+                undo.callback(setattr, owner, name, owner.__dict__[name])
             else:
-                delattr(owner, name)
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.patching import PatchReport, find_pairs, patched, sla_as_defined
 from turbo_rcm_patch.patching.find import VAE, execution_device, parts_of
+from turbo_rcm_patch.video.pipelines import networks_of
 
 
 class BackendCalls(list[str]):
@@ -80,11 +81,6 @@ def judged(
         yield calls
 
 
-def networks_of(model: object) -> list[Any]:
-    """Return the denoising networks of a model or pipeline."""
-    return [part for name, part in parts_of(model).items() if name != VAE]
-
-
 def judged_vae(
     pipe: Any, config: PatchConfig, attention_backend: str | None
 ) -> AbstractContextManager[object]:
@@ -113,7 +109,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
         )
     with judged(model, config, attention_backend):
         if attention_backend is not None:
-            for network in networks_of(model):
+            for network in networks_of(model).values():
                 _try_backend(network, attention_backend)
 
 
@@ -145,16 +141,19 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
 
     from turbo_rcm_patch.diffusers_backend import BACKEND, register_backend, unregister_backend
 
-    networks = networks_of(model)
+    networks = [*networks_of(model).values()]
     processors: list[Any] = [getattr(m, "processor", 0) for x in networks for m in x.modules()]
     before = [(p, p._attention_backend) for p in processors if hasattr(p, "_attention_backend")]
     if not before:
         raise _unusable(name, f"a {type(networks[0]).__name__}, which asks for no backend")
     active = registry._active_backend
-    adds, own = name == BACKEND and name not in _names(), None
-    if adds:
-        register_backend()
-    try:
+    with ExitStack() as undo:
+        if name == BACKEND and name not in _names():
+            register_backend()
+            undo.callback(unregister_backend)
+        undo.callback(registry.set_active_backend, active)
+        for processor, backend in before:
+            undo.callback(setattr, processor, "_attention_backend", backend)
         try:
             for network in networks:
                 network.set_attention_backend(name)
@@ -162,18 +161,11 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
             raise _unusable(name, str(error)) from error
         calls = None
         if name == BACKEND:
-            member = registry._active_backend
-            own, calls = registry._backends[member], BackendCalls(networks[0].config.num_layers)
+            member, calls = registry._active_backend, BackendCalls(networks[0].config.num_layers)
+            own = registry._backends[member]
+            undo.callback(registry._backends.__setitem__, member, own)
             registry._backends[member] = calls.counted(own)
         yield calls
-    finally:
-        if own is not None:
-            registry._backends[member] = own
-        for processor, backend in before:
-            processor._attention_backend = backend
-        registry.set_active_backend(active)
-        if adds:
-            unregister_backend()
 
 
 def _names() -> set[str]:

@@ -28,23 +28,21 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, Outcome, completed, show
+from turbo_rcm_patch.video.clips import Clip, Outcome, show
 from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
 from turbo_rcm_patch.video.report import shown_command, without_places, write_report
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder, reading
+from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import agreement, interval, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
+    MOST_VALUES,
     VIDEO_ENDINGS,
-    find_ffmpeg,
     frame_rate,
     read_frames,
 )
 
-#: Most numbers of a clip: 1 GiB in fp32, or 97 frames of 720 x 1280.
-MOST_VALUES: Final = 1 << 28
 #: Most bytes of a file of tensors: `MOST_VALUES` in fp64, and something beside them.
 _MOST_BYTES: Final = 1 << 32
 _TENSORS: Final = (".pt", ".pth", ".safetensors")
@@ -52,8 +50,6 @@ _TENSORS: Final = (".pt", ".pth", ".safetensors")
 _NAMES: Final = ("frames", "video", "latents")
 #: Frames a second of clips that do not say.
 FPS: Final = 16
-#: Files of a clip that is finished, beside its record.
-_FILES: Final = ("panes.mp4", "side_by_side.mp4", "sheet.png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ def read_clip(path: Path) -> Media:
         return _folder(path)
     check_regular(path, SamplingError, _MOST_BYTES)
     if path.suffix.lower() not in _TENSORS:
-        frames = read_frames(path, most=MOST_VALUES)
+        frames = read_frames(path, MOST_VALUES)
         return Media(_stacked([np.asarray(one) for one in frames], path), fps=frame_rate(path))
     name, found = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
     return _media(name, found, path)
@@ -325,7 +321,6 @@ def judge_folders(
     given |= {"control": control} if control is not None else {}
     found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
     check_out(out, fresh=fresh)
-    find_ffmpeg()
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
@@ -341,7 +336,7 @@ def judge_folders(
                 paths = _paired(name, found)
                 inputs = {which: _digest(path) for which, path in paths.items()}
                 inputs["flip"] = str(find_spec("flip_evaluator") is not None)
-                kept = _finished(store, name, inputs)
+                kept = Clip.finished(store, Store.key(name, 0), inputs)
                 clip = kept or _measured(store, name, paths, inputs, fps)
                 if results and (clip.height == 0) != (results[0].height == 0):
                     expected = f"frames or latents as in {results[0].prompt!r}"
@@ -417,19 +412,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _finished(store: Store, name: str, inputs: Mapping[str, str]) -> Clip | None:
-    """Return the numbers of a clip that was judged before, if its files are the same."""
-    key = Store.key(name, 0)
-    place = f"prompts/{key}/record.json"
-    record = store.read_json(place)
-    if record is None or record.pop("inputs", None) != inputs:
-        return None
-    with reading(store.out / place):
-        clip: Clip = Clip.from_dict(record)
-    there = all((store.folder(key) / one).is_file() for one in _FILES)
-    return clip if there or clip.height == 0 else None
-
-
 def _measured(
     store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
 ) -> Clip:
@@ -446,25 +428,17 @@ def _measured(
             raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
         if one.fps not in (None, rate):
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
-    more: dict[str, Any] = {"control": None}
-    missing: set[str] = set()
-    runs = {which: one.values for which, one in media.items() if which != "baseline"}
-    for which, values in runs.items():
-        far = (latent_drift if truth.latents else frame_drift)(values, truth.values)
-        if which == "control" and not np.isfinite(far.psnr):
-            got = "a control that " + ("is equal to it" if far.psnr > 0 else "holds NaN")
-            remedy = "Make it with another exact attention backend, and save it without loss"
-            raise _wrong(paths[which], "another rounding than the baseline's", got, remedy)
-        if not truth.latents:
-            far, why = completed(far, values, truth.values, rate)
-            missing |= why
-        more["patched" if which == "candidate" else which] = far
+    frames = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
+    far = latent_drift if truth.latents else frame_drift
+    runs: dict[str, Any] = {k: far(x, truth.values) for k, x in frames.items() if k != "baseline"}
+    control = runs.get("control")
+    if control is not None and not np.isfinite(control.psnr):
+        got = "a control that " + ("is equal to it" if control.psnr > 0 else "holds NaN")
+        remedy = "Make it with another exact attention backend, and save it without loss"
+        raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
     key = Store.key(name, 0)
     if not truth.latents:
-        frames = {"baseline": truth.values, "patched": runs["candidate"]}
-        frames |= {"control": runs["control"]} if "control" in runs else {}
-        more["gain"], _ = show(frames, store.folder(key), rate, name="candidate")
-        _, more["height"], more["width"], _ = truth.values.shape
-    clip = Clip(key=key, prompt=name, fps=rate, unmeasured="; ".join(sorted(missing)), **more)
+        runs, _ = show(frames, runs, store.folder(key), rate, name="candidate")
+    clip = Clip(key=key, prompt=name, fps=rate, **runs)
     store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})
     return clip

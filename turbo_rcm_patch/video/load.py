@@ -21,7 +21,7 @@ from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
-from turbo_rcm_patch.video.lora import TRANSFORMERS, add_loras, check_loras
+from turbo_rcm_patch.video.lora import add_loras, check_loras
 from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, network_of
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
@@ -41,7 +41,7 @@ _ALIASES: Final = {FASTWAN: "WanPipeline"}
 _HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
-_WITH_WEIGHTS: Final = (*TRANSFORMERS, "vae", "text_encoder", "image_encoder")
+_WITH_WEIGHTS: Final = (*find.COMPONENTS, "vae", "text_encoder", "image_encoder")
 
 
 def load_pipeline(
@@ -124,11 +124,8 @@ def resolve_model(model: str | Path) -> Path | str:
 
         shipped: Path = getattr(tiny, SHIPPED[str(model)])
         if not shipped.is_dir():
-            expected, remedy = (
-                "a clone of the repository",
-                "Run it from one; wheels hold 'tiny' alone",
-            )
-            raise ModelFolderError(f"no weights of {model}", expected=expected, remedy=remedy)
+            what, remedy = f"no weights of {model}", "Run it from one; wheels hold 'tiny' alone"
+            raise ModelFolderError(what, expected="a clone of the repository", remedy=remedy)
         return shipped
     path = Path(model).expanduser()
     if path.is_dir():
@@ -173,9 +170,8 @@ def check_folder(folder: Path) -> str:
         if asked not in PIPELINES:
             what, expected = f"{index_path}: _class_name", f"one of {tuple(PIPELINES)}"
             remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
-            remedy += (
-                "but generate and compare run these. From Python compare takes any with make="
-            )
+            remedy += "but generate and compare run these. From Python compare takes any with "
+            remedy += "make="
             raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
@@ -226,7 +222,7 @@ def _from_pretrained(
             remedy = "Download the folder again, config.json included"
             raise ModelFolderError(what, remedy=remedy)
         part.eval()
-        if name in TRANSFORMERS:
+        if name in find.COMPONENTS:
             _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
     if isinstance(folder, str):
         from huggingface_hub.errors import EntryNotFoundError
@@ -239,7 +235,7 @@ def _from_pretrained(
 def _int8_parts(folder: Path | str, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
     """Load the transformers that get int8 weights alone: because the folder has no others, or
     because it was asked for and there are int8 weights."""
-    parts = [Path(folder) / name for name in TRANSFORMERS]
+    parts = [Path(folder) / name for name in find.COMPONENTS]
     parts = [part for part in parts if (part / "config.json").is_file()]
     chosen = [part for part in parts if is_int8_only(part) or (wanted and holds_int8(part))]
     return {part.name: load_int8_only(part, dtype) for part in chosen}
@@ -336,7 +332,7 @@ def _offload_by_groups(pipe: Any, device: torch.device) -> None:
 
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
-            blocks = name in TRANSFORMERS
+            blocks = name in find.COMPONENTS
             apply_group_offloading(
                 part,
                 onload_device=device,

@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import torch
@@ -49,23 +49,16 @@ def quiet_loading() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    logs = (diffusers_logging, transformers_logging)
-    bars = [log for log in logs if log.is_progress_bar_enabled()]
-    levels = [(log, log.get_verbosity()) for log in logs]
-    dtype = torch.get_default_dtype()
-    for log in logs:
-        log.disable_progress_bar()
-        log.set_verbosity(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        for log in bars:
-            log.enable_progress_bar()
-        for log, level in levels:
-            log.set_verbosity(level)
+    with warnings.catch_warnings(), ExitStack() as undo:
+        warnings.simplefilter("ignore")
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        for log in (diffusers_logging, transformers_logging):
+            if log.is_progress_bar_enabled():
+                undo.callback(log.enable_progress_bar)
+            undo.callback(log.set_verbosity, log.get_verbosity())
+            log.disable_progress_bar()
+            log.set_verbosity(logging.ERROR)
+        yield
 
 
 def first_line(error: BaseException) -> str:

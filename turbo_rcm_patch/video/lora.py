@@ -14,10 +14,11 @@ from typing import Any, Final
 from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.patching.find import COMPONENTS
 from turbo_rcm_patch.video.loading import HUB_ID, loading
+from turbo_rcm_patch.video.pipelines import networks_of
 from turbo_rcm_patch.video.scheduler import fingerprint
 
-TRANSFORMERS: Final = ("transformer", "transformer_2")
 #: Parts of a file's name that say for which expert of Wan 2.2 it is.
 _EXPERTS: Final = {
     "transformer": ("high_noise", "high-noise", "highnoise"),
@@ -61,7 +62,7 @@ def parse_lora(text: str) -> LoRA:
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("lora", expected=_FORM.strip(), got=repr(text))
     part, equals, rest = text.partition("=")
-    parts: tuple[str, ...] = (part,) if equals and part in TRANSFORMERS else ()
+    parts: tuple[str, ...] = (part,) if equals and part in COMPONENTS else ()
     source = rest if parts else text
     scale = 1.0
     if not Path(source).expanduser().exists():
@@ -82,7 +83,7 @@ def parse_lora(text: str) -> LoRA:
             expected = f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub"
             what, remedy = f"no such LoRA: {path}", "Check the spelling"
             raise ModelFolderError(what, expected=expected, remedy=remedy)
-    return LoRA(source, file, scale, parts or TRANSFORMERS)
+    return LoRA(source, file, scale, parts or COMPONENTS)
 
 
 def _scale(text: str, given: str) -> float:
@@ -130,7 +131,7 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
         MissingPackageError: peft is not installed.
     """
     wanted = check_loras(loras)
-    networks = _networks(pipe)
+    networks = networks_of(pipe)
     work = []
     for text, lora in zip(loras, wanted, strict=True):
         parts = [part for part in lora.parts if part in networks]
@@ -165,14 +166,12 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
 def _load(pipe: Any, text: str, lora: LoRA, part: str, name: str) -> None:
     more: dict[str, Any] = {"load_into_transformer_2": True} if part == "transformer_2" else {}
     folder, _, file = lora.file.rpartition("/")
-    files: dict[str, Any] = {}
-    if file:
-        files |= {"weight_name": file, "subfolder": folder or None}
+    files: dict[str, Any] = {"weight_name": file, "subfolder": folder or None} if file else {}
     path = Path(lora.source)
     for one in [*path.iterdir()] if path.is_dir() else [path]:
         if not one.is_dir():
             check_regular(one, ModelFolderError)
-    network = _networks(pipe)[part]
+    network = networks_of(pipe)[part]
     with loading(
         ModelFolderError,
         f"LoRA {text!r} could not be loaded into {part}",
@@ -216,7 +215,7 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
         Each "transformer: SCALE x DIGEST"; the digest is of its weights.
     """
     found = []
-    for part, network in _networks(pipe).items():
+    for part, network in networks_of(pipe).items():
         for name, scale in _active(network).items():
             digest = hashlib.blake2b(digest_size=8)
             for key, weight in sorted(network.named_parameters()):
@@ -224,11 +223,6 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
                     digest.update(f"{key.replace(name, '')} {fingerprint(weight)}".encode())
             found.append(f"{part}: {scale:g} x {digest.hexdigest()}")
     return tuple(found)
-
-
-def _networks(pipe: Any) -> dict[str, Any]:
-    parts = {part: getattr(pipe, part, None) for part in TRANSFORMERS}
-    return {part: network for part, network in parts.items() if network is not None}
 
 
 def _active(network: Any) -> dict[str, float]:

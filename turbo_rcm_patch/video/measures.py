@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -381,7 +381,7 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @contextmanager
-def in_fp32(networks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def in_fp32(networks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Run networks in fp32, whatever dtype their pipeline gives them."""
 
     def widened(_: object, inputs: Any, named: Any) -> Any:

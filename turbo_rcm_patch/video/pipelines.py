@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from turbo_rcm_patch.errors import NotAModelError, SamplingError
+from turbo_rcm_patch.patching.find import VAE, parts_of
 from turbo_rcm_patch.video.settings import WAN_OWN
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
             if needed
             else f"Leave it out, or load a {others}",
         )
+
+
+def networks_of(model: object) -> dict[str, Any]:
+    """Return the denoising networks of a pipeline by name, or a network under the name ""."""
+    return {name: part for name, part in parts_of(model).items() if name != VAE}
 
 
 def network_of(pipe: Any) -> Any:

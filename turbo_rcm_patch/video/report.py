@@ -99,13 +99,11 @@ def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -
         "db": _db, "number": _number, "value": _value, "scale": _scale, "code": _markdown_code,
         "bare": without_places,
     }  # fmt: skip
-    results, facts = comparison.results, comparison.facts
+    results = comparison.results
     jinja.globals |= {
         "m": comparison,
         "name": comparison.name,
         "kernel_check": kernel_check,
-        "facts": facts,
-        "chips": comparison.chips,
         "ran": comparison.judgement.ran,
         "measures": _measures(comparison),
         "unmeasured": sorted({without_places(one.unmeasured) for one in results} - {""}),
@@ -117,7 +115,6 @@ def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
         players=[json.dumps(_player(comparison, one)) for one in results if one.height],
         plots=_draw_plots(comparison),
-        patch_report=without_places(getattr(comparison, "patch_report", "")),
     )
     write_text(comparison.report, page)
     write_text(comparison.short_report, jinja.get_template("report.md.j2").render())
@@ -342,8 +339,9 @@ def _draw_plot(name: str, comparison: Outcome) -> tuple[bytes, str]:
             "steps": [one.steps for one in drifts],
         }
         columns = [[v for v in one if v is not None] for one in zip_longest(*curves[name])]
+        # No axis can show the infinite PSNR of equal videos.
         low, middle, high = (
-            _finite([how(column) for column in columns])
+            [value if math.isfinite(value) else math.nan for value in map(how, columns)]
             for how in (verdict.lowest, verdict.median, verdict.highest)
         )
         places = list(range(1, len(columns) + 1))
@@ -381,8 +379,3 @@ def _draw_plot(name: str, comparison: Outcome) -> tuple[bytes, str]:
     picture = io.BytesIO()
     figure.savefig(picture)
     return picture.getvalue(), f"{words}. {'; '.join(said)}."
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    """Return NaN for what no axis can show, as the infinite PSNR of equal videos."""
-    return [v if math.isfinite(v) else math.nan for v in values]

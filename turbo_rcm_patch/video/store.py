@@ -25,6 +25,7 @@ from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.output import atomic, check_writable, locked, remove_leftovers, write_json
 from turbo_rcm_patch.video.generation import Sample
+from turbo_rcm_patch.video.video import find_ffmpeg
 
 #: Files of a finished prompt; the record comes last.
 PROMPT_FILES: Final = (
@@ -100,10 +101,6 @@ class Store:
         remove_leftovers(path)
         return path
 
-    def is_finished(self, key: str) -> bool:
-        """Return True if every file of a prompt is there."""
-        return all((self.out / "prompts" / key / name).is_file() for name in PROMPT_FILES)
-
     def has_sample(self, key: str, variant: str) -> bool:
         """Return True if a generation is finished."""
         return self._latents(key, variant).is_file()
@@ -144,17 +141,17 @@ class Store:
                 raise TypeError(f"a {type(value).__name__}, not an object")
         return value
 
-    def write_json(self, name: str, value: object) -> Path:
+    def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, floats that JSON lacks as strings."""
         write_json(self.out / name, to_json(value))
-        return self.out / name
 
     def _latents(self, key: str, variant: str) -> Path:
         return self.out / "latents" / f"{key}.{variant}.safetensors"
 
 
 def check_out(out: str | Path, *, fresh: bool) -> Path:
-    """Check, before anything is loaded, that a comparison may write into a folder and can.
+    """Check, before anything is loaded, that a comparison may write into a folder, and can: what
+    would fail at the end fails here.
 
     Args:
         out: The folder of a comparison.
@@ -168,6 +165,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             names of one; or one of its folders is a link, through which files elsewhere would be
             removed.
         OutputError: It cannot be written to.
+        MissingPackageError: There is no ffmpeg.
     """
     folder = Path(out).expanduser()
     check_writable(folder / _SETTINGS)
@@ -185,6 +183,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             got=", ".join(others),
             remedy="Choose another --out, or remove these files yourself if you do not need them",
         )
+    find_ffmpeg()
     return folder
 
 

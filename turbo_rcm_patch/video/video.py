@@ -47,6 +47,8 @@ LABEL_HEIGHT: Final = 26
 GAP: Final = 8
 #: Most frames that are read of a video.
 MOST_FRAMES: Final = 257
+#: Most numbers of a clip: 1 GiB in fp32, or 97 frames of 720 x 1280.
+MOST_VALUES: Final = 1 << 28
 #: Frames of a video in a contact sheet, evenly spread, first and last included.
 COLUMNS: Final = 6
 _REMEDY: Final = (
@@ -207,39 +209,38 @@ def write_mp4(
             raise OutputError(what, expected=expected, got=str(found), remedy=_REMEDY)
 
 
-def read_frames(path: Path, name: str = "video", *, most: int | None = None) -> list[Image.Image]:
-    """Read the first frames of a video, at most `MOST_FRAMES`, as RGB. Their times are ignored.
+def read_frames(path: Path, most: int = MOST_VALUES) -> list[Image.Image]:
+    """Read the frames of a video as RGB. Their times are ignored.
 
     Args:
         path: A file of any kind that ffmpeg reads, an animated image included.
-        name: What the video is for, for messages.
-        most: The most bytes that its pixels may take. With it a video of more frames is refused.
+        most: The most bytes that its pixels may take.
 
     Raises:
-        SamplingError: The file is missing, or holds no video; or it is too large.
+        SamplingError: The file is missing, or holds no video; or it has more than `most` bytes of
+            pixels, or than `MOST_FRAMES` frames.
         MissingPackageError: There is no ffmpeg.
     """
     path = path.expanduser()
     if not path.is_file():
-        what, remedy = f"{name} {path} cannot be read (there is no such file)", "Check its name"
+        what, remedy = f"video {path} cannot be read (there is no such file)", "Check its name"
         raise SamplingError(what, expected="a video file", remedy=remedy)
-    whole = most is not None
-    reads = [*["-xerror"] * whole, "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
-    reads += ["-frames:v", str(MOST_FRAMES + whole), "-f", "image2pipe", "-c:v", "ppm"]
+    reads = ["-xerror", "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
+    reads += ["-frames:v", str(MOST_FRAMES + 1), "-f", "image2pipe", "-c:v", "ppm"]
     frames: list[Image.Image]
     read = partial(_pictures, most=most)
     try:
         code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=read)
     except OverflowError as error:
         raise SamplingError(
-            f"{name} {path} is too large",
+            f"video {path} is too large",
             expected=f"at most {MOST_FRAMES} frames, and {most} bytes of pixels",
             got="more",
             remedy="Cut it into parts",
         ) from error
     if code or not frames:
         raise SamplingError(
-            f"{name} {path} cannot be read",
+            f"video {path} cannot be read",
             expected="a video file",
             got=f"from ffmpeg: {said.splitlines()[-1][:200] if said else 'no frame'}",
             remedy="Check whether it is complete, or convert it to mp4",
@@ -256,12 +257,12 @@ def frame_rate(path: Path) -> float | None:
     return float(found[1]) if found else None
 
 
-def _pictures(stream: IO[bytes], most: int | None = None) -> list[Image.Image]:
+def _pictures(stream: IO[bytes], most: int) -> list[Image.Image]:
     """Read the pictures of binary PPM files in a row, until they end or are cut off.
 
     Raises:
         OverflowError: They have more than `most` bytes of pixels, or there are more than
-            `MOST_FRAMES`, if `most` is given.
+            `MOST_FRAMES`.
     """
     found: list[Image.Image] = []
     while True:
@@ -270,7 +271,7 @@ def _pictures(stream: IO[bytes], most: int | None = None) -> list[Image.Image]:
             return found
         width, height = map(int, sides)
         size, count = 3 * width * height, len(found) + 1
-        if most is not None and (count * size > most or count > MOST_FRAMES):
+        if count * size > most or count > MOST_FRAMES:
             raise OverflowError
         pixels = stream.read(size)
         if len(pixels) < size:
