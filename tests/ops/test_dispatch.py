@@ -11,7 +11,6 @@ from tests.interpreter import HERE
 from turbo_rcm_patch.errors import DeviceError, Fp8UnsupportedError, MissingPackageError
 from turbo_rcm_patch.ops import (
     FP8_MIN_KEYS,
-    FP8_MIN_KEYS_HOPPER,
     AttentionSpec,
     Sparsity,
     attention_skip,
@@ -22,7 +21,7 @@ from turbo_rcm_patch.ops import (
     resolved,
     skip,
 )
-from turbo_rcm_patch.ops.dispatch import load_kernels
+from turbo_rcm_patch.ops.dispatch import FP8_MIN_KEYS_HOPPER, load_kernels
 
 #: A GPU of a number that no machine has: decisions are kept by device.
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 99)

@@ -13,7 +13,6 @@ from turbo_rcm_patch.ops.attention.api import (
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.dispatch import (
     FP8_MIN_KEYS,
-    FP8_MIN_KEYS_HOPPER,
     INT8_MIN_KEYS,
     describe_pv,
     quantises,
@@ -38,7 +37,6 @@ from turbo_rcm_patch.ops.sparse_linear.api import (
 
 __all__ = [
     "FP8_MIN_KEYS",
-    "FP8_MIN_KEYS_HOPPER",
     "INT8_MIN_KEYS",
     "MAX_CHANNELS",
     "MAX_SPARSE_HEAD_DIM",

@@ -41,7 +41,7 @@ INT8_AUTO_TOKENS: Final = 4096
 #: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has
 #: a kernel of its own for bf16 as well (`gluon.py`): with 12 heads of 128 on an H200, fp8 saves
 #: nothing of the attention's time over 4,096 tokens, 5 % over 8,192 and 15 % over 16,384
-#: (results/2026-11-28/attention_pv.json). Other cards have not been measured.
+#: (results/2026-11-28/attention_pv.json); 12,288 lies between. Other cards have not been measured.
 FP8_MIN_KEYS: Final = 4096
 FP8_MIN_KEYS_HOPPER: Final = 12288
 #: Keys below which a patched cross-attention is exact where int8 was asked for: over the 512
@@ -229,9 +229,9 @@ def fp8_min_keys(device: torch.device) -> int:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
     if not hopper or find_spec("triton") is None:
         return FP8_MIN_KEYS
-    from turbo_rcm_patch.ops.gluon import has_all
+    from turbo_rcm_patch.ops.gluon import has_hopper_kernels
 
-    return FP8_MIN_KEYS_HOPPER if has_all() else FP8_MIN_KEYS
+    return FP8_MIN_KEYS_HOPPER if has_hopper_kernels() else FP8_MIN_KEYS
 
 
 def describe_pv(pv: PVDType, device: torch.device) -> str:

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 _SINCE = (3, 6)
 
 
-def has_all() -> bool:
+def has_hopper_kernels() -> bool:
     """Return True if this release of Triton has what kernels for compute capability 9.0 use."""
     return tuple(map(int, triton.__version__.split(".")[:2])) >= _SINCE
 
@@ -33,7 +33,7 @@ def hopper_module(load: Callable[[], ModuleType], what: str) -> ModuleType | Non
         what: What it makes faster, for the warning.
     """
     try:
-        if not has_all():
+        if not has_hopper_kernels():
             raise ImportError(f"it came with {'.'.join(map(str, _SINCE))}")
         return load()
     except (ImportError, AttributeError) as error:  # Gluon is experimental, and its names change
