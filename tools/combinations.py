@@ -28,7 +28,7 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConf
 from safetensors.torch import load_file
 
 from training.world import HUES, look
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import write_json
 from turbo_rcm_patch.video import add_loras, compare, generate, load_pipeline
 from turbo_rcm_patch.video.comparison import Observer
 from turbo_rcm_patch.video.generation import settings_for

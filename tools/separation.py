@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.extras import version_of
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import write_json
 from turbo_rcm_patch.patching import patched
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import load_pipeline

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import write_json
 from turbo_rcm_patch.video import generate, load_pipeline
 
 BLOCK = 64

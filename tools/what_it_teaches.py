@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tools.sparse_blocks import Heads, SeesAttention, about, int8_attention, one_call, options
 from turbo_rcm_patch import ops, patched
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import write_json
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.measures import highest_precision, upcast
 

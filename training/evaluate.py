@@ -23,7 +23,7 @@ from training.families import SETTINGS_FILE, Family, family_of_folder, tokenize
 from training.flow import few_step, guided, ode
 from training.stage import batches, sheet
 from training.train import statistics
-from turbo_rcm_patch.output import check_writable, write_json
+from turbo_rcm_patch.files import check_writable, write_json
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
 _TEACHER_STEPS: Final = 24

@@ -33,7 +33,7 @@ from training.flow import Velocity
 from training.world import Bucket
 from turbo_rcm_patch import keep_int8_only
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import merged
+from turbo_rcm_patch.files import atomic_folder
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 from turbo_rcm_patch.video.rcm_times import rcm_times
 
@@ -212,7 +212,7 @@ class Family:
         first = recipe.buckets[0]
         shape = {"height": first.height, "width": first.width, "num_frames": first.frames}
         settings = {**shape, **recipe.settings, "max_sequence_length": recipe.text_tokens}
-        with merged(folder) as made:
+        with atomic_folder(folder, force=True) as made:
             pipe.save_pretrained(made, safe_serialization=True)
             (made / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
             if self.source is WorldSource:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from training.families import Budget
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.files import atomic
 
 #: Seconds between checkpoints.
 SAVE_EVERY: Final = 60.0

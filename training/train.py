@@ -46,7 +46,7 @@ from training.flow import Velocity, few_step, guided, ode, sample_times
 from training.stage import OutOfTimeError, Recorded, Run, Stage, TrainingError, batches, sheet
 from training.world import Bucket
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import atomic, merged, write_json
+from turbo_rcm_patch.files import atomic, atomic_folder, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
 
 _KL: Final = 3e-4
@@ -132,8 +132,10 @@ def install(family: Family, student: Path, target: Path | None = None) -> Path:
     if size > family.most_bytes:
         expected = f"at most {family.most_bytes} bytes"
         raise ModelFolderError("size of the model", expected=expected, got=str(size))
-    with merged(target) as made:
+    with atomic_folder(target, force=True) as made:
         shutil.copytree(student, made, dirs_exist_ok=True)
+        for card in kept:
+            shutil.copy2(card, made)
     return target
 
 

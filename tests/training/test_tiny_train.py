@@ -149,6 +149,7 @@ def test_install_leaves_the_card_and_refuses_what_is_too_large(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "README.md").write_text("card")
+    (tmp_path / "model_index.json").write_text("{}")
     install(FAMILY, trained / "wan_student", tmp_path)
     assert (tmp_path / "README.md").read_text() == "card"
     WanPipeline.from_pretrained(tmp_path)
