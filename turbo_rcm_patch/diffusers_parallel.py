@@ -13,7 +13,8 @@ every rank takes the same step, and no code of the pipeline is replaced:
   fit; those listed here do not.
 - CogVideoX's call it once with a batch of two. Each group computes a half.
 
-All ranks then decode rows of the video, if the VAE is patched and can (`patching/shared_rows.py`).
+All ranks then decode rows of the video, if the VAE is patched and can
+(`patching/halo_exchange.py`).
 
 diffusers has context parallelism and no CFG parallelism. Written against diffusers 0.42.
 """
@@ -34,10 +35,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
+from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
 from turbo_rcm_patch.patching.record import Entry, innermost
-from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks
 from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
 
 __all__ = ["Parallel", "parallel"]
@@ -131,8 +132,8 @@ def parallel(
                 network.enable_parallelism(config=config)  # type: ignore[operator]
             shared.install()  # Outside of diffusers' hooks, which split a timestep per token.
         own = getattr(pipe, VAE, None)
-        if vae and isinstance(own, nn.Module) and RANKS not in vars(own):
-            vars(own)[RANKS] = Ranks(dist.group.WORLD)
+        if vae and isinstance(own, nn.Module) and DECODE_GROUP not in vars(own):
+            vars(own)[DECODE_GROUP] = DecodeGroup(dist.group.WORLD)
             made._vae = own
     except BaseException:
         made.undo()
@@ -233,7 +234,7 @@ class Parallel:
             self._shared.pop().undo()
         symmetric.release()
         if self._vae is not None:
-            vars(self._vae).pop(RANKS, None)
+            vars(self._vae).pop(DECODE_GROUP, None)
             self._vae = None
 
 

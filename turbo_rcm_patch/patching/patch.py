@@ -52,7 +52,7 @@ from turbo_rcm_patch.patching.record import (
 )
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
-from turbo_rcm_patch.patching.ulysses import PARALLEL, agree, check_parallel
+from turbo_rcm_patch.patching.ulysses import PARALLEL, all_reduce_max, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
-        record.guard = Guard(config, log, len(blocks), pipe, agree)
+        record.guard = Guard(config, log, len(blocks), pipe, all_reduce_max)
     last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):
