@@ -35,6 +35,7 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard_log import GuardLog
 from turbo_rcm_patch.patching.int8_linears import (
     WRITERS,
     DropsCopies,
@@ -50,7 +51,7 @@ from turbo_rcm_patch.patching.record import (
     record_of,
     undo_replacements,
 )
-from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
+from turbo_rcm_patch.patching.report import Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import PARALLEL, all_reduce_max, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream

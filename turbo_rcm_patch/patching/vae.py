@@ -31,6 +31,7 @@ from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
@@ -43,7 +44,6 @@ from turbo_rcm_patch.patching.plain import (
     root_package,
     runs_only_its_forward,
 )
-from turbo_rcm_patch.patching.report import GuardRecord
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
