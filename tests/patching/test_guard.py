@@ -43,7 +43,8 @@ from turbo_rcm_patch.video import load_pipeline
 
 Wrong = Callable[..., Any]
 
-_OWNERS = {"attend": attention_api, "linear_int8": linear_api, "gelu_of_linear": linear_api}
+_OWNERS = dict.fromkeys(("attend", "attend_and_project"), attention_api)
+_OWNERS |= dict.fromkeys(("linear_int8", "gelu_of_linear"), linear_api)
 
 #: Passes over the residual stream: whether they close a skip, and whether they compute a norm.
 _PASSES = {"skip_norm": (True, True), "skip": (True, False), "norm": (False, True)}
@@ -275,10 +276,9 @@ WAN_FAULTS = [
     Fault("scales of int8 rows lost", "skip_norm", int8_rows(lambda h: h._replace(scale=torch.ones_like(h.scale))), options=INT8),
     Fault("int8 rows one off", "skip_norm", int8_rows(lambda h: h._replace(data=h.data.roll(1, 1))), options=INT8),
     Fault("int8 scales of other channels", "linear_int8", given("scale", lambda s: 2 * s.roll(7, 0)), options=INT8),
-    Fault("gate rolled in one launch", "attention_project_skip",
-          lambda right: lambda *a, c_out, **n: right(*a, c_out=roll(c_out), **n), options=ONE_LAUNCH, owner=ops),
-    Fault("projection of other heads in one launch", "attention_project_skip",
-          lambda right: lambda q, k, v, w, *a, **n: right(q, k, v, roll(w), *a, **n), options=ONE_LAUNCH, owner=ops),
+    Fault("gate rolled in one launch", "attend_and_project",
+          change(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
+    Fault("projection of other heads in one launch", "attend_and_project", change(1, by=roll), options=ONE_LAUNCH),
 ]  # fmt: skip
 
 COGVIDEOX_FAULTS = [

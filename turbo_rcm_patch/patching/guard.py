@@ -168,7 +168,7 @@ class Guard:
         count: The number of blocks.
         pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
             for a model without one.
-        agree: Returns the same numbers on all ranks that run a block together (`ulysses.agree`).
+        agree: `ulysses.all_reduce_max`, so that all ranks that run a block decide alike.
     """
 
     def __init__(

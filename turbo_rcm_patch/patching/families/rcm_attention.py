@@ -11,7 +11,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import NO_NORMS
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Skip
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
 from turbo_rcm_patch.patching.measure import Notes, Operands
@@ -46,9 +46,10 @@ class RCMBlock(PatchedBlock):
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
         one_launch = config.form == "one-launch" and ops.quantises(spec.attention)
         if one_launch and plain_linear(module.proj, module.proj.weight):
-            projection = module.proj.weight, module.proj.bias
-            skip: Any = {"residual": x, "c_skip": c_skip, "c_out": c_out}
-            return ops.attention_project_skip(q, k, v, *projection, spec, **skip, form=config.form)
+            inputs = AttentionInputs(q, k, v, spec, q.dtype, skip=Skip(x, c_skip, c_out))
+            return attention.attend_and_project(
+                inputs, module.proj.weight, module.proj.bias, form="one-launch"
+            )
         branch = attention.attend(q, k, v, spec=spec)
         if notes is not None:
             notes.saw_attention(Operands(q, k, v, NO_NORMS, None, spec.heads, branch))

@@ -25,7 +25,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Rotary, Skip
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.block import PatchedBlock
@@ -256,10 +256,11 @@ class WanBlock(PatchedBlock):
         linear = attn.to_out[0]
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        return ops.attention_project_skip(
-            q, k, v, linear.weight, linear.bias, self.spec, residual=residual, c_out=gate,
-            norms=norms, rotary=self.tables(rotary), form="one-launch", out_dtype=torch.float32,
-        )  # fmt: skip
+        skip = Skip(residual, c_out=gate)
+        inputs = AttentionInputs(
+            q, k, v, self.spec, torch.float32, norms, self.tables(rotary), skip
+        )
+        return attention.attend_and_project(inputs, linear.weight, linear.bias, form="one-launch")
 
     # --- when the author's forward runs ----------------------------------------------------------
 
