@@ -14,18 +14,14 @@ from PIL import Image
 
 from tests.video.cases import CASES, IMAGE, loaded, picture, settings_of
 from tests.video.micro import (
-    QUICK,
     animate,
     micro_image_pipe,
-    micro_pipe,
     micro_video_pipe,
-    save,
     vace,
 )
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_generate import CLASSES, by_hand
 from turbo_rcm_patch import PatchConfig
-from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.comparison import compare
@@ -199,71 +195,6 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     )
     compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert calls == [], "all of it is there"
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
-    return {
-        "text": save(micro_pipe(), place / "text"),
-        "image": save(micro_image_pipe(experts=False), place / "image"),
-        "video": save(micro_video_pipe(), place / "video"),
-    }
-
-
-def test_the_command_line_takes_images(folders: dict[str, Path], tmp_path, capsys) -> None:
-    picture().save(tmp_path / "one.png")
-    out = tmp_path / "out"
-    command = ["generate", "--model", str(folders["image"]), *QUICK, "--resume"]
-    command += ["--prompt", PROMPT, "--prompt", OTHER, "--out", str(out)]
-    assert main([*command, "--image", str(tmp_path / "one.png")]) == 0
-    notes = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    assert [note["prompt"] for note in notes] == [OTHER, PROMPT]
-    assert {note["inputs"] for note in notes} == {Source("", picture()).digest}
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
-    capsys.readouterr()
-    picture(6).save(tmp_path / "one.png")
-    assert main([*command, "--image", str(tmp_path / "one.png")]) == 2
-    assert "inputs" in capsys.readouterr().err, "the other image is another video"
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-
-
-@pytest.mark.parametrize(
-    ("model", "given", "told"),
-    [
-        ("image", [], "--image FILE"),
-        ("image", ["--image", "none.png"], "No such file"),
-        ("image", ["--image", "text.png"], "is no image that can be read"),
-        ("image", ["--image", "cut.png"], "cannot be read"),
-        ("image", ["--image", "small.png"], "at least 16 pixels a side"),
-        ("text", ["--image", "good.png"], "WanImageToVideoPipeline"),
-        ("video", [], "compare takes any with make="),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
-)
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_mistakes_are_told_before_a_model_is_loaded(
-    command: str,
-    model: str,
-    given: list[str],
-    told: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from turbo_rcm_patch.cli import commands
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
-    picture().save("good.png")
-    picture(size=8).save("small.png")
-    Path("cut.png").write_bytes(Path("good.png").read_bytes()[:60])
-    Path("text.png").write_text("not an image")
-    line = [command, "--model", str(folders[model]), *QUICK, "--prompt", PROMPT, *given]
-    assert main([*line, "--out", "out"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert told in said and "Traceback" not in said
 
 
 def test_each_prompt_has_an_image(tmp_path: Path) -> None:
