@@ -55,9 +55,7 @@ class Model(Command):
     """
 
     model: str = field(default="tiny", metadata=_MODEL)
-    lora: tuple[str, ...] = field(
-        default=(), metadata={"repeated": True, "metavar": "PATH_OR_ID[:SCALE]"}
-    )
+    lora: tuple[str, ...] = field(default=(), metadata={"metavar": "PATH_OR_ID[:SCALE]"})
 
     @property
     def loras(self) -> dict[str, Any]:
@@ -82,7 +80,7 @@ class Run(Model):
         config: How the model is patched.
     """
 
-    prompt: tuple[str, ...] = field(default=(), metadata={"repeated": True, "metavar": "TEXT"})
+    prompt: tuple[str, ...] = field(default=(), metadata={"metavar": "TEXT"})
     prompts: Path | None = field(default=None, metadata=_FILE)
     seed: int = 0
     image: Path | None = field(default=None, metadata=_FILE)
