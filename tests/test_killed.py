@@ -20,8 +20,7 @@ from tests.killed import killed_at
 from turbo_rcm_patch.checkpoints import write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.extra_file import EXTRA_FILE, write_extra
-from turbo_rcm_patch.video.generation import Sample
-from turbo_rcm_patch.video.store import Store
+from turbo_rcm_patch.video.store import Store, StoredClip
 from turbo_rcm_patch.video.video import write_mp4
 
 FRAMES = np.zeros((5, 32, 32, 3), dtype=np.uint8)
@@ -121,17 +120,17 @@ def test_the_file_beside_a_transformer(tmp_path: Path) -> None:
 def test_the_folder_of_a_comparison(tmp_path: Path) -> None:
     """Killed at any write of its files, the folder is opened again and knows what is its own."""
     out, key = tmp_path / "out", Store.key("a", 0)
-    sample = Sample(torch.ones(2), (torch.zeros(2),), 1.0, None)
+    clip = StoredClip(frames=torch.ones(2), seconds=1.0)
 
     def run() -> None:
         store = Store(out, {"model": "m"}, fresh=False)
-        store.save_sample(key, "baseline", sample)
+        store.save_clip(key, "baseline", clip)
         store.write_json("runs/baseline.json", {"a": 1})
 
     def whole() -> None:
         store = Store(out, {"model": "m"}, fresh=False)
-        if store.has_sample(key, "baseline"):
-            assert torch.equal(store.load_sample(key, "baseline").latents, sample.latents)
+        if store.has_clip(key, "baseline"):
+            assert torch.equal(store.load_clip(key, "baseline").frames, clip.frames)
         assert store.read_json("runs/baseline.json") in (None, {"a": 1})
 
     every_step(tmp_path, run, whole, least=5)
@@ -141,6 +140,6 @@ def test_the_folder_of_a_comparison(tmp_path: Path) -> None:
         if not killed_at(step, tmp_path, lambda: Store(out, {"model": "n"}, fresh=True)):
             break
         if json.loads((out / "settings.json").read_text())["model"] == "n":
-            assert not (out / "latents").exists(), "it is called new when the old is gone"
-        Store(out, {"model": "m"}, fresh=True).save_sample(key, "baseline", sample)
-    assert step > 3 and not (out / "latents").exists()
+            assert not (out / "clips").exists(), "it is called new when the old is gone"
+        Store(out, {"model": "m"}, fresh=True).save_clip(key, "baseline", clip)
+    assert step > 3 and not (out / "clips").exists()

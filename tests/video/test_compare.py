@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -20,7 +21,6 @@ from peft import LoraConfig
 
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe, save
-from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
@@ -30,18 +30,17 @@ from turbo_rcm_patch.errors import (
     SamplingError,
 )
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import comparison, environment, generate, verdict
+from turbo_rcm_patch.video import comparison, environment, generate
 from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import decode_latents, encode, sample_latents
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.measures import (
-    frame_drift,
+    CapturedCalls,
     highest_precision,
-    measure_network,
+    network_number,
+    networks_number,
     upcast,
 )
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.source import Source
 from turbo_rcm_patch.video.store import Store, lock_folder
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
@@ -110,8 +109,8 @@ def test_everything_is_written(finished, settings: Settings) -> None:
         assert shapes["baseline.mp4"][1] >= 256, "small videos are enlarged to be seen"
         assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
     plots = sorted(path.name for path in (out / "plots").iterdir())
-    assert plots == ["frames.png", "prompts.png", "steps.png"]
-    assert hidden(out) == []
+    assert plots == ["frames.png", "prompts.png"]
+    assert hidden(out) == [] and not list(out.glob("clips/*")), "frames go once they are measured"
     assert str(out / "report.html") in str(finished)
     assert f"verdict: {finished.verdict}" in str(finished)
 
@@ -127,9 +126,7 @@ def test_metrics_json_has_every_number(finished, settings: Settings) -> None:
         assert one["prompt"] == prompt
         for run in ("patched", "control"):
             assert len(one[run]["frame_psnr"]) == settings.num_frames
-            assert len(one[run]["steps"]) == settings.steps
             assert one[run]["worst_psnr"] == min(one[run]["frame_psnr"])
-            assert one[run]["latents"] > 0
     for run in ("baseline", "patched"):
         assert metrics["times"][run]["first_call_seconds"] > 0
         assert metrics["times"][run]["median_seconds"] > 0
@@ -138,24 +135,24 @@ def test_metrics_json_has_every_number(finished, settings: Settings) -> None:
     assert metrics["identity"]["settings"]["steps"] == settings.steps
     assert metrics["patch"]["impl"] == "reference"
     assert metrics["patch"]["guard"], "the guard has run"
-    assert metrics["network"]["ratio"] == pytest.approx(finished.network.ratio)
+    assert metrics["network"]["ratio"] == pytest.approx(finished.model.network.ratio)
     assert metrics["fusion"]["fused_vs_unfused"] <= 3e-6
     assert metrics["control_backend"] == "math" and metrics["attention_backend"] is None
 
 
 def test_finished_work_is_kept(pipe, settings, finished) -> None:
-    before = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
+    before = written(finished.out, "prompts/*/*")
     more = compare(pipe, [*PROMPTS, "a green ring"], out=finished.out, settings=settings)
-    after = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
-    assert before.items() < after.items() and len(after) == len(before) + 3 + 1
+    after = written(finished.out, "prompts/*/*")
+    assert before.items() < after.items() and len(after) == len(before) * 3 / 2
     assert more.results[:2] == finished.results
-    assert more.patch_report and more.network == finished.network
+    assert more.model.patch_report and more.model.network == finished.model.network
 
 
 def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
     given: dict[str, Any] = {"out": tmp_path, "network_number": False}
     compare(pipe, RED, settings=ONE_STEP, **given)
-    before = written(tmp_path, "latents/*")
+    before = written(tmp_path, "prompts/*/*")
     own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "plots/thesis.png")]
     own.append(next(tmp_path.glob("prompts/*/sheet.png")).with_name("mine.mp4"))
     for path in own:
@@ -165,10 +162,12 @@ def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
     for other in ({"config": PatchConfig(guard=False)}, {"attention_backend": "_native_math"}):
         with pytest.raises(SamplingError, match="same (config|attention_backend)"):
             compare(pipe, RED, settings=ONE_STEP, **other, **given)
-    assert written(tmp_path, "latents/*") == before
+    assert written(tmp_path, "prompts/*/*.mp4").items() - before.items() <= {
+        (own[3], own[3].stat().st_mtime_ns)
+    }
     found = compare(pipe, RED, settings=ONE_STEP, steps=2, fresh=True, **given)
-    assert found.settings.steps == 2
-    assert not before.items() & written(tmp_path, "latents/*").items()
+    assert found.model.identity["settings"]["steps"] == 2
+    assert not before.items() & written(tmp_path, "prompts/*/*").items()
     assert [path.read_text() for path in own] == ["mine"] * 4
 
 
@@ -192,7 +191,7 @@ def test_an_interruption_leaves_nothing_half_done(
     for one, other in zip(resumed.results, finished.results, strict=False):
         assert one.patched == other.patched, "a resumed comparison finds the same numbers"
         assert one.control == other.control
-    assert resumed.patch_report
+    assert resumed.model.patch_report
     assert state(pipe) == before
 
 
@@ -211,7 +210,7 @@ def test_the_control_is_the_first_exact_backend_that_differs(
     monkeypatch.setattr(comparison, "candidates", lambda _: backends)
     given: dict[str, Any] = {"out": tmp_path, "settings": ONE_STEP, "network_number": False}
     if found == "math":
-        assert compare(pipe, RED, **given).control_backend == found
+        assert compare(pipe, RED, **given).model.control_backend == found
     else:
         with pytest.raises(SamplingError, match=found):
             compare(pipe, RED, **given)
@@ -247,51 +246,6 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
         compare(pipe, RED, out=tmp_path / "file", settings=ONE_STEP)
 
 
-# --- videos that miss a limit --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["wan", "cogvideox"])
-def test_the_farthest_video_is_measured_against_fp32_where_one_misses_a_limit(
-    family: str, micro_folder: Path, monkeypatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(verdict, "WORST_FRAME_MARGIN_DB", -100.0)
-    folder, more = micro_folder, {"sampler": "rcm"}
-    if family == "cogvideox":
-        folder, more = save(micro_cogvideox(), tmp_path / "model"), {"sampler": "scheduler"}
-    pipe, wide = (load_pipeline(folder, device="cpu") for _ in range(2))
-    wide.transformer.float()
-    settings = replace(ONE_STEP, steps=2, **more)
-    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on
-        before = state(pipe)
-    found = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
-    assert state(pipe) == before and pipe.transformer.dtype == torch.bfloat16
-    i = min(range(2), key=lambda i: found.results[i].patched.worst_psnr)
-    assert found.verdict == "similar" and found.truth.prompt == PROMPTS[i]
-
-    text = encode(pipe, Source(PROMPTS[i]), settings)
-    # CogVideoX's pipeline takes the dtype of its text.
-    precise = {name: one if one is None else one.float() for name, one in text.items()}
-    frames = [
-        decode_latents(pipe, sample_latents(*one, seed=i, settings=settings).latents)[0]
-        for one in ((pipe, text), (wide, precise))
-    ]
-    assert found.truth.baseline == pytest.approx(frame_drift(*frames).worst_psnr, abs=1.5)
-    assert f"the baseline's {found.truth.baseline:.1f}" in str(found)
-    for page in (found.report, found.short_report):
-        assert "Against the network in fp32" in page.read_text()
-    kept = json.loads(found.metrics.read_text())["truth"]
-    monkeypatch.setattr(comparison, "in_fp32", lambda _: pytest.fail("it was measured already"))
-    again = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
-    assert kept["patched"] == again.truth.patched
-    (tmp_path / "out" / "runs" / "truth.json").unlink()
-    monkeypatch.setattr(comparison, "why_no_network", lambda *_: "an offloaded transformer")
-    assert compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings).truth is None
-
-
-def test_nothing_is_measured_against_fp32_where_all_videos_meet_their_limits(finished) -> None:
-    assert finished.verdict == "unchanged" and finished.truth is None
-
-
 # --- another attention backend -------------------------------------------------------------------
 
 
@@ -304,9 +258,12 @@ def test_any_backend_of_diffusers_is_judged(pipe, tmp_path: Path, backend: str) 
     found = compare(pipe, RED, out=tmp_path, settings=settings, attention_backend=backend)
     assert state(pipe) == before
     assert found.verdict == "unchanged"
-    assert 0 < found.results[0].patched.latents < 0.1, "the backend computed it"
-    assert found.network is not None and found.network.patched != found.network.unpatched
-    assert found.fusion is None and found.patch == {}
+    assert 40 < found.results[0].patched.psnr < math.inf, "the backend computed it"
+    assert (
+        found.model.network is not None
+        and found.model.network.patched != found.model.network.unpatched
+    )
+    assert found.model.fusion is None and found.model.patch == {}
     assert backend in str(found) and backend in found.metrics.read_text()
     page, short = found.report.read_text(), found.short_report.read_text()
     assert f"attention backend {backend}" in page and f"{backend} \\u2212 baseline" in page
@@ -329,7 +286,7 @@ def test_a_backend_of_16_bits_alone_is_judged(
     found = compare(
         pipe, RED, out=tmp_path, settings=ONE_STEP, attention_backend=name.value
     )  # fmt: skip
-    assert found.network is not None and found.verdict == "unchanged"
+    assert found.model.network is not None and found.verdict == "unchanged"
 
 
 def test_a_backend_that_ran_nothing_in_int8_is_not_judged(pipe, tmp_path: Path) -> None:
@@ -364,8 +321,8 @@ def test_both_experts_are_compared_in_their_own_steps(settings, tmp_path: Path) 
     found = compare(
         pipe, RED, out=tmp_path / "out", settings=settings, steps=3, network_number=False
     )
-    guarded = {record["path"].split(".")[0] for record in found.patch["guard"]}
-    assert guarded == {"transformer", "transformer_2"}
+    guarded = {record["path"].split(".")[0] for record in found.model.patch["guard"]}
+    assert guarded == {"transformer", "transformer_2", "vae"}
     for step in range(3):
         ran = {name for name, steps in found.judgement.ran.calls.items() if steps[step]}
         assert len({name.partition(".")[0] for name in ran}) == 1, (step, ran)
@@ -420,27 +377,61 @@ def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
 # --- what the numbers are of ---------------------------------------------------------------------
 
 
-def test_the_network_number(pipe, settings) -> None:
-    conditioning, clean = encode(pipe, Source(RED), settings), torch.zeros(1, 4, 2, 4, 4)
-    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on.
-        before = state(pipe)
+def test_the_network_number_replays_calls_of_the_baseline(pipe, settings) -> None:
+    before = state(pipe)
+    calls = CapturedCalls([pipe.transformer])
+    with calls:
+        generate(pipe, RED, settings=settings, steps=4)
+    (inputs,) = calls.kept.values()
+    assert len(inputs) == 4 and all(x["hidden_states"].device.type == "cpu" for x in inputs)
     exact, int8, int4 = (
-        measure_network(
-            pipe, conditioning, clean, settings, PatchConfig(attention=attention, guard=False)
-        )
+        network_number(pipe.transformer, inputs, PatchConfig(attention=attention, guard=False))
         for attention in ("exact", "int8", "int4")
     )
     assert state(pipe) == before
     assert exact.unpatched == int8.unpatched == int4.unpatched and 1e-4 < exact.unpatched < 0.1
     assert exact.ratio < int8.ratio < int4.ratio and int8.ratio < 2.0
-    guarded = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
+    guarded = network_number(pipe.transformer, inputs, PatchConfig(attention="int4"))
     assert guarded.ratio < int4.ratio, "it is the number of what the guard left"
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"), [(1, [0]), (4, [0, 1, 2, 3]), (6, [0, 2, 4]), (50, [0, 16, 32, 48])]
+)
+def test_few_calls_are_kept_spread_over_all_of_them(count: int, kept: list[int]) -> None:
+    network, x = torch.nn.Identity(), torch.zeros(2)
+    calls = CapturedCalls([network])
+    with calls:
+        for i in range(count):
+            network(x.fill_(i))
+    network(x)
+    assert [int(call["input"][0]) for call in calls.kept[network]] == kept
+
+
+def test_the_network_number_is_of_both_experts(settings, tmp_path, monkeypatch) -> None:
+    """And is had after an interruption, when the calls of the baseline are gone."""
+    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
+    measured: list[dict[torch.nn.Module, list[Any]]] = []
+
+    def spied(calls: Any, *given: Any, **named: Any) -> Any:
+        measured.append(calls)
+        return networks_number(calls, *given, **named)
+
+    monkeypatch.setattr(comparison, "networks_number", spied)
+    given: dict[str, Any] = {"out": tmp_path / "out", "settings": settings, "steps": 4}
+    first = compare(pipe, RED, **given)
+    (tmp_path / "out" / "runs" / "network.json").unlink()
+    again = compare(pipe, RED, **given)
+    assert first.model.network == again.model.network and first.model.network.ratio > 0
+    for calls in measured:
+        assert {*calls} == {pipe.transformer, pipe.transformer_2}
+        assert sum(map(len, calls.values())) == 4
 
 
 def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> None:
     pipe, config = micro_pipe(experts=True), PatchConfig()
-    found = [comparison.identify(pipe, settings, config)]
-    assert comparison.identify(pipe, settings, config) == found[0]
+    found = [comparison.identify(pipe, settings.as_dict(), config)]
+    assert comparison.identify(pipe, settings.as_dict(), config) == found[0]
     second = pipe.transformer_2
     for change in (
         lambda: second.blocks[1].ffn.net[2].weight.data.mul_(1.1),
@@ -450,7 +441,7 @@ def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> No
         second.disable_adapters,
     ):
         change()
-        found.append(comparison.identify(pipe, settings, config))
+        found.append(comparison.identify(pipe, settings.as_dict(), config))
         assert all(found[-1] != one for one in found[:-1])
 
 
@@ -484,13 +475,12 @@ def test_the_verdict_has_power(attention: str, word: str, tmp_path: Path) -> Non
 def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:
     settings = Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)
     found = compare(pipe, RED, out=tmp_path, settings=settings, network_number=False)
-    assert found.network is None and "not measured, as you asked" in str(found)
-    assert len(found.results[0].patched.steps) == 3
+    assert found.model.network is None and "not measured, as you asked" in str(found)
     assert "not measured" in found.report.read_text()
     # A number that was left out can be had afterwards, and left out again.
     for wanted in (True, False):
         again = compare(pipe, RED, out=tmp_path, settings=settings, network_number=wanted)
-        assert (again.network is not None) == wanted
+        assert (again.model.network is not None) == wanted
 
 
 def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monkeypatch) -> None:
@@ -498,7 +488,7 @@ def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monke
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "measure_network", full)
+        patch.setattr(comparison, "networks_number", full)
         found = compare(pipe, RED, out=tmp_path, settings=ONE_STEP)
     assert found.verdict == "undecided" and "does not fit" in str(found)
     monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
@@ -508,7 +498,7 @@ def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monke
     assert words in str(found) and words in found.report.read_text()
     with pytest.raises(SamplingError, match="Leave out --network-number"):
         compare(pipe, RED, out=tmp_path / "new", settings=ONE_STEP, network_number=True)
-    assert not list(tmp_path.glob("new/latents/*"))
+    assert not list(tmp_path.glob("new/clips/*"))
 
 
 def test_highest_precision_restores_flags_after_an_exception() -> None:

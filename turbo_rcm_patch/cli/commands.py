@@ -30,6 +30,7 @@ from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_cl
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
 from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images, networks_of
+from turbo_rcm_patch.video.result import EMULATED
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source
 from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
@@ -248,7 +249,7 @@ def _speed(made: list[tuple[float, float, int]], device: str, impl: str) -> str:
     text += f"; median of {len(made)}) on {device}"
     if peak := max(one[2] for one in made):
         text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
-    return text + f". {comparison.EMULATED}" * (impl == "reference")
+    return text + f". {EMULATED}" * (impl == "reference")
 
 
 def _write_video(
@@ -286,41 +287,48 @@ def _say_dense(pipe: VideoPipeline) -> None:
 
 
 def compare(given: options.Compare) -> int:
-    """Compare, then print the verdict and the path of the report."""
-    lines, processes = lines_of(given), Processes(ranks_here())
-    backend = given.attention_backend
-    more: dict[str, Any] = {} if backend is None else {"attention_backend": backend}
-    with processes.joined(given.device):
-        # What would fail at the end fails before a model is loaded.
-        processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
-        check_lines(given, lines)
-        pipe = _load(given, processes.ranks.device(given.device))
-        with _shown(processes) as progress:
-            found = comparison.compare(
-                pipe,
-                [line.prompt for line in lines],
-                images=[one.image for one in lines if one.image is not None] or None,
-                out=given.out,
-                seed=given.seed,
-                config=given.config,
-                settings=generation.settings_for(pipe, **given.settings),
-                network_number=given.network_number,
-                fresh=given.fresh,
-                progress=progress,
-                command=given.command_line,
-                processes=processes,
-                **more,
-            )
-    if processes.first:
-        print(found)
-    return of_verdict(found.verdict)
+    """Compare, then print the verdict and the path of the report.
+
+    Raises:
+        ConfigError: Among others: torchrun started several processes.
+    """
+    lines = lines_of(given)
+    if (world := ranks_here().world) > 1:
+        raise ConfigError(
+            "compare under torchrun",
+            expected="one process",
+            got=str(world),
+            remedy="Make the videos with `generate` under torchrun, with and without --no-patch, "
+            "and give their folders to `judge`",
+        )
+    # What would fail at the end fails before a model is loaded.
+    store.check_out(given.out, fresh=given.fresh)
+    check_lines(given, lines)
+    pipe = _load(given, given.device)
+    with bars() as progress:
+        result = comparison.compare(
+            pipe,
+            [line.prompt for line in lines],
+            images=[line.image for line in lines if line.image is not None] or None,
+            out=given.out,
+            seed=given.seed,
+            config=given.config,
+            attention_backend=given.attention_backend,
+            settings=generation.settings_for(pipe, **given.settings),
+            network_number=given.network_number,
+            fresh=given.fresh,
+            progress=progress,
+            command=given.command_line,
+        )
+    print(result)
+    return of_verdict(result.verdict)
 
 
 def judge(given: options.Judge) -> int:
     """Judge videos, then print the verdict; what could not be judged decides the exit code."""
     assert given.baseline and given.candidate  # `Judge` has checked it
     with bars() as progress:
-        found = judging.judge_folders(
+        result = judging.judge_folders(
             given.baseline,
             given.candidate,
             given.control,
@@ -330,8 +338,8 @@ def judge(given: options.Judge) -> int:
             progress=progress,
             command=given.command_line,
         )
-    print(found)
-    return USAGE if found.refused else of_verdict(found.verdict)
+    print(result)
+    return USAGE if result.refused else of_verdict(result.verdict)
 
 
 def pairs(given: options.Pairs) -> int:
