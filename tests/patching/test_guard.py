@@ -38,13 +38,13 @@ from turbo_rcm_patch.ops.residual import api as residual_api
 from turbo_rcm_patch.patching import guard, measure
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
-from turbo_rcm_patch.patching.measure import BUDGET, sample
-from turbo_rcm_patch.patching.pieces import Operands
+from turbo_rcm_patch.patching.measure import BUDGET, Operands, sample
 from turbo_rcm_patch.video import load_pipeline
 
 Wrong = Callable[..., Any]
 
-_OWNERS = {"attend": attention_api, "linear_int8": linear_api, "gelu_of_linear": linear_api}
+_OWNERS = dict.fromkeys(("attend", "attend_and_project"), attention_api)
+_OWNERS |= dict.fromkeys(("linear_int8", "gelu_of_linear"), linear_api)
 
 #: Passes over the residual stream: whether they close a skip, and whether they compute a norm.
 _PASSES = {"skip_norm": (True, True), "skip": (True, False), "norm": (False, True)}
@@ -276,10 +276,9 @@ WAN_FAULTS = [
     Fault("scales of int8 rows lost", "skip_norm", int8_rows(lambda h: h._replace(scale=torch.ones_like(h.scale))), options=INT8),
     Fault("int8 rows one off", "skip_norm", int8_rows(lambda h: h._replace(data=h.data.roll(1, 1))), options=INT8),
     Fault("int8 scales of other channels", "linear_int8", given("scale", lambda s: 2 * s.roll(7, 0)), options=INT8),
-    Fault("gate rolled in one launch", "attention_project_skip",
-          lambda right: lambda *a, c_out, **n: right(*a, c_out=roll(c_out), **n), options=ONE_LAUNCH, owner=ops),
-    Fault("projection of other heads in one launch", "attention_project_skip",
-          lambda right: lambda q, k, v, w, *a, **n: right(q, k, v, roll(w), *a, **n), options=ONE_LAUNCH, owner=ops),
+    Fault("gate rolled in one launch", "attend_and_project",
+          change(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
+    Fault("projection of other heads in one launch", "attend_and_project", change(1, by=roll), options=ONE_LAUNCH),
 ]  # fmt: skip
 
 COGVIDEOX_FAULTS = [
@@ -972,6 +971,9 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
 
+#: Functions that can fail during a comparison, and the files that call them.
+PLACES = {"_author": guard, "measure": guard, "attention_errors": measure}
+
 #: What an error of the author's code says if it cannot run here.
 CANNOT = [
     NotImplementedError("Could not run 'aten::one' with arguments from the 'CPU' backend"),
@@ -981,7 +983,7 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", CANNOT, ids=lambda error: type(error).__name__)
 def test_what_cannot_run_is_reported_once_and_compared_later(
     place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -990,7 +992,7 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     report = patch_model(model, attention="int8")
 
     with monkeypatch.context() as context:
-        context.setattr(guard, place, mock.Mock(side_effect=error))
+        context.setattr(PLACES[place], place, mock.Mock(side_effect=error))
         made = [run(model, inputs) for _ in range(3)]
     assert [(r.path, r.verdict) for r in report.guard] == [("blocks.0", "not compared")]
     assert str(error) in str(report.guard)
@@ -1000,7 +1002,7 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert sorted(kept) == ["blocks.0", "blocks.1"]
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors", ""])
+@pytest.mark.parametrize("place", [*PLACES, ""])
 def test_a_comparison_leaves_nothing_to_the_garbage_collector(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1019,7 +1021,7 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
 
     monkeypatch.setattr(WanBlock, "fast", noting)
     if place:
-        monkeypatch.setattr(guard, place, fails)
+        monkeypatch.setattr(PLACES[place], place, fails)
     gc.disable()
     try:
         run(model, inputs)
@@ -1028,7 +1030,7 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
         gc.enable()
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyError("x"), TypeError("no")])
 def test_another_error_of_the_authors_code_is_raised(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
@@ -1036,7 +1038,7 @@ def test_another_error_of_the_authors_code_is_raised(
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
 
-    monkeypatch.setattr(guard, place, mock.Mock(side_effect=error))
+    monkeypatch.setattr(PLACES[place], place, mock.Mock(side_effect=error))
     for _ in range(2):
         with pytest.raises(type(error), match=str(error.args[0])):
             run(model, inputs)

@@ -71,8 +71,7 @@ class Run(Model):
 
     Attributes:
         prompt: The prompt. May be repeated.
-        prompts: File with one prompt per line. After a tab a line may name an image of its own,
-            relative to the file.
+        prompts: File with one prompt per line.
         seed: Seed of the first prompt; the next one uses one more.
         image: First frame of every video, for an image-to-video model.
         dtype: dtype of transformer and text encoder; the VAE has float32.
@@ -131,6 +130,11 @@ class Generate(Run):
     patch: bool = True
     cfg_parallel: bool = False
     ulysses: int = 1
+
+    @property
+    def together(self) -> bool:
+        """True if all processes make each video together."""
+        return self.cfg_parallel or self.ulysses != 1
 
     @property
     def interrupted(self) -> str:

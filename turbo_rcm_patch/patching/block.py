@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import compile_ahead
+from turbo_rcm_patch.patching.guard_log import BlockGuard
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
-from turbo_rcm_patch.patching.pieces import Notes
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
     Replacement,
@@ -30,9 +31,6 @@ from turbo_rcm_patch.patching.plain import (
     why_not_inference,
 )
 from turbo_rcm_patch.skip import SkipPair
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.patching.guard import Guard
 
 
 class Level(IntEnum):
@@ -97,7 +95,7 @@ class PatchedBlock(Replacement):
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = self.backend = ""
-        self.guard: Guard | None = None
+        self.guard: BlockGuard | None = None
         self.index = 0
         self.proj_out: Any = None
         self.int8: list[Int8Forward] = []

@@ -34,7 +34,7 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
-    "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+    "turbo_rcm_patch.models.RCMAttention": "rcm_attention",
 }
 
 #: The same for autoencoders.

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
-from turbo_rcm_patch.ops.formats import Rotary
-from turbo_rcm_patch.patching.pieces import Operands
+from turbo_rcm_patch.ops.formats import Norms, Rotary
 
 #: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of
 #: 0.03 to 0.04, exact attention of 0.005 (bf16).
@@ -58,9 +57,88 @@ _OF_OPERANDS: Final = 2.0
 _INSIDE: Final = 4.0
 _OUTSIDE: Final = 2.5
 
+#: Phrases in the errors of code that cannot run here, or that memory is short for.
+_CANNOT_RUN: Final = (
+    *("out of memory", "allocate memory", "not enough memory", "no kernel image"),
+    *("not implemented", "not supported", "not compiled with", "Could not run", "cpu tensor"),
+)
+
 #: What is compared of the residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
 _Stream = Sequence[Tensor]
+
+
+class Operands(NamedTuple):
+    """An attention's inputs and output, for the guard.
+
+    Attributes:
+        q: [B, N, H*D], before its norm if `norms` holds that.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        norms: The norms that the kernel computed.
+        rotary: The rotary table that the kernel read, or None.
+        heads: H.
+        out: [B, N, H*D].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: Norms
+    rotary: Rotary | None
+    heads: int
+    out: Tensor
+
+
+class Notes:
+    """Records what the fast path of a block computes, for the guard.
+
+    It keeps little memory: some rows of the residual streams, and the errors of the attention.
+
+    Args:
+        measures: True to measure the self-attention.
+
+    Attributes:
+        streams: Rows of the residual streams after each branch but the last.
+        errors: The errors of the self-attention, as of `attention_errors`; None if it ran exactly
+            or was not measured.
+        failed: Why it could not be measured, or "".
+    """
+
+    def __init__(self, measures: bool) -> None:
+        self.streams: list[tuple[Tensor, ...]] = []
+        self.errors: tuple[float, float] | None = None
+        self.failed = ""
+        self._measures = measures
+
+    def saw_streams(self, *streams: Tensor) -> None:
+        """Keep rows of the residual streams after a branch, fp32 [B, N, C] each."""
+        self.streams.append(sample(streams))
+
+    def saw_attention(self, operands: Operands) -> None:
+        """Measure the self-attention, unless it ran exactly.
+
+        This is done at once: other ranks overwrite operands in their symmetric memory.
+        """
+        if not self._measures:
+            return
+        try:
+            self.errors = attention_errors(operands)
+        except Exception as error:
+            self.failed = why_cannot_run(error)
+
+
+def why_cannot_run(error: Exception) -> str:
+    """Return why code cannot run here, by its error; raise an error that says something else.
+
+    Kept, the error would hold what its traceback does until the garbage collector runs.
+    """
+    kinds = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
+    device = getattr(torch, "AcceleratorError", RuntimeError)
+    text = str(error) if type(error) in (RuntimeError, ValueError, AssertionError, device) else ""
+    if not (isinstance(error, kinds) or any(phrase in text for phrase in _CANNOT_RUN)):
+        raise error
+    return f"its author's code failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

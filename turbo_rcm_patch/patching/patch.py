@@ -24,8 +24,8 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.ops.dispatch import load_kernels
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
@@ -35,6 +35,7 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard_log import GuardLog
 from turbo_rcm_patch.patching.int8_linears import (
     WRITERS,
     DropsCopies,
@@ -50,9 +51,9 @@ from turbo_rcm_patch.patching.record import (
     record_of,
     undo_replacements,
 )
-from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
+from turbo_rcm_patch.patching.report import Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
-from turbo_rcm_patch.patching.ulysses import PARALLEL, agree, check_parallel
+from turbo_rcm_patch.patching.ulysses import PARALLEL, all_reduce_max, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -299,7 +300,7 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
-        record.guard = Guard(config, log, len(blocks), pipe, agree)
+        record.guard = Guard(config, log, len(blocks), pipe, all_reduce_max)
     last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
     forwards: dict[int, Int8Forward] = {}
     for index, block in enumerate(blocks):

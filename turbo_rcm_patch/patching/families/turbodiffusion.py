@@ -30,12 +30,11 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     RMS_NORMS,
     KeptTables,
-    Notes,
-    Operands,
     feed_forward,
     norm,
     rms_norms,
@@ -124,13 +123,13 @@ class TurboBlock(PatchedBlock):
         rows = takes_rows((cross.q,))
         x, h = skip_norm(x, y, gate1, block.norm3, None, None, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         y = self.cross_attention(cross, h, context)
         rows = takes_rows((ffn[0],))
         x, h = skip_norm(x, y, None, block.norm2, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         return skip(x, feed_forward(ffn, h), gate2, dtype, impl)
 
@@ -143,7 +142,7 @@ class TurboBlock(PatchedBlock):
         if not is_sparse(attn):
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
             out = sparse_linear.attend_sparse(

@@ -25,7 +25,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Rotary, Skip
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.block import PatchedBlock
@@ -39,10 +39,9 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
-    Notes,
-    Operands,
     feed_forward,
     gelu_linear,
     norm,
@@ -126,13 +125,13 @@ class WanBlock(PatchedBlock):
                 hidden_states, y, gate1, block.norm2, None, None, dtype, impl, rows=rows
             )
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         y = self.cross_attention(attn2, h, encoder_hidden_states)
         rows = int8 and takes_rows((gelu_linear(ffn.net)[0],))
         x, h = skip_norm(x, y, None, block.norm3, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         return skip(x, feed_forward(ffn.net, h), gate2, dtype, impl)
 
@@ -180,7 +179,7 @@ class WanBlock(PatchedBlock):
         else:
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
         if ulysses is not None:
             out = ulysses.to_tokens(out) if made is None else made
             if not compiling() and any(map(hooked, attn.to_out[0].modules())):
@@ -246,10 +245,11 @@ class WanBlock(PatchedBlock):
         linear = attn.to_out[0]
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        return ops.attention_project_skip(
-            q, k, v, linear.weight, linear.bias, self.spec, residual=residual, c_out=gate,
-            norms=norms, rotary=self.tables(rotary), form="one-launch", out_dtype=torch.float32,
-        )  # fmt: skip
+        skip = Skip(residual, c_out=gate)
+        inputs = AttentionInputs(
+            q, k, v, self.spec, torch.float32, norms, self.tables(rotary), skip
+        )
+        return attention.attend_and_project(inputs, linear.weight, linear.bias, form="one-launch")
 
     # --- when the author's forward runs ----------------------------------------------------------
 

@@ -17,7 +17,7 @@ from turbo_rcm_patch.patching.families import wan
 from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.pieces import Notes
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
 
