@@ -265,7 +265,7 @@ def test_a_line_of_progress_says_what_is_left_by_the_time_since_its_stage_began(
 def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:
     """A process that is at work holds a lock on its unfinished file."""
     code = (
-        "import sys, time; from pathlib import Path; from turbo_rcm_patch.output import atomic\n"
+        "import sys, time; from pathlib import Path; from turbo_rcm_patch.files import atomic\n"
         "with atomic(Path(sys.argv[1])) as partial:\n"
         "    partial.write_bytes(b'half'); print(partial, flush=True)\n"
         "    time.sleep(60)\n"

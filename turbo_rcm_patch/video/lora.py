@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.patching.find import COMPONENTS
 from turbo_rcm_patch.video.loading import HUB_ID, loading
 from turbo_rcm_patch.video.pipelines import networks_of
