@@ -173,7 +173,7 @@ def _make_share(given: options.Generate, videos: list[Video], processes: Process
         with _shown(processes) as progress:
             done = len(share) - len(missing)
             alone = len(videos) == 1 or given.together  # Else the other processes wait for it.
-            failed = maker.make_all(missing, progress, done=done, fails=alone)
+            failed = maker.make_all(missing, progress, done=done, reraise=alone)
         if report is not None and processes.first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
@@ -254,7 +254,7 @@ class Maker:
         return missing
 
     def make_all(
-        self, videos: list[Video], progress: Progress, *, done: int, fails: bool
+        self, videos: list[Video], progress: Progress, *, done: int, reraise: bool
     ) -> list[str]:
         """Make videos, of which one that fails costs the others nothing.
 
@@ -262,7 +262,7 @@ class Maker:
             videos: The videos.
             progress: Called after every step.
             done: The number of videos that were there before.
-            fails: Raise the error of a video that fails.
+            reraise: Raise the error of a video that fails.
 
         Returns:
             The prompts that failed.
@@ -272,17 +272,13 @@ class Maker:
         if done:
             progress("generate", done * steps, total)
         for index, video in enumerate(videos, done):
-
-            def on_step(step: int, _: int, before: int = index * steps) -> None:
-                progress("generate", before + step, total)
-
             try:
                 with reraise_interrupts():
-                    self.make(video, on_step)
+                    self.make(video, partial(_show_step, progress, index * steps, total))
             except BrokenPipeError:
                 raise
             except Exception as error:
-                if fails:
+                if reraise:
                     raise
                 failed.append(video.prompt)
                 why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
@@ -317,6 +313,10 @@ class Maker:
         if peak := max(times[2] for times in self.times):
             text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
         return text + f". {EMULATED}" * (impl == "reference")
+
+
+def _show_step(progress: Progress, before: int, total: int, step: int, _: int) -> None:
+    progress("generate", before + step, total)
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
