@@ -185,9 +185,9 @@ def _variant(
     rest = kind("neutral", kind.VAR_KEYWORD, annotation="object")
 
     def call(*args: Any, **named: Any) -> Result:
+        if len(args) > len(names):
+            raise TypeError(f"{name}() takes {len(names)} positional arguments; got {len(args)}")
         given = dict(zip(names, args, strict=False))
-        if len(args) > len(names) or not named.keys().isdisjoint(given):
-            raise TypeError(f"{name}() got too many arguments, or one of them twice")
         return _sage(pv, **given, **named)
 
     public: Any = call
