@@ -123,7 +123,7 @@ def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
             got="a transform of torch.func or forward mode" if transformed
             else "a tensor that requires a gradient",
             remedy="Call it under torch.no_grad(), or compute in plain torch where a derivative "
-            "is wanted",
+            "is wanted"
         )  # fmt: skip
 
 
