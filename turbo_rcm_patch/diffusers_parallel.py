@@ -5,15 +5,16 @@ groups of ranks (CFG parallel), and within a group the sequence split by Ulysses
         video = pipe(prompt, generator=torch.Generator(device).manual_seed(0))
 
 Every rank runs the whole pipeline with the same inputs. Predictions are exchanged once a step, so
-every rank takes the same step, and no code of the pipeline is replaced:
+every rank takes the same step:
 
-- Wan's pipelines call the network twice a step. Group 0 computes the first call, and group 1
-  returns an empty tensor from it. In the second call group 1 computes, both exchange, and the
-  empty tensor is filled. A pipeline that read it in between would fail, because its shape does not
-  fit; those listed here do not.
+- Wan's pipelines call the network twice a step, with inputs that differ in the embedding of the
+  prompt alone. `_NegativePrompt` keeps the negative one, so at the first call group 0 computes
+  that call, and group 1 the second one. They exchange, and the second call returns what was
+  computed. If its inputs are others (a callback changed the prompt), each group computes it.
 - CogVideoX's call it once with a batch of two. Each group computes a half.
 
-All ranks then decode rows of the video, if the VAE is patched and can (`patching/shared_rows.py`).
+All ranks then decode rows of the video, if the VAE is patched and can
+(`patching/halo_exchange.py`).
 
 diffusers has context parallelism and no CFG parallelism. Written against diffusers 0.42.
 """
@@ -34,10 +35,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
+from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
 from turbo_rcm_patch.patching.record import Entry, innermost
-from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks
 from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
 
 __all__ = ["Parallel", "parallel"]
@@ -114,30 +115,31 @@ def parallel(
         )
     for name, network in networks.items():
         _check_network(name, network, ulysses)
-    every = {heads for network in networks.values() for heads in heads_of(network)}
-    uneven = any(heads % ulysses for heads in every)
+    uneven = any(heads % ulysses for net in networks.values() for heads in heads_of(net))
     anything = ulysses > 1 and (uneven if ulysses_anything is None else ulysses_anything)
     kind = execution_device(next(iter(networks.values()))).type
     mesh = init_device_mesh(kind, (cfg, 1, ulysses), mesh_dim_names=("cfg", "ring", "ulysses"))
-    made = Parallel(cfg, ulysses)
+    result = Parallel(cfg, ulysses)
     try:
+        if cfg > 1 and qualified_name(type(pipe)) in TWO_CALLS:
+            result._negative = _NegativePrompt(pipe)
         for name, network in networks.items():
-            shared = _Shared(pipe, name, network, mesh if cfg > 1 else None)
-            made._shared.append(shared)
+            shared = _Shared(pipe, name, network, mesh if cfg > 1 else None, result._negative)
+            result._shared.append(shared)
             if ulysses > 1:
                 config = ContextParallelConfig(
                     ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
                 )
                 network.enable_parallelism(config=config)  # type: ignore[operator]
             shared.install()  # Outside of diffusers' hooks, which split a timestep per token.
-        own = getattr(pipe, VAE, None)
-        if vae and isinstance(own, nn.Module) and RANKS not in vars(own):
-            vars(own)[RANKS] = Ranks(dist.group.WORLD)
-            made._vae = own
+        module = getattr(pipe, VAE, None)
+        if vae and isinstance(module, nn.Module) and DECODE_GROUP not in vars(module):
+            vars(module)[DECODE_GROUP] = DecodeGroup(dist.group.WORLD)
+            result._vae = module
     except BaseException:
-        made.undo()
+        result.undo()
         raise
-    return made
+    return result
 
 
 def _check_world(cfg: int, ulysses: int) -> None:
@@ -209,6 +211,7 @@ class Parallel:
     def __init__(self, cfg: int, ulysses: int) -> None:
         self.cfg, self.ulysses = cfg, ulysses
         self._shared: list[_Shared] = []
+        self._negative: _NegativePrompt | None = None
         self._vae: nn.Module | None = None
 
     def __repr__(self) -> str:
@@ -226,15 +229,44 @@ class Parallel:
         Raises:
             WrappedError: Other code replaced the forward of a network. Nothing was changed.
         """
-        for one in self._shared:
-            if one.installed:
-                one.entry.check(one.name)
+        for shared in self._shared:
+            if shared.installed:
+                shared.entry.check(shared.name)
         while self._shared:
             self._shared.pop().undo()
+        if self._negative is not None:
+            self._negative.undo()
+            self._negative = None
         symmetric.release()
         if self._vae is not None:
-            vars(self._vae).pop(RANKS, None)
+            vars(self._vae).pop(DECODE_GROUP, None)
             self._vae = None
+
+
+class _NegativePrompt:
+    """Replaces `encode_prompt` of a pipeline, and keeps the embedding of the negative prompt.
+
+    Attributes:
+        embeds: The embedding, [B, L, C], in any dtype; None before the first video.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.embeds: Tensor | None = None
+        self._pipe, self._inner = pipe, pipe.encode_prompt
+        self._replaced = vars(pipe).get("encode_prompt")
+        pipe.encode_prompt = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode the prompts of a video."""
+        prompt_embeds, self.embeds = self._inner(*args, **kwargs)
+        return prompt_embeds, self.embeds
+
+    def undo(self) -> None:
+        """Restore the pipeline's function."""
+        if vars(self._pipe).get("encode_prompt") is self:
+            del self._pipe.encode_prompt
+            if self._replaced is not None:
+                self._pipe.encode_prompt = self._replaced
 
 
 class _Shared:
@@ -242,26 +274,28 @@ class _Shared:
 
     Attributes:
         name: The network's name in the pipeline.
-        entry: What replaces its forward.
-        installed: True if it does.
+        entry: The replacement of its forward.
+        installed: True if it is in place.
         ran: How its blocks ran on each rank, on the first forward of a video.
     """
 
-    def __init__(self, pipe: Any, name: str, network: Any, mesh: Any) -> None:
-        self._pipe, self.name, self._network = pipe, name, network
-        self._twice = qualified_name(type(pipe)) in TWO_CALLS
+    def __init__(
+        self, pipe: Any, name: str, network: Any, mesh: Any, negative: _NegativePrompt | None
+    ) -> None:
+        self._pipe, self.name, self._network, self._negative = pipe, name, network, negative
         self._group = None if mesh is None else mesh["cfg"].get_group()
         self._half = 0 if self._group is None else self._group.rank()
         #: The timesteps of the video whose inputs were compared, and of that whose `ran` is known.
         self._compared: object = None
         self._gathered: object = None
-        #: The timestep of a step, and what its first call returned.
-        self._first: tuple[object, Tensor] | None = None
+        #: Of a step whose first call computed both predictions: its timestep, the inputs that the
+        #: second call has to have, and the second prediction.
+        self._ahead: tuple[object, dict[str, Any], Tensor] | None = None
         self._warned = False
         self.ran: list[dict[str, int]] = []
         self._before = {
-            id(one): vars(one).keys() & {"_diffusers_hook", "_parallel_config", "forward"}
-            for one in self._holders()
+            id(holder): vars(holder).keys() & {"_diffusers_hook", "_parallel_config", "forward"}
+            for holder in self._holders()
         }
         # Collectives do not belong into a graph. The network's own forward is compiled.
         run = torch.compiler.disable(self.run, recursive=False)  # type: ignore[no-untyped-call]
@@ -277,8 +311,8 @@ class _Shared:
     def _holders(self) -> list[Any]:
         """Return the modules and processors on which diffusers notes parallelism."""
         modules = list(self._network.modules())
-        processors = [one for module in modules if (one := vars(module).get("processor"))]
-        return modules + processors
+        processors = [vars(module).get("processor") for module in modules]
+        return modules + [processor for processor in processors if processor]
 
     def undo(self) -> None:
         """Restore the network's forward, and disable its parallelism."""
@@ -288,19 +322,19 @@ class _Shared:
         del vars(network)[PARALLEL]
         if getattr(network, "_parallel_config", None) is not None:
             remove_context_parallel(network, network._cp_plan)
-        for one in self._holders():  # Nothing stays that was not there.
-            had = self._before.get(id(one), set())
-            if "_parallel_config" in vars(one):
-                one._parallel_config = None
-                if "_parallel_config" not in had:
-                    del one._parallel_config
-            registry = vars(one).get("_diffusers_hook")
+        for holder in self._holders():  # Nothing stays that was not there.
+            before, now = self._before.get(id(holder), set()), vars(holder)
+            if "_parallel_config" in now:
+                holder._parallel_config = None
+                if "_parallel_config" not in before:
+                    del holder._parallel_config
+            registry = now.get("_diffusers_hook")
             if registry is not None:
                 registry.invalidate_child_registries_cache()
-                if "_diffusers_hook" not in had and not registry.hooks:
-                    del one._diffusers_hook
-            if "forward" not in had and is_own(one, "forward", vars(one).get("forward")):
-                del one.forward
+                if "_diffusers_hook" not in before and not registry.hooks:
+                    del holder._diffusers_hook
+            if "forward" not in before and is_own(holder, "forward", now.get("forward")):
+                del holder.forward
 
     # --- a forward -------------------------------------------------------------------------------
 
@@ -320,35 +354,44 @@ class _Shared:
         step, x = getattr(self._pipe, "_current_timestep", None), named.get("hidden_states")
         if self._group is None or x is None or step is None:
             out = self._forward(*args, **named)
-        elif not self._twice:
-            out = self._by_halves(x, args, named)
+        elif self._negative is None:
+            out = self._half_of_batch(x, args, named)
         elif self._pipe.do_classifier_free_guidance:
-            out = self._by_calls(step, x, args, named)
+            out = self._one_of_two(step, named)
         else:
             if not self._warned:
                 _log.warning("Without guidance both groups of cfg=2 compute the same forward")
                 self._warned = True
             out = self._forward(*args, **named)
-        if self._first is None and self._gathered is not timesteps:
-            own = report_of(self._network).last_forward if is_patched(self._network) else {}
-            self.ran, self._gathered = self._gather(own), timesteps
+        if self._gathered is not timesteps:
+            ran = report_of(self._network).last_forward if is_patched(self._network) else {}
+            self.ran, self._gathered = self._gather(ran), timesteps
         return out
 
-    def _by_calls(self, step: object, x: Tensor, args: Any, named: Any) -> tuple[Tensor]:
-        """Compute one of the two calls of a step."""
-        first, self._first = self._first, None
-        if first is None or first[0] is not step:  # after an interrupted step too
-            out: Tensor = x.new_empty(0) if self._half else self._forward(*args, **named)[0]
-            self._first = step, out
-            return (out,)
-        own = self._forward(*args, **named)[0] if self._half else first[1]
-        cond, uncond = self._exchange(own)
-        if self._half:
-            first[1].data = cond  # The pipeline holds this tensor.
-        return (uncond,)
+    def _one_of_two(self, step: object, named: dict[str, Any]) -> Any:
+        """Return the prediction of one of a step's two calls. The first one computes both."""
+        assert self._negative is not None
+        prompt = named["encoder_hidden_states"]
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is step:
+            _, inputs, prediction = ahead
+            other_inputs = [name for name in named if named[name] is not inputs.get(name)]
+            expected = not other_inputs or (
+                other_inputs == ["encoder_hidden_states"]
+                and torch.equal(prompt, inputs["encoder_hidden_states"])
+            )
+            self._negative.embeds = prompt  # in the network's dtype
+            return (prediction,) if expected else self._forward(**named)
+        if self._negative.embeds is None:
+            return self._forward(**named)
+        negative = self._negative.embeds.to(prompt.device, prompt.dtype)
+        second = named | {"encoder_hidden_states": negative}
+        prediction, other = self._exchange(self._forward(**(second if self._half else named))[0])
+        self._ahead = step, second, other
+        return (prediction,)
 
-    def _by_halves(self, x: Tensor, args: Any, named: Any) -> Any:
-        """Compute a half of the batch: one of the two predictions."""
+    def _half_of_batch(self, x: Tensor, args: Any, named: dict[str, Any]) -> Any:
+        """Compute a half of the batch, one of the two predictions, and return both."""
         if len(x) % 2:
             return self._forward(*args, **named)
         half = {name: named[name].chunk(2)[self._half] for name in _BATCHED}
@@ -357,17 +400,19 @@ class _Shared:
     def _forward(self, *args: Any, **named: Any) -> Any:
         """Run the network's own forward. Its guard decides as in one process."""
         # Of two calls the guard compares the first; a batch it sees as a whole.
-        before = PAIR.set(None if self._group is None else (self._group, self._twice))
+        pair = None if self._group is None else (self._group, self._negative is not None)
+        before = PAIR.set(pair)
         try:
             return self._inner(*args, **named)
         finally:
             PAIR.reset(before)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _exchange(self, own: Tensor) -> list[Tensor]:
+    def _exchange(self, prediction: Tensor) -> list[Tensor]:
         """Return the predictions of both groups."""
-        both = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(2)]
-        dist.all_gather(both, own.contiguous(), group=self._group)
+        prediction = prediction.contiguous()
+        both = [torch.empty_like(prediction) for _ in range(2)]
+        dist.all_gather(both, prediction, group=self._group)
         return both
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -389,17 +434,17 @@ class _Shared:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks."""
-        every: list[Any] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * dist.get_world_size()
         device = execution_device(self._network)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            dist.all_gather_object(every, value)
-        return every
+            dist.all_gather_object(values, value)
+        return values
 
     def words(self) -> list[str]:
         """Describe how the other ranks ran, for the report."""
         ranks: dict[str, list[str]] = {}
         for rank, ran in enumerate(self.ran):
-            how = ", ".join(f"{count} blocks {words}" for words, count in ran.items())
+            how = ", ".join(f"{count} blocks {form}" for form, count in ran.items())
             ranks.setdefault(how or "unpatched", []).append(str(rank))
         return [f"{self.name} on ranks {', '.join(r)}: {how}" for how, r in ranks.items()]
 
@@ -407,7 +452,7 @@ class _Shared:
 def _mark(value: Any) -> Any:
     """Return a number that differs for tensors with other bits: the sum of their integers."""
     if isinstance(value, (tuple, list)):
-        return [_mark(one) for one in value]
+        return [_mark(item) for item in value]
     if not isinstance(value, Tensor):
         return None
     integers = value.contiguous().view(_INTEGERS[value.element_size()])

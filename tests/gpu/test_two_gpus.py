@@ -121,11 +121,11 @@ def _same_bits(rank: int, backend: str, options: dict[str, Any]) -> None:
     assert ("in symmetric memory" in report) == (symmetric._boot(device) is not None)
     assert all(map(torch.equal, made, expected))
     assert not torch.equal(made[0], made[1])
-    beside = symmetric._Copies.beside
+    beside = symmetric._Copies.on_side_stream
     late = [
         (place, name, slowly(getattr(place, name), *how, sleep)) for place, name, *how in POINTS
     ]
-    late.append((symmetric._Copies, "beside", late_copies))
+    late.append((symmetric._Copies, "on_side_stream", late_copies))
     for slow, point in product(range(2), late if device.type == "cuda" else []):
         with mock.patch.object(*point) if rank == slow else nullcontext():
             made, report = outputs()

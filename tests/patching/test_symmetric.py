@@ -138,8 +138,8 @@ class _LateCopies(symmetric._Copies):
         super().__init__(device)
         self._later: list[Callable[[], object]] = []
 
-    def beside(self, staged: tuple[Tensor, ...]) -> Any:
-        super().beside(staged)
+    def on_side_stream(self, staged: tuple[Tensor, ...]) -> Any:
+        super().on_side_stream(staged)
         return _Deferred(self._later)
 
     def join(self) -> None:
@@ -229,7 +229,7 @@ def _several_shapes(rank: int, folder: str) -> None:
             for index, heads in enumerate(came[:3]):
                 if rank == slow:
                     time.sleep(0.05)
-                assert torch.equal(ulysses.local(heads), (x + index).chunk(2, 2)[rank])
+                assert torch.equal(ulysses.scatter(heads), (x + index).chunk(2, 2)[rank])
             out = ulysses.to_tokens(came[0])
             if rank == slow:
                 time.sleep(0.1)

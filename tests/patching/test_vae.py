@@ -111,7 +111,7 @@ def test_the_bits_do_not_depend_on_the_frames_at_once(
     monkeypatch.setattr(patching_vae, "conv3d", conv_in_float64)
     expected = decode(model, z), encode(model, x)
     for room in rooms:
-        monkeypatch.setattr(wan_coders, "_ROOM", room)
+        monkeypatch.setattr(wan_coders, "_FRAMES", room)
         assert torch.equal(decode(model, z), expected[0])
         assert torch.equal(encode(model, x), expected[1])
 
@@ -364,14 +364,15 @@ def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.Monk
     expected = decode(model, z)
     report = patch_model(model)
     family = type(model._decode.__self__)
-    inner = family.coded
+    name = "run_batch" if vae is COGVIDEOX else "run_frames"
+    inner = getattr(family, name)
 
-    def wrong(self: Any, video: Any, x: Any) -> Any:
-        out = inner(self, video, x)
-        out[..., -1, :] = 0  # one row of pixels
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = inner(self, *args, **kwargs)
+        (out[0] if vae is COGVIDEOX else out)[..., -1, :] = 0  # one row of pixels
         return out
 
-    monkeypatch.setattr(family, "coded", wrong)
+    monkeypatch.setattr(family, name, wrong)
     assert torch.equal(decode(model, z), expected)
     assert report.guard[0].verdict == "runs its author's code"
     assert "a row of pixels" in report.guard[0].where

@@ -58,22 +58,23 @@ class Shared:
 
     def __init__(self, memory: _Memory, x: Tensor) -> None:
         batch, n, channels = x.shape
-        own, ranks = memory.rank, len(memory.flat)
+        rank, ranks = memory.rank, len(memory.flat)
         width, size = channels // ranks, x.numel() * x.element_size()
-        part = memory.flat[own].numel() // 4
+        part = memory.flat[rank].numel() // 4
 
-        def tensors(index: int, *shape: int) -> list[Tensor]:
-            begin = index * part
-            return [flat[begin : begin + size].view(x.dtype).view(shape) for flat in memory.flat]
+        def of_ranks(index: int, *shape: int) -> list[Tensor]:
+            start = index * part
+            return [flat[start : start + size].view(x.dtype).view(shape) for flat in memory.flat]
 
-        qkv = [tensors(index, batch, ranks * n, width) for index in range(3)]
-        out = tensors(3, batch, n, channels)
-        self.qkv = tuple(of_rank[own] for of_rank in qkv)
-        self.out = out[own]
-        self.to_out = tuple(one[..., own * width : (own + 1) * width] for one in out)
-        self._to_qkv = [tuple(x[:, own * n : (own + 1) * n] for x in of_rank) for of_rank in qkv]
+        qkv = [of_ranks(index, batch, ranks * n, width) for index in range(3)]
+        out = of_ranks(3, batch, n, channels)
+        tokens, heads = slice(rank * n, (rank + 1) * n), slice(rank * width, (rank + 1) * width)
+        self.qkv = tuple(tensors[rank] for tensors in qkv)
+        self.out = out[rank]
+        self.to_out = tuple(tensor[..., heads] for tensor in out)
+        self._to_qkv = [tuple(tensor[:, tokens] for tensor in tensors) for tensors in qkv]
         # Not the memory, which holds this: in a cycle it would wait for the garbage collector.
-        self._rank, self._copies, self._barrier = own, memory.copies, memory.barrier
+        self._rank, self._copies, self._barrier = rank, memory.copies, memory.barrier
 
     def write(self, index: int, kernel: Callable[[tuple[Tensor, ...]], None]) -> None:
         """Give every rank its heads of the local tokens of q, k or v.
@@ -85,15 +86,16 @@ class Shared:
             index: 0 for q, 1 for k, 2 for v.
             kernel: Writes to the tensors [B, n, H*D / P] of the ranks.
         """
-        to, own = self._to_qkv[index], self._rank
-        if index == 1 or len(to[0]) > 1:  # Rows of several samples are no single copy.
-            return kernel(to)
-        staged = tuple(x if rank == own else torch.empty_like(x) for rank, x in enumerate(to))
+        to = self._to_qkv[index]
+        if index == 1 or len(to[0]) > 1:  # Tokens of several samples are no single copy.
+            kernel(to)
+            return
+        others = [*range(self._rank + 1, len(to)), *range(self._rank)]  # not all to the same one
+        staged = tuple(torch.empty_like(x) if rank in others else x for rank, x in enumerate(to))
         kernel(staged)
-        with self._copies.beside(staged):
-            for rank in [*range(own + 1, len(to)), *range(own)]:  # not all to the same one
+        with self._copies.on_side_stream(staged):
+            for rank in others:
                 to[rank].copy_(staged[rank])
-        return None
 
     def barrier(self) -> None:
         """Make the stream wait until all ranks are here. What they wrote is there then."""
@@ -102,37 +104,37 @@ class Shared:
 
 
 class _Copies:
-    """Copies to other ranks beside what the stream does next."""
+    """Copies to other ranks, on a stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._staged: list[tuple[Tensor, ...]] = []
         self._stream: Any = None
-        self._beside: Any = None
+        self._side_stream: Any = None
         if device.type == "cuda":
-            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def follow(self) -> None:
-        """Copy behind what the current stream does from now on, and that behind all before."""
-        if self._beside is not None:
+    def begin(self) -> None:
+        """Order copies after the work of the current stream, and that after all work before."""
+        if self._side_stream is not None:
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)  # The same memory was used there before.
             self._stream = stream
-        self.join()  # what a failed call left
+        self.join()  # copies that a failed call left
 
-    def beside(self, staged: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    def on_side_stream(self, staged: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
         """Return a context for the copies of tensors, which are kept until they are joined."""
         self._staged.append(staged)
-        if self._beside is None:
+        if self._side_stream is None:
             return nullcontext()
-        self._beside.wait_stream(self._stream)
-        return torch.cuda.stream(self._beside)
+        self._side_stream.wait_stream(self._stream)
+        return torch.cuda.stream(self._side_stream)
 
     def join(self) -> None:
         """Make the stream wait for the copies."""
-        if self._staged and self._beside is not None:
-            self._stream.wait_stream(self._beside)
+        if self._staged and self._side_stream is not None:
+            self._stream.wait_stream(self._side_stream)
         self._staged.clear()
 
 
@@ -143,7 +145,7 @@ class _Memory:
         self.rank, self.flat, self.barrier = rank, flat, barrier
         self.device = flat[rank].device
         self.copies = _Copies(self.device)
-        self._made: dict[Any, Shared] = {}
+        self._shared: dict[Any, Shared] = {}
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
         return self.flat[self.rank].numel() >= nbytes and self.device == device
@@ -154,12 +156,12 @@ class _Memory:
 
     def shared(self, x: Tensor) -> Shared:
         """Return the tensors for local tokens like x [B, n, H*D]."""
-        self.copies.follow()
+        self.copies.begin()
         key = x.shape, x.dtype
-        if key not in self._made:
+        if key not in self._shared:
             with torch.inference_mode(False):  # Later calls may be outside of that mode.
-                self._made[key] = Shared(self, x)
-        return self._made[key]
+                self._shared[key] = Shared(self, x)
+        return self._shared[key]
 
 
 #: The memory of each group; None where it could not be set up.
@@ -207,37 +209,35 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
     """Map memory of every rank, on all of them or on none."""
-    boots = _gather(group, None if os.environ.get(OFF) == "1" else _boot(device))
-    if None in boots or len(set(boots)) > 1:
+    hosts = _gather(group, None if os.environ.get(OFF) == "1" else _boot(device))
+    if None in hosts or len(set(hosts)) > 1:
         return None
-    why, made = "", None
-
-    def done(step: Callable[[Any], Any]) -> bool:
-        """Return True if a step succeeded on all ranks. Only then may one wait for another."""
-        nonlocal why, made
+    steps: tuple[Callable[[Any], Any], ...] = (
+        lambda _: _allocate(nbytes, device),
+        lambda own: _Memory(group.rank(), *_map(own, group)),
+        _tried,
+    )
+    error, result = "", None
+    for step in steps:
         try:
-            made = step(made)
-        except Exception as error:  # of torch's private functions, too
-            why = str(error) or type(error).__name__
-        return all(_gather(group, not why))
-
-    if (
-        done(lambda _: _allocate(nbytes, device))
-        and done(lambda own: _Memory(group.rank(), *_map(own, group)))
-        and done(_tried)
-    ):
-        return made
-    _log.warning(
-        "The ranks exchange through the process group, because their memory could not be shared: "
-        "%s", why or "another rank failed",
-    )  # fmt: skip
-    return None
+            result = step(result)
+        except Exception as failure:  # of torch's private functions, too
+            error = str(failure) or type(failure).__name__
+        # Only after a step that succeeded on all ranks may one wait for another.
+        if not all(_gather(group, not error)):
+            _log.warning(
+                "The ranks exchange through the process group, because their memory could not be "
+                "shared: %s",
+                error or "another rank failed",
+            )
+            return None
+    return result
 
 
 def _gather(group: Any, value: object) -> list[Any]:
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, value, group=group)
-    return every
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _boot(device: torch.device) -> str | None:
@@ -250,21 +250,21 @@ def _boot(device: torch.device) -> str | None:
 
         detect: Any = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
         links = detect(_autograd.DeviceType.CUDA, "nvlink").matrix
-        here = [_BOOT_ID.read_text(), *map(os.readlink, _NAMESPACES)]
+        host = [_BOOT_ID.read_text(), *map(os.readlink, _NAMESPACES)]
     except Exception:  # It is not torch's public API, and the files are Linux's.
         return None
     # A process that sees one GPU cannot tell. torch refuses ranks whose GPUs have one number.
     ranks = range(len(links))
     joined = len(ranks) > 1 and all(links[i][j] for i in ranks for j in ranks if i != j)
-    return " ".join(here) if joined else None
+    return " ".join(host) if joined else None
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     torch.cuda.empty_cache()  # It is not taken from what torch keeps.
-    made: Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    return made
+    memory: Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    return memory
 
 
 def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
@@ -282,20 +282,20 @@ def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
         del os.environ[_NO_MULTICAST]
         if before is not None:
             os.environ[_NO_MULTICAST] = before
-    size, rank = (own.numel(),), group.rank()
-    every = [
-        own if i == rank else handle.get_buffer(i, size, own.dtype) for i in range(group.size())
+    flat = [
+        own if rank == group.rank() else handle.get_buffer(rank, (own.numel(),), own.dtype)
+        for rank in range(group.size())
     ]
     timeout = group._get_backend(own.device).options._timeout
-    return every, partial(handle.barrier, timeout_ms=math.ceil(timeout.total_seconds() * 1000))
+    return flat, partial(handle.barrier, timeout_ms=math.ceil(timeout.total_seconds() * 1000))
 
 
 def _tried(memory: _Memory) -> _Memory:
-    """Return a memory if what every rank writes to it arrives."""
+    """Return a memory if the bytes that every rank writes to it arrive."""
     ranks, own = len(memory.flat), memory.flat[memory.rank]
-    for one in memory.flat:
-        one[memory.rank] = memory.rank
+    for flat in memory.flat:
+        flat[memory.rank] = memory.rank
     memory.barrier()
     if own[:ranks].tolist() != [*range(ranks)]:
-        raise RuntimeError("what a rank wrote did not arrive")
+        raise RuntimeError("a byte that a rank wrote did not arrive")
     return memory

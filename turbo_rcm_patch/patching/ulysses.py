@@ -68,12 +68,13 @@ def _with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
     return replace(spec, heads=heads)
 
 
-#: What a rank gets once it has arrived.
-Coming = Callable[[], Tensor]
+#: Waits for a tensor that other ranks send, and returns it.
+Pending = Callable[[], Tensor]
 
 
 class Ulysses:
-    """The exchanges of one attention.
+    """The exchanges of one attention: `send` q, k and v, wait for them with `to_heads`, compute
+    the attention, and exchange the output with `attend` or `to_tokens`.
 
     Args:
         group: The ranks that share its sequence.
@@ -88,11 +89,12 @@ class Ulysses:
         self._heads = [(spec.heads + ranks - 1 - rank) // ranks for rank in range(ranks)]
         self._widths = [heads * head_dim for heads in self._heads]
         self._even = len(set(self._widths)) == len(set(tokens)) == 1
+        #: Memory to which the other ranks write; None if exchanges go through the process group.
         self._shared: symmetric.Shared | None = None
 
     def send(
         self, index: int, x: Tensor, norms: Norms = NO_NORMS, tables: Rotary | None = None
-    ) -> Coming:
+    ) -> Pending:
         """Normalise and rotate the local tokens of all heads, and begin to exchange them for all
         tokens of some heads.
 
@@ -105,27 +107,26 @@ class Ulysses:
         Returns:
             A function that waits for the result [B, N, h*D], with h heads on this rank.
         """
-        batch, tokens, _ = x.shape
-        spec = self._spec
-        weight, bias = ((norms.q, norms.q_bias), (norms.k, norms.k_bias), (None, None))[index]
         if index == 2 and self._even and not compiling() and not capturing(x):
             self._shared = symmetric.shared(self._group, x)
-        how: Any = {"weight": weight, "bias": bias, "rotary": tables, "eps": norms.eps}
-        how |= {"heads": spec.heads, "impl": spec.impl}
+        weight, bias = ((norms.q, norms.q_bias), (norms.k, norms.k_bias), (None, None))[index]
+        options: Any = {"weight": weight, "bias": bias, "rotary": tables, "eps": norms.eps}
+        options |= {"heads": self._spec.heads, "impl": self._spec.impl}
         shared = self._shared
         if shared is not None:
-            shared.write(index, lambda to: attention.norm_rotate_to(to, x, **how))
+            shared.write(index, lambda to: attention.norm_rotate_to(to, x, **options))
             return lambda: shared.qkv[index]
         if weight is not None or tables is not None:
-            x = attention.norm_rotate(x, **how)
+            x = attention.norm_rotate(x, **options)
+        batch, tokens, _ = x.shape
         width = self._widths[self._rank]
-        sent = [batch * tokens * one for one in self._widths]
-        counts = [batch * one * width for one in self._tokens]
-        came = self._exchange(_dealt(x, self._widths, 2), sent, counts)
-        return lambda: _joined(came(), (batch, width), self._tokens, 1)
+        sent = [batch * tokens * rank_width for rank_width in self._widths]
+        received = [batch * rank_tokens * width for rank_tokens in self._tokens]
+        pending = self._exchange(pack_for_ranks(x, self._widths, 2), sent, received)
+        return lambda: unpack_from_ranks(pending(), (batch, width), self._tokens, 1)
 
     def to_heads(
-        self, q: Coming, k: Coming, v: Coming
+        self, q: Pending, k: Pending, v: Pending
     ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         """Wait for q, k and v.
 
@@ -139,10 +140,10 @@ class Ulysses:
             this rank. Without any head the tensors are empty. They may be read until the output is
             exchanged.
         """
-        came = q(), k(), v()
+        qkv = q(), k(), v()
         if self._shared is not None:
             self._shared.barrier()
-        return *came, _with_heads(self._spec, self._heads[self._rank] or 1)
+        return *qkv, _with_heads(self._spec, self._heads[self._rank] or 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
         """Compute an attention and exchange its output for that of the local tokens, in one.
@@ -171,43 +172,50 @@ class Ulysses:
         batch, _, width = out.shape
         shared, tokens = self._shared, self._tokens[self._rank]
         if shared is not None:
-            for one, part in zip(shared.to_out, out.chunk(len(self._tokens), 1), strict=True):
-                one.copy_(part)
+            parts = out.chunk(len(self._tokens), 1)
+            for place, part in zip(shared.to_out, parts, strict=True):
+                place.copy_(part)
             shared.barrier()
             return shared.out
-        sent = [batch * one * width for one in self._tokens]
-        counts = [batch * tokens * one for one in self._widths]
-        came = self._exchange(_dealt(out, self._tokens, 1), sent, counts)
-        return _joined(came(), (batch, tokens), self._widths, 2)
+        sent = [batch * rank_tokens * width for rank_tokens in self._tokens]
+        received = [batch * tokens * rank_width for rank_width in self._widths]
+        pending = self._exchange(pack_for_ranks(out, self._tokens, 1), sent, received)
+        return unpack_from_ranks(pending(), (batch, tokens), self._widths, 2)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return all tokens [B, N, C] of the local ones [B, n, C]."""
         batch, _, channels = x.shape
         sent = [x.numel()] * len(self._tokens)
-        counts = [batch * one * channels for one in self._tokens]
-        came = self._exchange(x.flatten().repeat(len(sent)), sent, counts)
-        return _joined(came(), (batch, channels), self._tokens, 1)
+        received = [batch * rank_tokens * channels for rank_tokens in self._tokens]
+        pending = self._exchange(x.flatten().repeat(len(sent)), sent, received)
+        return unpack_from_ranks(pending(), (batch, channels), self._tokens, 1)
 
-    def local(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """Return the local tokens [B, n, C] of all [B, N, C]."""
         local: Tensor = torch.split(x, self._tokens, 1)[self._rank]
         return local
 
-    def _exchange(self, parts: Tensor, sent: list[int], counts: list[int]) -> Coming:
-        """Begin to send each rank its part of a flat tensor; return what waits for what came."""
-        came = parts.new_empty(sum(counts))
+    def _exchange(self, packed: Tensor, sent: list[int], received: list[int]) -> Pending:
+        """Begin to send each rank its part of a flat tensor.
+
+        Args:
+            packed: The parts for the ranks, one after another.
+            sent: The number of elements for each rank.
+            received: The number of elements from each rank.
+        """
+        out = packed.new_empty(sum(received))
         later = not compiling()  # A compiled graph orders its exchanges itself.
-        work = dist.all_to_all_single(came, parts, counts, sent, self._group, async_op=later)
+        work = dist.all_to_all_single(out, packed, received, sent, self._group, async_op=later)
 
         def wait() -> Tensor:
             if work is not None and later:
                 work.wait()
-            return came
+            return out
 
         return wait
 
 
-def _dealt(x: Tensor, sizes: list[int], dim: int) -> Tensor:
+def pack_for_ranks(x: Tensor, sizes: list[int], dim: int) -> Tensor:
     """Return the parts of each rank along a dimension of x [B, N, C] one after another, flat.
 
     It is one copy, none if they lie so already, and two if the parts are uneven.
@@ -219,23 +227,25 @@ def _dealt(x: Tensor, sizes: list[int], dim: int) -> Tensor:
     return torch.cat([part.flatten() for part in torch.split(x, sizes, dim)])
 
 
-def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) -> Tensor:
-    """Join the parts that came from each rank along a dimension.
+def unpack_from_ranks(
+    flat: Tensor, other_sizes: tuple[int, int], sizes: list[int], dim: int
+) -> Tensor:
+    """Join the parts from each rank along a dimension.
 
     The tokens of one sample lie so already. All else is one copy.
 
     Args:
         flat: The parts, one after another.
-        other: The sizes of the other two dimensions.
+        other_sizes: The sizes of the other two dimensions.
         sizes: The size of each rank's part.
         dim: The dimension along which they are joined.
 
     Returns:
         [B, N, C].
     """
-    shapes = [(*other[:dim], size, *other[dim:]) for size in sizes]
-    if dim == 1 and other[0] == 1:
-        return flat.view(1, sum(sizes), other[1])
+    shapes = [(*other_sizes[:dim], size, *other_sizes[dim:]) for size in sizes]
+    if dim == 1 and other_sizes[0] == 1:
+        return flat.view(1, sum(sizes), other_sizes[1])
     if len(set(sizes)) == 1:
         return flat.view(len(sizes), *shapes[0]).movedim(0, dim).flatten(dim, dim + 1)
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
@@ -247,7 +257,7 @@ def _joined(flat: Tensor, other: tuple[int, int], sizes: list[int], dim: int) ->
 _thread = threading.local()
 
 
-def _lengths(config: Any, group: Any, index: int, own: Tensor, begins: bool = False) -> list[int]:
+def _lengths(config: Any, group: Any, index: int, x: Tensor, begins: bool = False) -> list[int]:
     """Return the number of tokens of each rank that shares a sequence.
 
     Uneven lengths are exchanged at the first block of each forward, on every rank: blocks run in
@@ -257,18 +267,18 @@ def _lengths(config: Any, group: Any, index: int, own: Tensor, begins: bool = Fa
         config: diffusers' ContextParallelConfig.
         group: The ranks.
         index: The block that asks.
-        own: Has the local tokens in its first dimension.
+        x: A tensor with the local tokens in its first dimension.
         begins: True where the block's call begins.
     """
     if not _uneven(config):
-        return [len(own)] * config.ulysses_degree
-    owner, before, lengths = getattr(_thread, "last", (None, 0, []))
-    if owner is not config or index < before + begins:
+        return [len(x)] * config.ulysses_degree
+    last_config, last_index, lengths = getattr(_thread, "last", (None, 0, []))
+    if last_config is not config or index < last_index + begins:
         on_cpu = "cpu" in str(dist.get_backend(group))  # No card has to be waited for.
-        local = torch.tensor([len(own)], device="cpu" if on_cpu else own.device)
-        every = local.new_empty(config.ulysses_degree)
-        dist.all_gather([*torch.split(every, 1)], local, group=group)
-        lengths = every.tolist()
+        local = torch.tensor([len(x)], device="cpu" if on_cpu else x.device)
+        of_ranks = local.new_empty(config.ulysses_degree)
+        dist.all_gather([*torch.split(of_ranks, 1)], local, group=group)
+        lengths = of_ranks.tolist()
     _thread.last = config, index, lengths
     return lengths
 
@@ -317,7 +327,7 @@ def heads_are_refused(heads: int, ranks: int) -> bool:
     return -heads % ranks >= -(-heads // ranks)
 
 
-def author_attention(block: PatchedBlock, attn: Any) -> Any:
+def original_attention(block: PatchedBlock, attn: Any) -> Any:
     """Return the author's self-attention for a comparison: the module, or a function that runs its
     processor over the whole sequence, where diffusers' exchange refuses the heads."""
     config = context_parallel(attn.processor)
@@ -330,9 +340,9 @@ def author_attention(block: PatchedBlock, attn: Any) -> Any:
         assert ulysses is not None
         alone = copy(attn.processor)
         alone._parallel_config = None
-        cos, sin = [ulysses.whole(x).unsqueeze(2) for x in tables]
-        out: Tensor = alone(attn, ulysses.whole(h), context, mask, (cos, sin))
-        return ulysses.local(out)
+        cos, sin = [ulysses.gather(x).unsqueeze(2) for x in tables]
+        out: Tensor = alone(attn, ulysses.gather(h), context, mask, (cos, sin))
+        return ulysses.scatter(out)
 
     return call
 
@@ -373,8 +383,9 @@ def check_parallel(model: nn.Module) -> None:
             _check_heads(name, heads, split)
 
 
-def agree(block: PatchedBlock, numbers: list[float], *failed: float) -> list[float]:
-    """Return the same numbers on all ranks that run a block together, so that they decide alike.
+def all_reduce_max(block: PatchedBlock, numbers: list[float], *failed: float) -> list[float]:
+    """Return the largest numbers of all ranks that run a block together, so that they decide
+    alike.
 
     Args:
         block: The block.

@@ -30,20 +30,20 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
+from turbo_rcm_patch.patching.guard_log import GuardRecord
+from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
-    author_class,
     compiling,
     drops,
     hook_names,
     hooked,
+    original_class,
     root_package,
     runs_only_its_forward,
 )
-from turbo_rcm_patch.patching.report import GuardRecord
-from turbo_rcm_patch.patching.shared_rows import RANKS, Ranks, SharedRows
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ _log = logging.getLogger(__name__)
 _LEAST_SIZE: Final = 0.05
 
 
-class Video:
-    """All that a coder keeps while it runs one video: packed weights, and frames of history.
+class CoderSession:
+    """The state of a coder over one video: packed weights, and frames of history.
 
     It lives as long as the call, so no weight is read twice with different values, and two threads
     share nothing.
 
     Args:
-        coder: Whose video it is.
+        coder: The coder.
         x: The video or the latent, [B, C, T, H, W].
 
     Attributes:
@@ -67,33 +67,28 @@ class Video:
         stream: dtype of the residual stream.
         device: Where it runs.
         impl: As `PatchConfig.impl`.
-        rows: Which rows of a frame this rank decodes.
+        halo: The rows of a frame that this rank decodes.
         history: Convolution -> the last frames that it read, for its next call; None for zeros.
             A convolution that is missing has not run.
-        ran: Name of an implementation -> number of convolutions that it ran.
     """
 
     def __init__(self, coder: PatchedCoder, x: Tensor) -> None:
         half = coder.config.conv == "bf16" and x.dtype == torch.float32
         self.dtype, self.stream = torch.bfloat16 if half else x.dtype, x.dtype
-        self.device, self.impl, self.ran = x.device, coder.config.impl, coder.ran
-        self.rows = SharedRows(coder.ranks(), x.shape[3])
+        self.device, self.impl = x.device, coder.config.impl
+        self.halo = HaloExchange(coder.decode_group(), x.shape[3])
         self.history: dict[nn.Module, Any] = {}
         self._coder = coder
-        self._read: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
+        self._packed: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
     def weights(self, conv: Any, phases: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight (`phases`: that of `pack_phases`) and the bias."""
-        if conv not in self._read:
+        if conv not in self._packed:
             weight, bias = self._coder.read(self, conv)
-            self._read[conv] = pack_phases(weight) if phases else weight, bias
-        return self._read[conv]
+            self._packed[conv] = pack_phases(weight) if phases else weight, bias
+        return self._packed[conv]
 
-    def bias(self, conv: Any) -> Tensor | None:
-        """Return the bias of a convolution."""
-        return self.weights(conv)[1]
-
-    def behind(
+    def with_history(
         self,
         conv: Any,
         x: Tensor,
@@ -114,9 +109,15 @@ class Video:
         """
         frames, first = conv.kernel_size[0] - 1, conv not in self.history
         y, self.history[conv] = norm_silu(
-            x, norm, silu=norm is not None, before=before, frames=frames,
-            history=self.history.get(conv), dtype=self.dtype, impl=self.impl,
-        )  # fmt: skip
+            x,
+            norm,
+            silu=norm is not None,
+            before=before,
+            frames=frames,
+            history=self.history.get(conv),
+            dtype=self.dtype,
+            impl=self.impl,
+        )
         if first and frames and self._coder.repeats_first:
             y[:, :frames] = y[:, frames : frames + 1]
             self.history[conv] = y[:, -frames:].clone()
@@ -128,7 +129,7 @@ class Video:
         x: Tensor,
         *,
         residual: Tensor | None = None,
-        bias: bool = True,
+        with_bias: bool = True,
         dtype: torch.dtype | None = None,
         phases: bool = False,
     ) -> Tensor:
@@ -139,35 +140,41 @@ class Video:
                 around a frame keep its size.
             x: Its input, in the dtype of the products.
             residual: Added to the result, or None.
-            bias: False leaves the bias to the next pass.
+            with_bias: False leaves the bias to the next pass.
             dtype: dtype of the result; by default that of the stream, or of the products without
                 the bias.
-            phases: Whether its weight is that of `pack_phases`.
+            phases: Use the weight of `pack_phases`.
         """
-        weight, own = self.weights(conv, phases)
+        weight, bias = self.weights(conv, phases)
         stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
-        keeping = weight.shape[2] // 2, weight.shape[3] // 2
-        padding = keeping if stride[1:] == (1, 1) else tuple(conv.padding)
-        dtype = dtype or (self.stream if bias else self.dtype)
+        same_size = weight.shape[2] // 2, weight.shape[3] // 2
         return conv3d(
-            x, weight, own if bias else None, residual=residual, stride=stride,
-            padding=padding, dtype=dtype, impl=self.impl, counts=self.ran,
-        )  # fmt: skip
+            x,
+            weight,
+            bias if with_bias else None,
+            residual=residual,
+            stride=stride,
+            padding=same_size if stride[1:] == (1, 1) else tuple(conv.padding),
+            dtype=dtype or (self.stream if with_bias else self.dtype),
+            impl=self.impl,
+            counts=self._coder.ran,
+        )
 
-    def enlarge(
-        self, conv: Any, x: Tensor, duplicate: Duplicate | None = None, **more: Any
+    def upsample(
+        self, conv: Any, x: Tensor, duplicate: Duplicate | None = None, **repeat: Any
     ) -> Tensor:
-        """Enlarge x [B, T, H, W, C] twice (nearest), and run a convolution of 3 x 3 over that.
+        """Double the size of x [B, T, H, W, C] (nearest), and run a 3 x 3 convolution over that.
 
         Args:
             conv: The module.
-            x: Its input before it is enlarged.
+            x: Its input before upsampling.
             duplicate: As in `passes.enlarge`.
-            **more: `repeat` and `first` of `passes.enlarge`.
+            **repeat: `repeat` and `first` of `passes.enlarge`.
         """
         x = x.to(self.dtype).contiguous()
-        y = self.conv(conv, x, bias=False, phases=True)
-        return enlarge(y, self.bias(conv), duplicate, dtype=self.stream, impl=self.impl, **more)
+        y = self.conv(conv, x, with_bias=False, phases=True)
+        _, bias = self.weights(conv)
+        return enlarge(y, bias, duplicate, dtype=self.stream, impl=self.impl, **repeat)
 
 
 class PatchedCoder(PatchedBlock):
@@ -198,7 +205,7 @@ class PatchedCoder(PatchedBlock):
         super().__init__(uncompiled(getattr(vae, self.part)), name, config, 1, 0)
         self.vae, self.compared = vae, dict[Any, int]()
         self.ran: Counter[str] = Counter()
-        self.said = ""
+        self.logged = ""
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -206,57 +213,28 @@ class PatchedCoder(PatchedBlock):
         return self.vae, self.caller
 
     def group(self) -> Any:
-        return self.ranks().group
+        return self.decode_group().group
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the coder over a whole video, and log how it ran where that has changed."""
         if compiling():
             self.last = f"{self.caller} is compiled"
-            return self.by_author(self.vae, x, *args, **kwargs)
-        out = self._run(x, *args, **kwargs)
-        if (how := self.describe_last_run()) != self.said:
-            self.said = how
-            _log.info("%s: %s", self.path, how)
-        return out
-
-    def _run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        why = self.why_author(x)
+            return self.run_original(self.vae, x, *args, **kwargs)
+        why = self.why_original(x)
         self.last = why or (0, 0)
         if why:
-            return self.by_author(self.vae, x, *args, **kwargs)
-        self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
-        guard, key = self.guard, (x.dtype, x.device.type)
-        expected = None
-        if guard is not None and self.compared.get(key) != guard.requests:
-            self.compared[key] = guard.requests
-            expected = self._start_by_author(x, *args, **kwargs)
-        self.ran = Counter()
-        out = self.run_video(x, *args, **kwargs)
-        if expected is not None and not self._fits(_tensor(out), expected, x):
-            return self.by_author(self.vae, x, *args, **kwargs)
+            out = self.run_original(self.vae, x, *args, **kwargs)
+        else:
+            self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
+            expected = self._expected_start(x, *args, **kwargs)
+            self.ran = Counter()
+            out = self.run_video(x, *args, **kwargs)
+            if expected is not None and not self._fits(_tensor(out), expected, x):
+                out = self.run_original(self.vae, x, *args, **kwargs)
+        if (how := self.describe_last_run()) != self.logged:
+            self.logged = how
+            _log.info("%s: %s", self.path, how)
         return out
-
-    def by_author(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the author's `_decode` or `_encode`."""
-        return getattr(author_class(self.vae), self.caller)(vae, x, *args, **kwargs)
-
-    def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the packed weight of a convolution, and its bias."""
-        return pack_weight(conv.weight, video.dtype), conv.bias
-
-    def twin(self, coder: Any = None) -> Any:
-        """Return a shallow copy of the VAE, whose functions may write attributes without changing
-        the VAE.
-
-        Args:
-            coder: What its functions call as the coder; by default the coder itself.
-        """
-        twin: Any = object.__new__(type(self.vae))
-        vars(twin).update(vars(self.vae))
-        vars(twin).pop(self.caller, None)
-        if coder is not None:
-            vars(twin)[self.part] = coder
-        return twin
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the fast path over a whole video, tiled and sliced as the VAE says.
@@ -272,18 +250,36 @@ class PatchedCoder(PatchedBlock):
         frames = self.first_frames(x) + (self.part == "decoder")
         self.run_video(x[:, :, :frames], *args, **kwargs)
 
-    def coded(self, video: Video, x: Tensor) -> Any:
-        """Run the fast path over the next frames of a video."""
-        raise NotImplementedError
+    def run_original(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the author's `_decode` or `_encode`."""
+        return getattr(original_class(self.vae), self.caller)(vae, x, *args, **kwargs)
+
+    def read(self, session: CoderSession, conv: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the packed weight of a convolution, and its bias."""
+        return pack_weight(conv.weight, session.dtype), conv.bias
+
+    def twin(self, coder: Any = None) -> Any:
+        """Return a shallow copy of the VAE, whose functions may write attributes without changing
+        the VAE.
+
+        Args:
+            coder: What its functions call as the coder; by default the coder itself.
+        """
+        twin: Any = object.__new__(type(self.vae))
+        vars(twin).update(vars(self.vae))
+        vars(twin).pop(self.caller, None)
+        if coder is not None:
+            vars(twin)[self.part] = coder
+        return twin
 
     def first_frames(self, x: Tensor) -> int:
         """Return the number of frames of x that the guard's comparison takes."""
         raise NotImplementedError
 
-    def ranks(self) -> Ranks:
-        """Return the ranks that share the coder's videos."""
-        held: Ranks | None = vars(self.vae).get(RANKS) if self.shared else None
-        return held or Ranks()
+    def decode_group(self) -> DecodeGroup:
+        """Return the ranks that run the coder together."""
+        group: DecodeGroup | None = vars(self.vae).get(DECODE_GROUP) if self.shared else None
+        return group or DecodeGroup()
 
     # --- which path ------------------------------------------------------------------------------
 
@@ -304,8 +300,8 @@ class PatchedCoder(PatchedBlock):
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if a module inside is of a class that the fast path knows."""
-        cls = author_class(module)
-        own = root_package(cls) == root_package(author_class(self.vae))
+        cls = original_class(module)
+        own = root_package(cls) == root_package(original_class(self.vae))
         return cls in self.known or (own and cls.__name__ in self.forwards)
 
     def why_module(self, module: nn.Module) -> str:
@@ -336,14 +332,19 @@ class PatchedCoder(PatchedBlock):
     # --- the guard -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _start_by_author(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the author's result of the first frames, or None if its code fails."""
+    def _expected_start(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the author's result of the first frames, or None if the guard does not compare
+        this call, or if the author's code fails."""
+        key = x.dtype, x.device.type
+        if self.guard is None or self.compared.get(key) == self.guard.requests:
+            return None
+        self.compared[key] = self.guard.requests
         try:
             x = x[:, :, : self.first_frames(x)]
-            return _tensor(self.by_author(self.twin(), x, *args, **kwargs))
+            return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
-            words = f"its author's code failed: {type(error).__name__}: {error}"
-            self._add(float("nan"), "not compared", words)
+            reason = f"its author's code failed: {type(error).__name__}: {error}"
+            self._add(float("nan"), "not compared", reason)
             return None
 
     @torch.no_grad()
@@ -356,8 +357,8 @@ class PatchedCoder(PatchedBlock):
             verdict, where = "not compared", "the input holds NaN or infinity"
             self.compared.clear()  # The next video is compared.
         elif error > BUDGET:
-            self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
-            verdict, where = LEVEL_WORDS[Level.AUTHOR], self.reason
+            self.raise_level(Level.ORIGINAL, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+            verdict, where = LEVEL_DESCRIPTIONS[Level.ORIGINAL], self.reason
         self._add(error, verdict, where)
         if verdict != "kept":
             self.last = where
@@ -378,14 +379,14 @@ class PatchedCoder(PatchedBlock):
         if not isinstance(self.last, tuple):
             return super().describe_last_run()
         ran = ", ".join(f"{count} by {name}" for name, count in sorted(self.ran.items()))
-        count = self.ranks().count
+        count = self.decode_group().size
         shared = f"rows over {count} ranks, " if count > 1 else ""
         return f"channels-last, {shared}convolutions: {ran}"
 
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
-        reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
+        reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
+        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
         return [
             SkipPair(
                 path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
@@ -423,10 +424,10 @@ def share(vae: nn.Module, group: Any) -> bool:
             got=f"a {type(vae).__name__} that is not patched",
             remedy="Call patch_model on it, or on its pipeline, first",
         )
-    vars(vae).pop(RANKS, None)
+    vars(vae).pop(DECODE_GROUP, None)
     if group is not None:
-        vars(vae)[RANKS] = Ranks(group)
-    return any(isinstance(one, PatchedCoder) and one.shared for one in record.blocks)
+        vars(vae)[DECODE_GROUP] = DecodeGroup(group)
+    return any(isinstance(block, PatchedCoder) and block.shared for block in record.blocks)
 
 
 def uncompiled(module: Any) -> Any:

@@ -23,7 +23,7 @@ from turbo_rcm_patch.patching.plain import (
     torchs_own,
     wrote,
 )
-from turbo_rcm_patch.patching.ulysses import Coming, Ulysses
+from turbo_rcm_patch.patching.ulysses import Pending, Ulysses
 
 #: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
@@ -52,7 +52,9 @@ def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
     return attn.to_q(h), attn.to_k(h), attn.to_v(h)
 
 
-def qkv_sent(attn: Any, h: Any, ulysses: Ulysses, tables: Rotary) -> tuple[Coming, Coming, Coming]:
+def qkv_sent(
+    attn: Any, h: Any, ulysses: Ulysses, tables: Rotary
+) -> tuple[Pending, Pending, Pending]:
     """Do what `qkv` and `rms_norms` do, and send v and q while the next one is computed."""
     k = None
     if attn.fused_projections:

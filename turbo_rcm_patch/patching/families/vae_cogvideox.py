@@ -18,7 +18,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.passes import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.vae import PatchedCoder, Video
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 from turbo_rcm_patch.skip import SkipPair
 
 #: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
@@ -37,24 +37,19 @@ _FORWARDS: Final = {
 
 
 class _Coder(PatchedCoder):
-    """What decoder and encoder share."""
+    """The parts that decoder and encoder share."""
 
     #: Name of the VAE's number of frames that the author's loop takes at once.
     batch_frames: ClassVar[str]
-    #: Name of what ends a block and enlarges or reduces its result.
+    #: Name of the modules that end a block and enlarge or reduce its result.
     resamples: ClassVar[str]
     repeats_first = True
-    forwards = {f"CogVideoX{name}": own for name, own in _FORWARDS.items()}
+    forwards = {f"CogVideoX{name}": names for name, names in _FORWARDS.items()}
     known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.by_author(self.twin(self._batch), x, *args, **kwargs)
-
-    def _batch(self, x: Tensor, conv_cache: Any = None) -> tuple[Tensor, Video]:
-        """Stand in for the coder in the author's loops over tiles and batches of frames, which
-        begin with no cache."""
-        video = Video(self, x) if conv_cache is None else conv_cache
-        return self.coded(video, x), video
+        """Run the author's loops over tiles and batches of frames, with `run_batch` as coder."""
+        return self.run_original(self.twin(self.run_batch), x, *args, **kwargs)
 
     def first_frames(self, x: Tensor) -> int:
         frames = int(getattr(self.vae, self.batch_frames))
@@ -76,34 +71,47 @@ class _Coder(PatchedCoder):
 
     # --- blocks, each beside its author's forward ------------------------------------------------
 
-    def resnet(self, video: Video, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
+    def run_batch(
+        self, x: Tensor, conv_cache: CoderSession | None = None
+    ) -> tuple[Tensor, CoderSession]:
+        """Run the coder over the next batch of frames, as the author's forward.
+
+        Args:
+            x: [B, C, T, H, W].
+            conv_cache: The state after the batch before; None for the first one.
+
+        Returns:
+            [B, C', T', H', W'], and the state.
+        """
+        session = CoderSession(self, x) if conv_cache is None else conv_cache
+        h = x.movedim(1, -1).contiguous()
+        zq = h.to(session.dtype) if self.part == "decoder" else None
+        start, end = self.block.conv_in.conv, self.block.conv_out.conv
+        h = session.conv(start, session.with_history(start, h))
+        for block in self.blocks():
+            for resnet in block.resnets:
+                h = self.resnet(session, resnet, h, zq)
+            for resample in getattr(block, self.resamples, None) or ():
+                h = self.resample(session, resample, h)
+        h = session.with_history(end, h, group(session, self.block.norm_out, zq))
+        return session.conv(end, h).movedim(-1, 1), session
+
+    def resnet(self, session: CoderSession, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
         """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
         conv1, conv2, h = block.conv1.conv, block.conv2.conv, x
         if block.in_channels != block.out_channels:
-            h = video.conv(block.conv_shortcut, x.to(video.dtype))
-        y = video.behind(conv1, x, group(video, block.norm1, zq))
-        y = video.conv(conv1, y, bias=False)  # the next pass adds the bias
-        y = video.behind(conv2, y, group(video, block.norm2, zq), before=video.bias(conv1))
-        return video.conv(conv2, y, residual=h)
-
-    def coded(self, video: Video, x: Tensor) -> Tensor:
-        x = x.movedim(1, -1).contiguous()
-        zq = x.to(video.dtype) if self.part == "decoder" else None
-        start, end = self.block.conv_in.conv, self.block.conv_out.conv
-        x = video.conv(start, video.behind(start, x))
-        for one in self.blocks():
-            for resnet in one.resnets:
-                x = self.resnet(video, resnet, x, zq)
-            for resample in getattr(one, self.resamples, None) or ():
-                x = self.resample(video, resample, x)
-        x = video.behind(end, x, group(video, self.block.norm_out, zq))
-        return video.conv(end, x).movedim(-1, 1)
+            h = session.conv(block.conv_shortcut, x.to(session.dtype))
+        y = session.with_history(conv1, x, group(session, block.norm1, zq))
+        y = session.conv(conv1, y, with_bias=False)  # the next pass adds the bias
+        _, bias = session.weights(conv1)
+        y = session.with_history(conv2, y, group(session, block.norm2, zq), before=bias)
+        return session.conv(conv2, y, residual=h)
 
     def blocks(self) -> list[Any]:
         """Return the blocks of the coder in the order in which they run."""
         raise NotImplementedError
 
-    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
+    def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run the end of a block, which enlarges or reduces x."""
         raise NotImplementedError
 
@@ -117,11 +125,11 @@ class CogVideoXDecoder(_Coder):
     def blocks(self) -> list[Any]:
         return [self.block.mid_block, *self.block.up_blocks]
 
-    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
+    def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXUpsample3D`; of an odd number of frames the first stays one."""
         twice = module.compress_time and x.shape[1] > 1
         odd = twice and x.shape[1] % 2 == 1
-        return video.enlarge(module.conv, x, repeat=2 if twice else 1, first=odd)
+        return session.upsample(module.conv, x, repeat=2 if twice else 1, first=odd)
 
 
 class CogVideoXEncoder(_Coder):
@@ -134,17 +142,17 @@ class CogVideoXEncoder(_Coder):
     def blocks(self) -> list[Any]:
         return [*self.block.down_blocks, self.block.mid_block]
 
-    def resample(self, video: Video, module: Any, x: Tensor) -> Tensor:
+    def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXDownsample3D`: means of two frames, of an odd number all but the first,
         and a convolution with stride 2."""
         if module.compress_time and x.shape[1] > 1:
             first = x.shape[1] % 2
             rest = torch.unflatten(x[:, first:], 1, (-1, 2)).mean(2)
             x = torch.cat([x[:, :first], rest], 1)
-        return video.conv(module.conv, F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1)))
+        return session.conv(module.conv, F.pad(x.to(session.dtype), (0, 0, 0, 1, 0, 1)))
 
 
-def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:
+def group(session: CoderSession, norm: Any, zq: Tensor | None) -> GroupNorm:
     """Return the weights of a `GroupNorm`, or of a `CogVideoXSpatialNorm3D` and its modulation.
 
     The author's two convolutions of one pixel read the latent after it was enlarged; they are the
@@ -152,15 +160,14 @@ def group(video: Video, norm: Any, zq: Tensor | None) -> GroupNorm:
     """
     if zq is None:
         return GroupNorm(norm.weight, norm.bias, norm.num_groups, norm.eps)
-    own = norm.norm_layer
-    scale, shift = (
-        video.conv(one.conv, zq, dtype=video.dtype) for one in (norm.conv_y, norm.conv_b)
-    )
-    return GroupNorm(own.weight, own.bias, own.num_groups, own.eps, scale, shift)
+    scale = session.conv(norm.conv_y.conv, zq, dtype=session.dtype)
+    shift = session.conv(norm.conv_b.conv, zq, dtype=session.dtype)
+    norm = norm.norm_layer
+    return GroupNorm(norm.weight, norm.bias, norm.num_groups, norm.eps, scale, shift)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
     """Find the decoder and the encoder of a VAE."""
     coders = CogVideoXDecoder, CogVideoXEncoder
     check_coders(model, coders, ("self", "z"), ("self", "x"))
-    return [one(model, path, config) for one in coders]
+    return [cls(model, path, config) for cls in coders]

@@ -21,8 +21,8 @@ from turbo_rcm_patch.ops.conv3d.api import pack_weight
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder, kind_of
-from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.vae import PatchedCoder, Video
+from turbo_rcm_patch.patching.plain import original_class
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 from turbo_rcm_patch.skip import SkipPair
 
 #: The module of ComfyUI whose convolutions keep their weights elsewhere, and cast them when read.
@@ -30,27 +30,24 @@ _COMFY_OPS: Final = "comfy.ops"
 
 
 class _Diffusers(WanCoder):
-    """What the coders of diffusers share."""
+    """The parts that the coders of diffusers share."""
 
-    def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def tiled(self, x: Tensor) -> bool:
+        """Return True if the VAE splits a video of this size into tiles."""
         vae = self.vae
         scale = 1 if self.part == "encoder" else vae.spatial_compression_ratio
-        larger = x.shape[3] > vae.tile_sample_min_height // scale
-        larger |= x.shape[4] > vae.tile_sample_min_width // scale
-        if vae.use_tiling and larger:
-            return self.by_author(self.twin(self._tile), x, *args, **kwargs)
-        return self.untiled(x, *args, **kwargs)
+        height, width = vae.tile_sample_min_height // scale, vae.tile_sample_min_width // scale
+        return bool(vae.use_tiling and (x.shape[3] > height or x.shape[4] > width))
 
-    def untiled(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a whole video without tiles."""
-        raise NotImplementedError
+    def run_tiles(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the author's loop over tiles and frames, with the fast path as its coder."""
+        return self.run_original(self.twin(self._run_tile), x, *args, **kwargs)
 
-    def _tile(self, x: Tensor, feat_cache: list[Any], **_: Any) -> Tensor:
-        """Stand in for the coder in the author's loop over tiles and frames, which begins each
-        tile with an empty cache."""
+    def _run_tile(self, x: Tensor, feat_cache: list[Any], **_: Any) -> Tensor:
+        """Run the next frames of a tile. The author begins each tile with an empty cache."""
         if feat_cache[0] is None:
-            feat_cache[0] = Video(self, x)
-        return self.coded(feat_cache[0], x)
+            feat_cache[0] = CoderSession(self, x)
+        return self.run_frames(feat_cache[0], x)
 
 
 class WanDecoder(_Diffusers, Decoder):
@@ -58,13 +55,16 @@ class WanDecoder(_Diffusers, Decoder):
 
     caller = "_decode"
 
-    def untiled(self, z: Tensor, return_dict: bool = True) -> Any:
+    def run_video(self, z: Tensor, return_dict: bool = True) -> Any:
+        if self.tiled(z):
+            return self.run_tiles(z, return_dict=return_dict)
         x = self.vae.post_quant_conv(z)
-        out = self.coded(Video(self, x), x)
+        out = self.run_frames(CoderSession(self, x), x)
+        original = _file_of(self.vae)
         if self.vae.config.patch_size is not None:
-            out = _author(self.vae).unpatchify(out, patch_size=self.vae.config.patch_size)
+            out = original.unpatchify(out, patch_size=self.vae.config.patch_size)
         out = torch.clamp(out, min=-1.0, max=1.0)
-        return _author(self.vae).DecoderOutput(sample=out) if return_dict else (out,)
+        return original.DecoderOutput(sample=out) if return_dict else (out,)
 
 
 class WanEncoder(_Diffusers, Encoder):
@@ -73,44 +73,47 @@ class WanEncoder(_Diffusers, Encoder):
     caller = "_encode"
     halves = 2  # mean and logarithm of the variance
 
-    def untiled(self, x: Tensor) -> Any:
+    def run_video(self, x: Tensor) -> Any:
+        if self.tiled(x):
+            return self.run_tiles(x)
         if self.vae.config.patch_size is not None:
-            x = _author(self.vae).patchify(x, self.vae.config.patch_size)
+            x = _file_of(self.vae).patchify(x, self.vae.config.patch_size)
         frames = 1 + (x.shape[2] - 1) // 4 * 4  # The author leaves out the rest too.
-        out = self.coded(Video(self, x), x[:, :, :frames])
+        out = self.run_frames(CoderSession(self, x), x[:, :, :frames])
         return self.vae.quant_conv(out)
 
 
 class _Original(WanCoder):
-    """What the coders of the other classes share."""
+    """The parts that the coders of the other classes share."""
 
     def patches(self) -> bool:
         """Return True for Wan 2.2's VAE, whose coders see squares of four pixels as channels."""
         return kind_of(self.vae.decoder.upsamples[0]) == "Up_ResidualBlock"
 
     def knows(self, module: nn.Module) -> bool:
-        cls = author_class(module)
-        lent = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
-        return lent or super().knows(module)
+        cls = original_class(module)
+        casts = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
+        return casts or super().knows(module)
 
     def casts_weights(self) -> bool:
         return _COMFY_OPS in {base.__module__ for base in type(self.block.conv1).__mro__}
 
-    def read(self, video: Video, conv: Any) -> tuple[Tensor, Tensor | None]:
+    def read(self, session: CoderSession, conv: Any) -> tuple[Tensor, Tensor | None]:
         if not hasattr(conv, "comfy_cast_weights"):
-            return super().read(video, conv)
-        lender: Any = sys.modules[_COMFY_OPS]
-        given = {"dtype": video.stream, "bias_dtype": video.stream, "device": video.device}
-        if "offloadable" in inspect.signature(lender.cast_bias_weight).parameters:
-            given["offloadable"] = True
-        weight, bias, *stream = lender.cast_bias_weight(conv, **given)
-        packed = pack_weight(weight, video.dtype)
-        # What was lent goes back, so nothing that is kept may be a view of it.
+            return super().read(session, conv)
+        ops: Any = sys.modules[_COMFY_OPS]
+        dtype = session.stream
+        options = {"dtype": dtype, "bias_dtype": dtype, "device": session.device}
+        if "offloadable" in inspect.signature(ops.cast_bias_weight).parameters:
+            options["offloadable"] = True
+        weight, bias, *stream = ops.cast_bias_weight(conv, **options)
+        packed = pack_weight(weight, session.dtype)
+        # ComfyUI takes its tensors back, so nothing that is kept may be a view of them.
         packed = packed.clone() if packed.data_ptr() == weight.data_ptr() else packed
-        kept = None if bias is None else bias.clone()
+        bias_copy = None if bias is None else bias.clone()
         if stream:
-            lender.uncast_bias_weight(conv, weight, bias, *stream)
-        return packed, kept
+            ops.uncast_bias_weight(conv, weight, bias, *stream)
+        return packed, bias_copy
 
 
 class OriginalDecoder(_Original, Decoder):
@@ -123,8 +126,8 @@ class OriginalDecoder(_Original, Decoder):
             mean, factor = map(_per_channel, scale)
             z = z / factor + mean
         z = self.vae.conv2(z)
-        out = self.coded(Video(self, z), z)
-        return _author(self.vae).unpatchify(out, patch_size=2) if self.patches() else out
+        out = self.run_frames(CoderSession(self, z), z)
+        return _file_of(self.vae).unpatchify(out, patch_size=2) if self.patches() else out
 
 
 class OriginalEncoder(_Original, Encoder):
@@ -133,8 +136,9 @@ class OriginalEncoder(_Original, Encoder):
     caller = "encode"
 
     def run_video(self, x: Tensor, scale: Any = None) -> Any:
-        x = _author(self.vae).patchify(x, patch_size=2) if self.patches() else x
-        mu = self.vae.conv1(self.coded(Video(self, x), x)).chunk(2, dim=1)[0]
+        x = _file_of(self.vae).patchify(x, patch_size=2) if self.patches() else x
+        out = self.run_frames(CoderSession(self, x), x)
+        mu = self.vae.conv1(out).chunk(2, dim=1)[0]
         if scale is not None:
             mean, factor = map(_per_channel, scale)
             mu = (mu - mean) * factor
@@ -147,9 +151,9 @@ class OriginalEncoder(_Original, Encoder):
         return super().why_inputs(x)
 
 
-def _author(vae: Any) -> Any:
+def _file_of(vae: Any) -> Any:
     """Return the module in which a VAE's class was written."""
-    return sys.modules[author_class(vae).__module__]
+    return sys.modules[original_class(vae).__module__]
 
 
 def _per_channel(value: Any) -> Any:
@@ -162,9 +166,10 @@ def recognises(model: Any) -> bool:
     names = "encoder", "decoder", "conv1", "conv2"
     if not all(isinstance(getattr(model, name, None), nn.Module) for name in names):
         return False
-    held = getattr(model.decoder, "upsamples", ()), getattr(model.encoder, "downsamples", ())
+    lists = getattr(model.decoder, "upsamples", ()), getattr(model.encoder, "downsamples", ())
     kinds = {"ResidualBlock", "AttentionBlock", "Resample", "Up_ResidualBlock"}
-    return all(one and {*map(kind_of, one)} <= kinds | {"Down_ResidualBlock"} for one in held)
+    kinds.add("Down_ResidualBlock")
+    return all(blocks and {*map(kind_of, blocks)} <= kinds for blocks in lists)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
@@ -173,12 +178,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     Raises:
         FamilyError: A forward takes other parameters than this was written for.
     """
-    cls: Any = author_class(model)
-    original = not hasattr(cls, "_decode")
-    scaled = original and len(inspect.signature(cls.decode).parameters) > 2
+    model_class: Any = original_class(model)
+    original = not hasattr(model_class, "_decode")
+    scaled = original and len(inspect.signature(model_class.decode).parameters) > 2
     scale = ("scale",) if scaled else ()
     coders: tuple[type[PatchedCoder], ...] = (
         (OriginalDecoder, OriginalEncoder) if original else (WanDecoder, WanEncoder)
     )
     check_coders(model, coders, ("self", "z", *scale), ("self", "x", *scale))
-    return [one(model, path, config) for one in coders if getattr(model, one.part) is not None]
+    return [cls(model, path, config) for cls in coders if getattr(model, cls.part) is not None]

@@ -2,9 +2,9 @@
 
 The authors' decoders run one latent frame at a time, and each causal convolution caches its last
 two input frames. The same numbers come from any number of frames at once, because nothing but
-these frames links two calls: zeros come before the first frame, and the first frame passes the
-resamplings in time alone. So levels at low resolution run many frames at once, and the full
-resolution a few (`_ROOM`).
+these frames (`CoderSession.history`) links two calls: zeros come before the first frame, and the
+first frame passes the resamplings in time alone. So `run_frames` is a loop over chunks of frames,
+each as long as memory allows.
 
 The authors' classes differ in names and nesting, so modules are looked up by kind. A family runs
 what its author has around the coders.
@@ -20,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
-from turbo_rcm_patch.patching.plain import author_class
-from turbo_rcm_patch.patching.vae import PatchedCoder, Video
+from turbo_rcm_patch.patching.plain import original_class
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 
-#: Frames of full resolution that a level runs at once, as elements of its largest tensor. The
-#: author's decoder runs four too.
-_ROOM: int = 4
+#: Frames of full resolution that run at once, as in the author's decoder. At half the resolution
+#: four times as many run, so their tensors are as large.
+_FRAMES: int = 4
+#: Latent frames that an encoder's lowest resolution runs at once.
+_LATENT_FRAMES: Final = 16
 
 
 #: Blocks that hold others.
@@ -45,21 +47,29 @@ _FORWARDS: Final = {
     ("self", "x", "feat_cache", "feat_idx"),
 )
 _TORCH: Final = frozenset(
-    {nn.Conv2d, nn.Dropout, nn.Identity, nn.ModuleList, nn.Sequential, nn.SiLU, nn.Upsample,
-     nn.ZeroPad2d}
-)  # fmt: skip
+    {
+        nn.Conv2d,
+        nn.Dropout,
+        nn.Identity,
+        nn.ModuleList,
+        nn.Sequential,
+        nn.SiLU,
+        nn.Upsample,
+        nn.ZeroPad2d,
+    }
+)
 #: Layers of a coder's end, and of a residual block.
 _END: Final = ["RMS_norm", "SiLU", "CausalConv3d"]
 _RESIDUAL: Final = [*_END[:2], "CausalConv3d", *_END[:2], "Dropout", "CausalConv3d"]
 
 
-class Level(NamedTuple):
+class Resolution(NamedTuple):
     """The blocks of one resolution, in order.
 
     Attributes:
         blocks: Residual blocks and attentions.
-        resample: What enlarges or reduces their result, or None.
-        shortcut: What adds the level's input to it (Wan 2.2), or None.
+        resample: Enlarges or reduces their result. None at a coder's last resolution.
+        shortcut: Adds the input of the blocks to the result (Wan 2.2), or None.
     """
 
     blocks: list[Any]
@@ -68,27 +78,32 @@ class Level(NamedTuple):
 
 
 class WanCoder(PatchedCoder):
-    """What decoder and encoder share."""
+    """The parts that decoder and encoder share."""
 
-    known, forwards = _TORCH, _FORWARDS | {f"Wan{name}": own for name, own in _FORWARDS.items()}
+    known = _TORCH
+    forwards = _FORWARDS | {f"Wan{name}": names for name, names in _FORWARDS.items()}
 
-    def coded(self, video: Video, x: Tensor) -> Tensor:
-        pieces = [video.rows.whole(one) for one in self.pieces(video, x.movedim(1, -1))]
-        return _joined(pieces).movedim(-1, 1).contiguous()
+    def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
+        """Run the coder over the next frames of a video.
 
-    def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        """Yield the result of the frames x [B, T, H, W, C], a few frames at a time.
+        Args:
+            session: The state after the frames before.
+            x: [B, C, T, H, W].
 
-        x has the strides of [B, C, T, H, W].
+        Returns:
+            [B, C', T', H', W'], contiguous.
         """
         raise NotImplementedError
 
     def why_modules(self) -> str:
         if why := super().why_modules():
             return why
-        blocks = [*self.middle(), *(one for level in self.levels() for one in level.blocks)]
+        *before, last = self.resolutions()
+        blocks = [*self.middle(), *(block for level in (*before, last) for block in level.blocks)]
         known = {*map(kind_of, blocks)} <= {"ResidualBlock", "AttentionBlock"}
-        if known and [*map(kind_of, self.end())] == _END:
+        resampled = before and all(level.resample is not None for level in before)
+        resampled = resampled and last.resample is None
+        if known and resampled and [*map(kind_of, self.end())] == _END:
             return ""
         return f"{self.part}: its blocks are not the author's"
 
@@ -101,7 +116,7 @@ class WanCoder(PatchedCoder):
             return "it does not repeat pixels"
         if kind_of(module) == "ResidualBlock" and [*map(kind_of, _layers(module))] != _RESIDUAL:
             return "its layers are not the author's"
-        why = "" if _own_padding(module) else "its padding is not the author's"
+        why = "" if _keeps_size(module) else "its padding is not the author's"
         return super().why_module(module) or why
 
     def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
@@ -117,68 +132,69 @@ class WanCoder(PatchedCoder):
         return getattr(self.block, "conv_in", None) or self.block.conv1
 
     def middle(self) -> list[Any]:
-        """Return the blocks at the lowest resolution."""
+        """Return the blocks in the middle of the VAE, at the latent's resolution."""
         return list(_inside(getattr(self.block, "mid_block", None) or self.block.middle))
 
     def end(self) -> list[Any]:
         """Return the last norm, its SiLU and the last convolution."""
         coder = self.block
-        own = getattr(coder, "head", None)
-        return [coder.norm_out, coder.nonlinearity, coder.conv_out] if own is None else [*own]
+        head = getattr(coder, "head", None)
+        return [coder.norm_out, coder.nonlinearity, coder.conv_out] if head is None else [*head]
 
-    def levels(self) -> list[Level]:
-        """Return the levels of another resolution, in order."""
+    def resolutions(self) -> list[Resolution]:
+        """Return the blocks of each resolution, in order, without those in the middle."""
         names = "up_blocks", "down_blocks", "upsamples", "downsamples"
-        held = next(one for name in names if (one := getattr(self.block, name, None)) is not None)
-        found, blocks = list[Level](), list[Any]()
-        for group in held:
+        lists = (getattr(self.block, name, None) for name in names)
+        resolutions, blocks = list[Resolution](), list[Any]()
+        for group in next(modules for modules in lists if modules is not None):
             shortcut, resample = getattr(group, "avg_shortcut", None), None
             blocks += _inside(group)
             if blocks and kind_of(blocks[-1]) == "Resample":
                 resample = blocks.pop()
             if resample is not None or shortcut is not None:
-                found.append(Level(blocks, resample, shortcut))
+                resolutions.append(Resolution(blocks, resample, shortcut))
                 blocks = []
-        return found + ([Level(blocks)] if blocks else [])
+        if blocks:
+            resolutions.append(Resolution(blocks))
+        return resolutions
 
     # --- blocks, each beside its author's forward ------------------------------------------------
 
-    def resnet(self, video: Video, block: Any, x: Tensor) -> Tensor:
+    def run_block(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
+        """Run a residual block or an attention on x [B, T, H, W, C], on this rank's rows."""
+        halo = session.halo
+        if kind_of(block) == "ResidualBlock":
+            return self.resnet(session, block, halo.exchange_halo(x))
+        return halo.scatter(self.attention(session, block, halo.gather(x)))
+
+    def resnet(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
-        video.rows.refresh(x)
         norm1, _, conv1, norm2, _, _, conv2 = _layers(block)
         shortcut = getattr(block, "shortcut", None) or block.conv_shortcut
         h = x
         if not isinstance(shortcut, nn.Identity):
-            h = video.conv(shortcut, x.to(video.dtype))
-        y = video.behind(conv1, x, rms(norm1, x))
-        y = video.conv(conv1, y, bias=False)  # the next pass adds the bias
-        y = video.behind(conv2, y, rms(norm2, x), before=video.bias(conv1))
-        return video.conv(conv2, y, residual=h)
+            h = session.conv(shortcut, x.to(session.dtype))
+        y = session.with_history(conv1, x, rms(norm1, x))
+        y = session.conv(conv1, y, with_bias=False)  # the next pass adds the bias
+        _, bias = session.weights(conv1)
+        y = session.with_history(conv2, y, rms(norm2, x), before=bias)
+        return session.conv(conv2, y, residual=h)
 
-    def attention(self, video: Video, block: Any, x: Tensor) -> Tensor:
-        """Run an attention: one head over the pixels of each frame."""
-        x = video.rows.whole(x)
+    def attention(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
+        """Run an attention on x [B, T, H, W, C]: one head over the pixels of each frame."""
         batch, frames, height, width, channels = x.shape
-        y, _ = norm_silu(x, rms(block.norm, x), silu=False, dtype=video.dtype, impl=video.impl)
-        qkv = video.conv(block.to_qkv, y, dtype=video.dtype)
+        norm = rms(block.norm, x)
+        y, _ = norm_silu(x, norm, silu=False, dtype=session.dtype, impl=session.impl)
+        qkv = session.conv(block.to_qkv, y, dtype=session.dtype)
         qkv = qkv.view(batch * frames, 1, height * width, 3 * channels)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v).reshape(x.shape)
-        return video.rows.part(video.conv(block.proj, y, residual=x))
+        return session.conv(block.proj, y, residual=x)
 
-    def blocks(self, video: Video, blocks: list[Any], x: Tensor) -> Tensor:
-        """Run the blocks of a level or of the middle."""
-        for block in blocks:
-            run = self.resnet if kind_of(block) == "ResidualBlock" else self.attention
-            x = run(video, block, x)
-        return x
-
-    def head(self, video: Video, x: Tensor) -> Tensor:
-        """Run the last norm and convolution."""
-        video.rows.refresh(x)
+    def head(self, session: CoderSession, x: Tensor) -> Tensor:
+        """Run the last norm and convolution on x [B, T, H, W, C]."""
         norm, _, conv = self.end()
-        return video.conv(conv, video.behind(conv, x, rms(norm, x)))
+        return session.conv(conv, session.with_history(conv, x, rms(norm, x)))
 
 
 class Decoder(WanCoder):
@@ -189,66 +205,64 @@ class Decoder(WanCoder):
     def first_frames(self, x: Tensor) -> int:
         return 2
 
-    def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        levels, start = self.levels(), self.start()
-        ups = [level.resample for level in levels if level.resample is not None]
-        room = _ROOM * x.shape[0] * x.shape[2] * x.shape[3] * 4 ** len(ups)
-        room *= max([self.end()[0].gamma.numel(), *(up.dim for up in ups[-1:])])
+    def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
+        halo, start = session.halo, self.start()
+        *lower, half, full = self.resolutions()
+        times = 2 ** sum(level.resample.mode == "upsample3d" for level in (*lower, half))
+        batch, _, frames, height, width = x.shape
+        frames = times * frames - (times - 1) * (start not in session.history)
+        scale = 2 ** (len(lower) + 1)
+        out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
+        done = 0
+        for latent in torch.split(x, max(1, 4 * _FRAMES // times), 2):
+            h = halo.scatter(latent.movedim(1, -1).contiguous())
+            h = session.conv(start, session.with_history(start, h))
+            for block in self.middle():
+                h = self.run_block(session, block, h)
+            for level in lower:
+                skip = None if level.shortcut is None else h
+                for block in level.blocks:
+                    h = self.run_block(session, block, h)
+                h = self.upsample(session, level, halo.exchange_halo(h), skip)
+            skip = None if half.shortcut is None else h
+            for block in half.blocks:
+                h = self.run_block(session, block, h)
+            halo.exchange_halo(h)
+            for first in range(0, h.shape[1], _FRAMES):
+                part = slice(first, first + _FRAMES)
+                part_skip = None if skip is None else skip[:, part]
+                y = self.upsample(session, half, h[:, part], part_skip)
+                for block in full.blocks:
+                    y = self.run_block(session, block, y)
+                y = halo.gather(self.head(session, halo.exchange_halo(y)))
+                out[:, :, done : done + y.shape[1]] = y.movedim(-1, 1)
+                done += y.shape[1]
+        return out
 
-        x = video.rows.part(x.contiguous())
-        x = video.conv(start, video.behind(start, x))
-        pieces: Iterator[Any] = iter((self.blocks(video, self.middle(), x),))
-        del x
-        for level in levels:
-            pieces = self._up(video, level, pieces, room)
-        for x in pieces:
-            y = self.head(video, x)
-            del x
-            yield y
-
-    def _up(
-        self, video: Video, level: Level, pieces: Iterator[Tensor], room: int
-    ) -> Iterator[Tensor]:
-        """Run a level on pieces [B, T, H, W, C]."""
-        up = level.resample
-        x: Any
-        for x in pieces:
-            # Nothing is held while other levels run, but what is read again.
-            y: Any = x
-            x = None if level.shortcut is None else x
-            for block in level.blocks:
-                y = self.blocks(video, [block], y)
-            if up is None:
-                done, y = [y], None
-                yield done.pop()
-                continue
-            # As many as on one rank, so that all ranks take the same steps, and the same kernels.
-            size = y.shape[0] * video.rows.whole_height(y) * y[0, 0, 0].numel()
-            frames = max(1, room // (size * (8 if up.mode == "upsample3d" else 4)))
-            video.rows.refresh(y)
-            for start in range(0, y.shape[1], frames):
-                part = slice(start, start + frames)
-                yield self._enlarge(video, level, y[:, part], None if x is None else x[:, part])
-            x = y = None
-
-    def _enlarge(self, video: Video, level: Level, y: Tensor, x: Tensor | None) -> Tensor:
-        """Run the upsampling of a level on y, and add its shortcut of the level's input x."""
-        up, y, first = level.resample, video.rows.narrow(y), False
-        if up.mode == "upsample3d":  # The first frame stays one frame.
-            conv = up.time_conv
-            first = conv not in video.history
-            video.history.setdefault(conv)  # Zeros come before the second.
-            start, y = y[:, :first], y[:, first:]
-            if y.shape[1]:
-                y = video.conv(conv, video.behind(conv, y), dtype=video.dtype)
-                # The first half of the channels is the first of two frames.
-                y = torch.unflatten(y, 4, (2, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
-            y = torch.cat([start.to(video.dtype), y], 1) if first else y
+    def upsample(
+        self, session: CoderSession, level: Resolution, x: Tensor, skip: Tensor | None
+    ) -> Tensor:
+        """Upsample x [B, T, H, W, C], and add the shortcut of the resolution's input."""
+        resample, x, first = level.resample, session.halo.shrink_halo(x), False
+        if resample.mode == "upsample3d":
+            first = resample.time_conv not in session.history
+            x = self.double_frames(session, resample.time_conv, x)
         duplicate = None
-        if x is not None:
-            own = level.shortcut
-            duplicate = Duplicate(video.rows.narrow(x), own.factor_t, own.repeats, first)
-        return video.enlarge(up.resample[1], y, duplicate)
+        if skip is not None:  # The first of the blocks exchanged its halo.
+            skip, shortcut = session.halo.shrink_halo(skip), level.shortcut
+            duplicate = Duplicate(skip, shortcut.factor_t, shortcut.repeats, first)
+        return session.upsample(resample.resample[1], x, duplicate)
+
+    def double_frames(self, session: CoderSession, conv: Any, x: Tensor) -> Tensor:
+        """Make two frames of each frame of x [B, T, H, W, C]. A video's first frame stays one."""
+        first = conv not in session.history
+        session.history.setdefault(conv)  # Zeros come before the second frame.
+        start, x = x[:, :first], x[:, first:]
+        if x.shape[1]:
+            x = session.conv(conv, session.with_history(conv, x), dtype=session.dtype)
+            # The first half of the channels is the first of two frames.
+            x = torch.unflatten(x, 4, (2, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
+        return torch.cat([start.to(session.dtype), x], 1) if first else x
 
 
 class Encoder(WanCoder):
@@ -259,50 +273,63 @@ class Encoder(WanCoder):
     def first_frames(self, x: Tensor) -> int:
         return 5
 
-    def pieces(self, video: Video, x: Tensor) -> Iterator[Tensor]:
-        conv = self.start()
-        start = [x] if conv in video.history else [x[:, :1], *torch.split(x[:, 1:], 4, 1)]
-        pieces: Iterator[Tensor] = (
-            video.conv(conv, video.behind(conv, one.contiguous()))
-            for one in _gathered((one for one in start if one.shape[1]), _ROOM)
-        )
-        for level in self.levels():
-            pieces = self._down(video, level, pieces)
-            if level.resample is not None:
-                pieces = _gathered(pieces, _ROOM)
-        for y in pieces:
-            yield self.head(video, self.blocks(video, self.middle(), y))
+    def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
+        start = self.start()
+        *higher, lowest = self.resolutions()
+        times = 2 ** sum(level.resample.mode == "downsample3d" for level in higher)
+        frames = -(-_FRAMES // times) * times
+        first = start not in session.history  # A video's first frame stays one.
+        ends = range(first + frames, x.shape[2], frames)
+        latents = []
+        for chunk in torch.tensor_split(x, [*ends], 2):
+            h = chunk.movedim(1, -1).contiguous()
+            h = session.conv(start, session.with_history(start, h))
+            for level in higher:
+                skip = None if level.shortcut is None else h
+                for block in level.blocks:
+                    h = self.run_block(session, block, h)
+                h = self.downsample(session, level, h, skip)
+            latents.append(h)
+        results = []
+        for h in torch.split(torch.cat(latents, 1), _LATENT_FRAMES, 1):
+            skip = h
+            for block in lowest.blocks:
+                h = self.run_block(session, block, h)
+            if lowest.shortcut is not None:
+                h = h + _average(skip, lowest.shortcut)
+            for block in self.middle():
+                h = self.run_block(session, block, h)
+            results.append(self.head(session, h))
+        return torch.cat(results, 1).movedim(-1, 1).contiguous()
 
-    def _down(self, video: Video, level: Level, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Run a level on pieces [B, T, H, W, C]."""
-        for x in pieces:
-            y = self.blocks(video, level.blocks, x)
-            if level.resample is not None:
-                y = self._resample(video, level.resample, y)
-            yield y if level.shortcut is None else y + _average(x, level.shortcut)
+    def downsample(
+        self, session: CoderSession, level: Resolution, x: Tensor, skip: Tensor | None
+    ) -> Tensor:
+        """Halve x [B, T, H, W, C], and in time where its author does, and add the shortcut of the
+        resolution's input."""
+        resample = level.resample
+        in_time = resample.mode == "downsample3d"
+        x = F.pad(x.to(session.dtype), (0, 0, 0, 1, 0, 1))
+        dtype = session.dtype if in_time else session.stream
+        x = session.conv(resample.resample[1], x, dtype=dtype)
+        if in_time:
+            x = self.halve_frames(session, resample.time_conv, x)
+        return x if skip is None else x + _average(skip, level.shortcut)
 
-    def _resample(self, video: Video, down: Any, x: Tensor) -> Tensor:
-        """Halve x, and in time where its author does. The first frame stays one frame."""
-        x = F.pad(x.to(video.dtype), (0, 0, 0, 1, 0, 1))
-        in_time = down.mode == "downsample3d"
-        dtype = video.dtype if in_time else video.stream
-        x = video.conv(down.resample[1], x, dtype=dtype)
-        if not in_time:
-            return x
-        conv, parts = down.time_conv, []
-        if conv not in video.history:
-            parts, video.history[conv] = [x[:, :1].to(video.stream)], x[:, :1].clone()
-            x = x[:, 1:]
-        if x.shape[1]:
-            y = torch.cat([video.history[conv], x], 1)
-            video.history[conv] = x[:, -1:].clone()
-            parts.append(video.conv(conv, y))
-        return _joined(parts)
+    def halve_frames(self, session: CoderSession, conv: Any, x: Tensor) -> Tensor:
+        """Make a frame of each two of x [B, T, H, W, C]. A video's first frame stays one."""
+        first = conv not in session.history
+        before = x[:, :1] if first else session.history[conv]
+        session.history[conv] = x[:, -1:].clone()
+        if not first:
+            return session.conv(conv, torch.cat([before, x], 1))
+        start = before.to(session.stream)
+        return torch.cat([start, session.conv(conv, x)], 1) if x.shape[1] > 1 else start
 
 
 def kind_of(module: Any) -> str:
     """Return the name of a module's class, without the prefix that diffusers gives it."""
-    return author_class(module).__name__.removeprefix("Wan")
+    return original_class(module).__name__.removeprefix("Wan")
 
 
 def _inside(module: Any) -> Iterator[Any]:
@@ -311,7 +338,7 @@ def _inside(module: Any) -> Iterator[Any]:
     kind = kind_of(module)
     if kind == "MidBlock":  # diffusers keeps the two apart
         pairs = zip(module.attentions, module.resnets[1:], strict=True)
-        yield from (module.resnets[0], *(one for pair in pairs for one in pair))
+        yield from (module.resnets[0], *(block for pair in pairs for block in pair))
     elif kind in ("ModuleList", "Sequential", *_GROUPS):
         for child in module.children():
             yield from _inside(child)
@@ -333,8 +360,8 @@ def rms(norm: Any, x: Tensor) -> RMSNorm:
     return RMSNorm(norm.gamma.to(x.device), None if bias is None else bias.to(x.device))
 
 
-def _own_padding(module: Any) -> bool:
-    """Return False for a causal convolution with other padding than keeps a frame's size."""
+def _keeps_size(module: Any) -> bool:
+    """Return False for a causal convolution whose padding changes a frame's size."""
     padding = getattr(module, "_padding", None)
     if padding is None:
         return True
@@ -352,20 +379,3 @@ def _average(x: Tensor, shortcut: Any) -> Tensor:
         x = torch.unflatten(x, dim, (-1, factor))
     x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4)  # [B, T', H', W', C * ft * fs * fs]
     return torch.unflatten(x, 4, (shortcut.out_channels, shortcut.group_size)).mean(-1)
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """Join pieces of a video along time, without a copy of a single one."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def _gathered(pieces: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
-    """Join pieces of a video along time until each has at least this many frames."""
-    held: list[Tensor] = []
-    for piece in pieces:
-        held.append(piece)
-        if sum(one.shape[1] for one in held) >= frames:
-            yield _joined(held)
-            held = []
-    if held:
-        yield _joined(held)
