@@ -22,13 +22,17 @@ from tests.patching import models
 from tests.patching.test_threads import together
 from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL, conv_in_float64
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
-from turbo_rcm_patch.errors import AlreadyPatchedError, UnknownArchitectureError
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    UnknownArchitectureError,
+)
 from turbo_rcm_patch.ops.conv3d.api import conv3d
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
 from turbo_rcm_patch.patching.measure import ROW_ROOM
-from turbo_rcm_patch.patching.vae import distance
+from turbo_rcm_patch.patching.vae import distance, share
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
 FUSION = 3e-6
@@ -181,6 +185,14 @@ def test_the_kernels_make_the_authors_video(on: Any, vae: VAE) -> None:
     expected = both(model, z, x)
     patch_model(model, impl=on.impl)
     assert_near(both(model, z, x), expected)
+
+
+def test_a_vae_that_cannot_be_shared_says_so() -> None:
+    model = COGVIDEOX.model()
+    with pytest.raises(NotPatchedError, match="share: vae"):
+        share(model, None)
+    patch_model(model)
+    assert not share(model, None)
 
 
 # --- undo ----------------------------------------------------------------------------------------
