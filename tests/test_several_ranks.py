@@ -26,8 +26,8 @@ from torch import Tensor
 from tests.measures import relative_l2
 from tests.patching.models import mapped, named, run, wan
 from tests.patching.test_symmetric import mapped as mapped_memory
-from tests.patching.test_vae import FUSION, decode, encode
-from tests.patching.vae import VAE, WAN, WAN_RESIDUAL, conv_in_float64
+from tests.patching.test_vae import FUSION
+from tests.patching.vae import VAE, WAN, WAN_RESIDUAL, conv_in_float64, decode, encode
 from tests.ranks import enable_parallelism, on_ranks
 from tests.video.micro import SMALL, micro_pipe, micro_video_pipe
 from tests.video.micro_cogvideox import micro_cogvideox
