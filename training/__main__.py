@@ -24,7 +24,7 @@ from training.recipes import RECIPES, Recipe
 from training.stages import STAGES, Training
 from turbo_rcm_patch.cli.exit_codes import OK, run_command
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
-from turbo_rcm_patch.output import merged, write_json
+from turbo_rcm_patch.files import atomic_folder, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,8 +101,10 @@ def install(recipe: Recipe, student: Path, target: Path | None = None) -> Path:
     if size > recipe.most_bytes:
         expected = f"at most {recipe.most_bytes} bytes"
         raise ModelFolderError("size of the model", expected=expected, got=str(size))
-    with merged(target) as copied:
+    with atomic_folder(target, force=True) as copied:
         shutil.copytree(student, copied, dirs_exist_ok=True)
+        for card in kept:
+            shutil.copy2(card, copied)
     return target
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.files import atomic
 
 #: Seconds between checkpoints.
 SAVE_EVERY: Final = 60.0

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.flow import Velocity
 from turbo_rcm_patch import keep_int8_only
-from turbo_rcm_patch.output import merged
+from turbo_rcm_patch.files import atomic_folder
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video.rcm_times import rcm_times
 
@@ -166,7 +166,7 @@ class Wan:
             keep_int8_only(pipe.transformer)
         settings = json.loads((self.like / SETTINGS_FILE).read_text())
         settings |= self.changes.get("settings", {})
-        with merged(folder) as written:
+        with atomic_folder(folder, force=True) as written:
             pipe.save_pretrained(written, safe_serialization=True)
             (written / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
             if licence is not None:

@@ -44,7 +44,7 @@ from training.loop import OutOfTimeError, Recorded, Run, Stage
 from training.networks import tokenize
 from training.recipes import Recipe
 from training.world import Bucket
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.tiny import TINY_WAN
 
 _KL: Final = 3e-4

@@ -31,7 +31,7 @@ from PIL import Image
 
 from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.extras import missing as not_installed
-from turbo_rcm_patch.output import atomic, write_json
+from turbo_rcm_patch.files import atomic, write_json
 
 Picture = np.ndarray[Any, Any]
 

@@ -436,7 +436,7 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
 ) -> None:
     """Of the self-attention's rows some are compared, and all of its keys are read."""
     monkeypatch.setattr(measure, "_WHOLE", 12)
-    author, found, errors, work = guard._author, [], [], [0]
+    author, found, errors, work = guard._run_original_rows, [], [], [0]
 
     def counted(*args: Any) -> Any:
         if one.name == "anyflow-far":  # torch's flex_attention runs under no mode
@@ -446,7 +446,7 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
         work[-1] += counter.get_total_flops()
         return stages
 
-    monkeypatch.setattr(guard, "_author", counted)
+    monkeypatch.setattr(guard, "_run_original_rows", counted)
     for alone in (True, False):
         if not alone:
             for cls in subclasses(PatchedBlock):
@@ -521,7 +521,7 @@ def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
     for mixes in ("attn1", ""):
         monkeypatch.setattr(WanBlock, "mixes", mixes)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            guard._author(patched, (x, text, temb, (table, table)))
+            guard._run_original_rows(patched, (x, text, temb, (table, table)))
         work.append(counter.get_total_flops() / 1e12)
     assert work == pytest.approx([9.36, 41.96], rel=0.01)
 
@@ -896,7 +896,7 @@ def test_an_error_counts_by_what_the_last_linear_reads() -> None:
         off[channel] = 0.1
         fast = [*author[:-1], (author[-1][0] + off,)]
         found.append(measure.shares(fast, author, None, last, BF16, True))
-    assert found[0].author == found[1].author
+    assert found[0].original == found[1].original
     assert found[0].fast > 10 * found[1].fast
 
 
@@ -995,7 +995,7 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
 
 
 #: Functions that can fail during a comparison, and the files that call them.
-PLACES = {"_author": guard, "measure": guard, "attention_errors": measure}
+PLACES = {"_run_original_rows": guard, "measure": guard, "attention_errors": measure}
 
 #: What an error of the author's code says if it cannot run here.
 CANNOT = [

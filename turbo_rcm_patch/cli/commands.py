@@ -8,20 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.files import check_writable, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, judging, store
@@ -380,22 +379,21 @@ def pairs(given: options.Pairs) -> int:
 
 
 def convert(given: options.Convert) -> int:
-    """Convert a checkpoint to a folder or back, and print what was written."""
+    """Convert a checkpoint to a folder, and print what was written."""
     with bars() as show:
 
         def progress(stage: str, done: int, total: int) -> None:
             show(stage, done >> 20, max(1, total >> 20))
 
-        common: dict[str, Any] = {"force": given.force, "progress": progress}
-        more = common | {
+        more: dict[str, Any] = {
+            "force": given.force,
+            "progress": progress,
             "dtype": None if given.dtype is None else getattr(torch, given.dtype),
             "heads": given.heads,
             "network": given.network,
             "int8_only": given.int8_only,
         }
-        if given.back:
-            written = [write_checkpoint(given.source, given.out, **common)]
-        elif given.base is None:
+        if given.base is None:
             written = [convert_transformer(given.source, given.out, **more)]
         else:
             more |= {"base": given.base, "low_noise": given.low_noise, "copy": given.copy}
@@ -408,14 +406,11 @@ def convert(given: options.Convert) -> int:
 
 
 def _load(given: options.Run, device: str | None) -> VideoPipeline:
-    int8: bool | Literal["only"] = given.config.linear == "int8" and getattr(given, "patch", True)
-    if given.config.linear == "int8-only":
-        int8 = "only"
     return load_pipeline(
         given.model,
         dtype=getattr(torch, given.dtype),
         device=device,
         offload=given.offload,
-        int8=int8,
+        int8="only" if given.config.linear == "int8-only" else None,
         **given.loras,
     )
