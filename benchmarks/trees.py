@@ -14,7 +14,7 @@ from typing import Final
 
 from benchmarks.runner import Benchmark, Plan, Record, check_new
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import write_json
 
 #: How often each tree measures a case. They take turns, so that a slow drift meets both.
 _TURNS: Final = 2
