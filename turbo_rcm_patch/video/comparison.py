@@ -165,7 +165,8 @@ def compare(
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
         passes = _Passes(store, keys, missing, make_clip, steps, progress)
-        calls = CapturedCalls(_to_measure(pipe, store, network_number))
+        networks = () if network_number is False else networks_of(pipe).values()
+        calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
 
         passes.run("baseline", unpatched(), first_call=calls)
@@ -173,17 +174,14 @@ def compare(
         control = _run_control(passes, pipe._execution_device, unpatched)
         network, why = None, ""
         if network_number is not False:
-            if not any(calls.kept.values()) and calls.kept:
-                with unpatched(), calls:
-                    make_clip(0, _ignore)
-            network, why = _network(pipe, store, calls, config, attention_backend, progress)
+            network, why = _network(passes, calls, pipe, config, attention_backend)
         fusion = _fusion(pipe, config, attention_backend)
         results = []
         for i, clip in enumerate(finished):
             progress("videos", i, len(keys))
-            results.append(
-                clip or _measured(store, keys[i], sources[i], digests[i], seed + i, fps)
-            )
+            prompt = sources[i].prompt
+            results.append(clip or _measured(store, keys[i], prompt, digests[i], seed + i, fps))
+            store.remove_clips(keys[i])
         progress("videos", len(keys), len(keys))
         note = store.read_json("runs/patched.json") or {}
         model = ModelFacts(
@@ -506,42 +504,32 @@ def _is_finite(frames: torch.Tensor) -> bool:
     return len(frames) > 0 and bool(frames.isfinite().all())
 
 
-def _to_measure(pipe: VideoPipeline, store: Store, wanted: bool | None) -> list[torch.nn.Module]:
-    """Return the networks whose calls the network number needs: none if it is not wanted, known
-    already, or cannot be measured."""
-    known = store.read_json(_NETWORK)
-    needless = wanted is False or known is not None or why_no_network(pipe)
-    return [] if needless else [*networks_of(pipe).values()]
-
-
 def _network(
-    pipe: VideoPipeline,
-    store: Store,
+    passes: _Passes,
     calls: CapturedCalls,
+    pipe: VideoPipeline,
     config: PatchConfig,
     attention_backend: str | None,
-    progress: Progress,
 ) -> tuple[NetworkNumber | None, str]:
     """Return the network number, measured once; or None and why."""
-    if known := store.read_json(_NETWORK):
+    if known := passes.store.read_json(_NETWORK):
         return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
     if why := why_no_network(pipe):
         return None, why
+    if not any(calls.kept.values()):  # An earlier run has made the baseline.
+        with _unpatched(pipe, config), calls:
+            passes.make_clip(0, _ignore)
     kept = {network: inputs for network, inputs in calls.kept.items() if inputs}
     if not kept:
         return None, "the videos were made without a call of it"
+    show = partial(passes.progress, "network")
     try:
-        number = networks_number(
-            kept,
-            config,
-            attention_backend=attention_backend,
-            progress=partial(progress, "network"),
-        )
+        number = networks_number(kept, config, attention_backend=attention_backend, progress=show)
     except torch.OutOfMemoryError:
         return None, "one call of it in fp32 does not fit the device's memory"
     if number.unpatched == 0:
         return None, "unpatched it has no error: it runs in fp32"
-    store.write_json(_NETWORK, asdict(number))
+    passes.store.write_json(_NETWORK, asdict(number))
     return number, ""
 
 
@@ -577,8 +565,8 @@ def _fusion(
     )
 
 
-def _measured(store: Store, key: str, source: Source, digest: str, seed: int, fps: int) -> Clip:
-    """Measure a clip, and remove its frames; the record marks the end."""
+def _measured(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
+    """Measure a clip; the record marks the end."""
     runs = {run: store.load_clip(key, run) for run in RUNS}
     clip = measured(
         store,
@@ -586,12 +574,11 @@ def _measured(store: Store, key: str, source: Source, digest: str, seed: int, fp
         fps,
         single_videos=True,
         key=key,
-        prompt=source.prompt,
+        prompt=prompt,
         seed=seed,
         runs={run: stored.note for run, stored in runs.items()},
     )
     clip.record(store, digest)
-    store.remove_clips(key)
     return clip
 
 
