@@ -66,7 +66,6 @@ def test_python_runs_it_as_a_module() -> None:
         (["compare", "--model", "/no/such", "--prompt", "x"], "no such folder: /no/such"),
         (["compare", "--prompt", "x", "--fidelity", "0"], "PatchConfig.fidelity"),
         (["generate", "--prompt", "x", "--out", ""], "is a variable not set?"),
-        (["generate", "--prompts", "/no/such"], "No such file"),
         (["pairs", "--model", "/no/such"], "no such folder"),
     ],
     ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",

@@ -8,20 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.files import check_writable, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, judging, store
@@ -174,7 +173,7 @@ def _make_share(given: options.Generate, videos: list[Video], processes: Process
         with _shown(processes) as progress:
             done = len(share) - len(missing)
             alone = len(videos) == 1 or given.together  # Else the other processes wait for it.
-            failed = maker.make_all(missing, progress, done=done, fails=alone)
+            failed = maker.make_all(missing, progress, done=done, reraise=alone)
         if report is not None and processes.first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
@@ -255,7 +254,7 @@ class Maker:
         return missing
 
     def make_all(
-        self, videos: list[Video], progress: Progress, *, done: int, fails: bool
+        self, videos: list[Video], progress: Progress, *, done: int, reraise: bool
     ) -> list[str]:
         """Make videos, of which one that fails costs the others nothing.
 
@@ -263,7 +262,7 @@ class Maker:
             videos: The videos.
             progress: Called after every step.
             done: The number of videos that were there before.
-            fails: Raise the error of a video that fails.
+            reraise: Raise the error of a video that fails.
 
         Returns:
             The prompts that failed.
@@ -273,17 +272,13 @@ class Maker:
         if done:
             progress("generate", done * steps, total)
         for index, video in enumerate(videos, done):
-
-            def on_step(step: int, _: int, before: int = index * steps) -> None:
-                progress("generate", before + step, total)
-
             try:
                 with reraise_interrupts():
-                    self.make(video, on_step)
+                    self.make(video, partial(_show_step, progress, index * steps, total))
             except BrokenPipeError:
                 raise
             except Exception as error:
-                if fails:
+                if reraise:
                     raise
                 failed.append(video.prompt)
                 why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
@@ -318,6 +313,10 @@ class Maker:
         if peak := max(times[2] for times in self.times):
             text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
         return text + f". {EMULATED}" * (impl == "reference")
+
+
+def _show_step(progress: Progress, before: int, total: int, step: int, _: int) -> None:
+    progress("generate", before + step, total)
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -388,22 +387,21 @@ def pairs(given: options.Pairs) -> int:
 
 
 def convert(given: options.Convert) -> int:
-    """Convert a checkpoint to a folder or back, and print what was written."""
+    """Convert a checkpoint to a folder, and print what was written."""
     with bars() as show:
 
         def progress(stage: str, done: int, total: int) -> None:
             show(stage, done >> 20, max(1, total >> 20))
 
-        common: dict[str, Any] = {"force": given.force, "progress": progress}
-        more = common | {
+        more: dict[str, Any] = {
+            "force": given.force,
+            "progress": progress,
             "dtype": None if given.dtype is None else getattr(torch, given.dtype),
             "heads": given.heads,
             "network": given.network,
             "int8_only": given.int8_only,
         }
-        if given.back:
-            written = [write_checkpoint(given.source, given.out, **common)]
-        elif given.base is None:
+        if given.base is None:
             written = [convert_transformer(given.source, given.out, **more)]
         else:
             more |= {"base": given.base, "low_noise": given.low_noise, "copy": given.copy}
@@ -416,14 +414,11 @@ def convert(given: options.Convert) -> int:
 
 
 def _load(given: options.Run, device: str | None) -> VideoPipeline:
-    int8: bool | Literal["only"] = given.config.linear == "int8" and getattr(given, "patch", True)
-    if given.config.linear == "int8-only":
-        int8 = "only"
     return load_pipeline(
         given.model,
         dtype=getattr(torch, given.dtype),
         device=device,
         offload=given.offload,
-        int8=int8,
+        int8="only" if given.config.linear == "int8-only" else None,
         **given.loras,
     )
