@@ -164,14 +164,15 @@ def compare(
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
-        passes = _Passes(store, keys, missing, make_clip, steps, progress)
+        device = pipe._execution_device
+        passes = _Passes(store, keys, missing, make_clip, steps, device, progress)
         networks = () if network_number is False else networks_of(pipe).values()
         calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
 
         passes.run("baseline", unpatched(), first_call=calls)
         passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
-        control = _run_control(passes, pipe._execution_device, unpatched)
+        control = _run_control(passes, unpatched)
         network, why = None, ""
         if network_number is not False:
             network, why = _network(passes, calls, pipe, config, attention_backend)
@@ -304,6 +305,7 @@ class _Passes:
         missing: The numbers of those that are not measured.
         make_clip: Makes a video.
         steps: Steps of a video.
+        device: The pipeline's.
         progress: As for `compare`.
     """
 
@@ -312,6 +314,7 @@ class _Passes:
     missing: Sequence[int]
     make_clip: _MakeClip
     steps: int
+    device: torch.device
     progress: Progress
 
     def run(
@@ -389,7 +392,8 @@ class _Passes:
                 return
             count, seconds = 3 * len(self.keys), times[-1] - times[-2]
             left = timedelta(seconds=round(seconds * count * self.steps))
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            cuda = self.device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
             memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
@@ -402,17 +406,13 @@ class _Passes:
         return on_step
 
 
-def _run_control(
-    passes: _Passes,
-    device: torch.device,
-    unpatched: Callable[[str], AbstractContextManager[None]],
-) -> str:
+def _run_control(passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]) -> str:
     """Run the control under the first exact backend that differs from the baseline; return its
     name."""
     store = passes.store
     known = store.read_json("runs/control.json")
     if known is None:
-        known = {"backend": _choose_control(passes, device, unpatched)}
+        known = {"backend": _choose_control(passes, unpatched)}
         store.write_json("runs/control.json", known)
     backend = str(known["backend"])
     passes.run("control", unpatched(backend))
@@ -420,15 +420,13 @@ def _run_control(
 
 
 def _choose_control(
-    passes: _Passes,
-    device: torch.device,
-    unpatched: Callable[[str], AbstractContextManager[None]],
+    passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]
 ) -> str:
     """Choose the backend with the first video that is missing, and keep this video."""
     i, refused = min(passes.missing, default=0), []
     key = passes.keys[i]
     baseline = passes.store.load_clip(key, "baseline").frames
-    for name in candidates(device):
+    for name in candidates(passes.device):
         try:
             with unpatched(name):
                 clip = passes.make_clip(i, _ignore)
