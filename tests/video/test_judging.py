@@ -328,7 +328,7 @@ def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(tmp_path, 
 def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeypatch) -> None:
     made = folders(tmp_path / "in", write=as_pngs)
     measured: list[str] = []
-    real = judging._measured
+    real = judging._measure
     stops = ["c"]
 
     def spied(store: object, name: str, *more: object) -> object:
@@ -338,7 +338,7 @@ def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeyp
         measured.append(name)
         return real(store, name, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(judging, "_measured", spied)
+    monkeypatch.setattr(judging, "_measure", spied)
     assert main(arguments(made, tmp_path / "out")) == 130
     assert measured == ["a", "b"]
     assert main(arguments(made, tmp_path / "out")) == 0
@@ -367,6 +367,6 @@ def test_errors_of_the_whole_run_are_not_those_of_a_clip(tmp_path, monkeypatch) 
         raise judging.OutputError("the disk is full")
 
     made = folders(tmp_path)
-    monkeypatch.setattr(judging, "measured", full)
+    monkeypatch.setattr(judging, "measure", full)
     with pytest.raises(TurboRCMError, match="the disk is full"):
         judge_folders(*made, out=tmp_path / "out")

@@ -27,7 +27,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
-from turbo_rcm_patch.video.clips import Clip, measured
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, settings_for
 from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
@@ -181,7 +181,7 @@ def compare(
         for i, clip in enumerate(finished):
             progress("videos", i, len(keys))
             prompt = sources[i].prompt
-            results.append(clip or _measured(store, keys[i], prompt, digests[i], seed + i, fps))
+            results.append(clip or _measure(store, keys[i], prompt, digests[i], seed + i, fps))
             store.remove_clips(keys[i])
         progress("videos", len(keys), len(keys))
         note = store.read_json("runs/patched.json") or {}
@@ -563,10 +563,10 @@ def _fusion(
     )
 
 
-def _measured(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
+def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
     """Measure a clip; the record marks the end."""
     runs = {run: store.load_clip(key, run) for run in RUNS}
-    clip = measured(
+    clip = measure(
         store,
         {run: stored.frames for run, stored in runs.items()},
         fps,

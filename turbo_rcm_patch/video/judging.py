@@ -28,7 +28,7 @@ from turbo_rcm_patch.errors import (
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, measured
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE
 from turbo_rcm_patch.video.report import without_places, write_report
@@ -264,7 +264,7 @@ def judge_folders(
                 paths = _paired(name, clips)
                 inputs = {which: _digest(path) for which, path in paths.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measured(store, name, paths, inputs, fps)
+                clip = kept or _measure(store, name, paths, inputs, fps)
                 if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
                     raise _wrong(paths["candidate"], expected, "the other")
@@ -367,7 +367,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _measured(
+def _measure(
     store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
 ) -> Clip:
     """Read, measure and show one clip; its record comes last and marks the end."""
@@ -391,7 +391,7 @@ def _measured(
         got = "a control that " + ("is equal to it" if finite else "holds NaN")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
-    clip = measured(
+    clip = measure(
         store, clips, rate, label="candidate", latents=truth.latents, key=key, prompt=name
     )
     clip.record(store, inputs)

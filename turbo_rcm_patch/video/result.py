@@ -177,7 +177,7 @@ class Judged:
         return self.model.name if self.model else "candidate"
 
     @property
-    def one(self) -> str:
+    def noun(self) -> str:
         """The word for a clip."""
         return "prompt" if self.model else "clip"
 
@@ -248,7 +248,7 @@ class Judged:
             "missing": self.judgement.missing,
             "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
             "median_interval": {run: interval(values) for run, values in psnrs.items()},
-            f"{self.one}s": [
+            f"{self.noun}s": [
                 {name: value for name, value in clip.as_dict().items() if name != "runs"}
                 for clip in self.results
             ],
