@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
+from turbo_rcm_patch.errors import ConfigError, OutputError, SamplingError
 from turbo_rcm_patch.video import judging, verdict
 from turbo_rcm_patch.video.judging import judge_folders, read_clip
 from turbo_rcm_patch.video.video import as_bytes, write_mp4
@@ -364,9 +364,9 @@ def test_a_report_on_other_clips_is_not_replaced(tmp_path: Path) -> None:
 
 def test_errors_of_the_whole_run_are_not_those_of_a_clip(tmp_path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise judging.OutputError("the disk is full")
+        raise OutputError("the disk is full")
 
     made = folders(tmp_path)
     monkeypatch.setattr(judging, "measure", full)
-    with pytest.raises(TurboRCMError, match="the disk is full"):
+    with pytest.raises(OutputError, match="the disk is full"):
         judge_folders(*made, out=tmp_path / "out")
