@@ -70,7 +70,7 @@ def numbers(files: dict[str, bytes]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "call", "samples"),
     # Each pass begins with a call that is thrown away.
-    [("generate", 4, 3), ("measured", 1, 0)],
+    [("generate", 4, 3), ("measure", 1, 0)],
     ids=["patched", "videos"],
 )
 def test_ctrl_c_keeps_what_is_finished_and_files_of_others(
