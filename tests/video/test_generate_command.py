@@ -17,6 +17,7 @@ import torch
 
 from tests.video.cases import picture
 from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
+from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Maker, read_prompts
@@ -172,6 +173,13 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     said = " ".join(capsys.readouterr().err.split())
     assert told in said and "Traceback" not in said
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_cogvideox_is_patched_too(tmp_path: Path, capsys) -> None:
+    folder = save(micro_cogvideox(), tmp_path / "cogvideox")
+    given = options(model=folder, prompt="a circle", guidance_scale=1, out=tmp_path / "v.mp4")
+    assert main(["generate", *QUICK, *given]) == 0
+    assert (tmp_path / "v.mp4").is_file() and "fused" in capsys.readouterr().out
 
 
 def test_a_scale_for_an_expert_that_is_not_there_is_told(command, tmp_path, capsys) -> None:

@@ -244,33 +244,6 @@ class Settings:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenFrames:
-    """What is known of videos that a function of the caller makes (`compare(..., make=)`).
-
-    Attributes:
-        fps: Frames per second of the mp4s.
-        height: Height in pixels, 0 before the first video.
-        width: The same for the width.
-        num_frames: The same for the number of frames.
-        steps: A video counts as one step.
-    """
-
-    fps: int = 16
-    height: int = 0
-    width: int = 0
-    num_frames: int = 0
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        if type(self.fps) is not int or self.fps < 1:
-            raise ConfigError("fps", expected="a positive whole number", got=repr(self.fps))
-
-    def as_dict(self) -> dict[str, object]:
-        """What decides the videos, for JSON."""
-        return {"fps": self.fps, "made by": "a function of the caller"}
-
-
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     """Read the settings that a model folder brings along, empty if it brings none.
 
