@@ -26,6 +26,7 @@ from turbo_rcm_patch.video.pipelines import (
     check_images,
     check_one_image,
     frames_made,
+    frames_to_ask,
     initial_noise,
     kind_of,
     network_of,
@@ -37,12 +38,8 @@ from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 
 _log = logging.getLogger(__name__)
 
-
 #: A model takes at least so many steps, unless it was distilled.
 _MANY: Final = 10
-
-#: Attributes of a pipeline that shows no progress bar.
-_QUIET: Final = {"_progress_bar_config": {"disable": True}}
 
 #: Called after every denoising step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
@@ -162,8 +159,7 @@ def _call_arguments(pipe: VideoPipeline, source: Source, settings: Settings) -> 
         "negative_prompt": settings.negative_prompt,
         "height": settings.height,
         "width": settings.width,
-        # The pipelines round a number that their VAE cannot make to another one.
-        "num_frames": min(frames_made(pipe, settings.num_frames), settings.num_frames),
+        "num_frames": frames_to_ask(pipe, settings.num_frames),
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
         "max_sequence_length": settings.max_sequence_length,
@@ -191,7 +187,8 @@ def _prepared(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[No
     """Give a pipeline its sampler, no progress bar, and generators of its own for one call."""
     encode_image = pipe.vae.encode
     with (
-        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
+        _replaced(pipe, scheduler=_scheduler(pipe, settings, seed)),
+        _replaced(pipe, _progress_bar_config={"disable": True}),
         # CogVideoX's pipelines encode an image in the network's dtype.
         _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
         _private_rng(pipe._execution_device, seed),

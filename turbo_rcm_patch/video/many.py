@@ -1,7 +1,7 @@
 """The processes of torchrun: which of them makes which videos, and what they exchange.
 
 torchrun tells each process its rank in environment variables, and ends all processes as soon as
-one has failed. `generate` deals its prompts out by rank, or all processes make each video together.
+one has failed. They share the prompts of `generate`, or make each video together.
 """
 
 from __future__ import annotations
