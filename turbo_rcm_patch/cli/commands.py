@@ -213,7 +213,7 @@ class Maker:
         writes: False in a process whose videos another one writes.
 
     Attributes:
-        times: Of each video the seconds of denoising and of decoding, and the peak memory.
+        times: Of each video the seconds before and of decoding, and the peak memory before it.
     """
 
     def __init__(
@@ -308,10 +308,10 @@ class Maker:
     def speed(self, device: str, impl: str) -> str:
         """Describe time and memory of the videos."""
         denoise, decode = (statistics.median(times[i] for times in self.times) for i in range(2))
-        text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s "
-        text += f"decoding; median of {len(self.times)}) on {device}"
+        text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s encoding and denoising, "
+        text += f"{decode:.3g} s decoding; median of {len(self.times)}) on {device}"
         if peak := max(times[2] for times in self.times):
-            text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
+            text += f"; peak memory before decoding {peak / 2**30:.2f} GiB"
         return text + f". {EMULATED}" * (impl == "reference")
 
 

@@ -1,8 +1,7 @@
 """The processes of torchrun: which of them makes which videos, and what they exchange.
 
 torchrun tells each process its rank in environment variables, and ends all processes as soon as
-one has failed. `generate` deals its prompts out by rank; in `compare` the first process alone
-writes, and the others send it their latents.
+one has failed. They share the prompts of `generate`, or make each video together.
 """
 
 from __future__ import annotations
@@ -144,14 +143,6 @@ class Processes:
         if sent[1]:
             raise SamplingError("process 0 failed", got=sent[1])
         return sent[0]  # type: ignore[no-any-return]
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return on the first process the values of all processes; elsewhere nothing."""
-        if self._all is None:
-            return [value]
-        came: list[Any] | None = [None] * self.ranks.world if self.first else None
-        self._exchange(lambda: dist.gather_object(value, came, 0, group=self._all))
-        return came or []
 
     def _exchange(self, run: Callable[[], object]) -> None:
         try:
