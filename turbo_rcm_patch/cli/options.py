@@ -55,9 +55,7 @@ class Model(Command):
     """
 
     model: str = field(default="tiny", metadata=_MODEL)
-    lora: tuple[str, ...] = field(
-        default=(), metadata={"repeated": True, "metavar": "PATH_OR_ID[:SCALE]"}
-    )
+    lora: tuple[str, ...] = field(default=(), metadata={"metavar": "PATH_OR_ID[:SCALE]"})
 
     @property
     def loras(self) -> dict[str, Any]:
@@ -82,7 +80,7 @@ class Run(Model):
         config: How the model is patched.
     """
 
-    prompt: tuple[str, ...] = field(default=(), metadata={"repeated": True, "metavar": "TEXT"})
+    prompt: tuple[str, ...] = field(default=(), metadata={"metavar": "TEXT"})
     prompts: Path | None = field(default=None, metadata=_FILE)
     seed: int = 0
     image: Path | None = field(default=None, metadata=_FILE)
@@ -151,7 +149,6 @@ class Compare(Run):
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
     blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
     metrics.json, report.html and report.md. If it was interrupted, the same command continues.
-    Under torchrun the processes share the sampling, and the first one writes.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\

@@ -4,19 +4,20 @@ the fast path returns.
 Each block is compared on its first forward and on the last denoising step where that is known.
 After that, one block is compared on every fourth forward. A block over the budget runs more
 exactly from that call on: values in fp8 become 16 bits wide, then attention exact, then Linears
-run in 16 bits too, then its author's code runs. If a fault is found later than on a first forward,
-the guard compares every block after it, and all blocks on the next forward. On a block's first
-forward `fidelity` may raise its level too, by the predicted error of the network. A call that
-raises the level already returns the result at the new level, so equal inputs give equal results.
+run in 16 bits too, then the original forward runs. If a fault is found later than on a first
+forward, the guard compares every block after it, and all blocks on the next forward. On a block's
+first forward `fidelity` may raise its level too, by the predicted error of the network. A call
+that raises the level already returns the result at the new level, so equal inputs give equal
+results.
 
 The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
-author's forward runs anyway. A block that holds something foreign is not run a second time. Where
-the author's code cannot run, or memory is short, the next forward tries again.
+original forward runs anyway. A block that holds stateful code is not run a second time. Where the
+original cannot run, or memory is short, the next forward tries again.
 
 What a forward learns belongs to it until the block is decided, so forwards of several threads
-decide alike. The guard compares few rows of each stream, and runs the author's block for those
+decide alike. The guard compares few rows of each stream, and runs the original block for those
 rows alone, whose queries still see all keys. It measures an attention as soon as it has run. So it
-takes little more memory than the block, and over many rows a fifth of the author's operations.
+takes little more memory than the block, and over many rows a fifth of the original's operations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord, When
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
 from turbo_rcm_patch.patching.measure import (
@@ -54,7 +55,7 @@ from turbo_rcm_patch.patching.measure import (
     shares,
     why_cannot_run,
 )
-from turbo_rcm_patch.patching.plain import author_class, capturing
+from turbo_rcm_patch.patching.plain import capturing, original_class
 
 _log = logging.getLogger(__name__)
 
@@ -293,8 +294,8 @@ class Guard:
             The result of the block at its level from now on.
         """
         here: _Forward = self._threads.here
-        if foreign := block.foreign():
-            self._skip(block, here, f"{foreign}, which is not run a second time")
+        if stateful := block.stateful_code():
+            self._skip(block, here, f"{stateful}, which is not run a second time")
             return block.fast(None, *inputs)
         call = _Call(
             block=block,
@@ -315,14 +316,14 @@ class Guard:
     def _run_and_measure(self, call: _Call) -> _Attempt:
         """Run a block at its present level, and measure how far it is from the original."""
         block, here = call.block, call.forward
-        if block.level == Level.AUTHOR:
-            return _Attempt(block.level, _run_author(block, call.inputs, {}))
+        if block.level == Level.ORIGINAL:
+            return _Attempt(block.level, _run_original(block, call.inputs, {}))
         notes = Notes(measures=call.first and self._target is not None)
         attempt = _Attempt(block.level, block.fast(notes, *call.inputs), failed=notes.failed)
         fast: Stages = ()
         try:
             if not attempt.failed:
-                call.original = call.original or _author(block, call.inputs)
+                call.original = call.original or _run_original_rows(block, call.inputs)
                 fast = [call.original[0], *notes.streams, sample(block.streams(attempt.out))]
                 attempt.measure = measure(fast, call.original, call.lengths, here.way[0])
         except Exception as error:
@@ -360,20 +361,20 @@ class Guard:
             last = None  # sharded, offloaded, quantised or of another stream
         measured = shares(fast, call.original, notes.errors, last, dtype, int8)
         share = Shares(*self._agree(block, [*measured]))
-        if not math.isfinite(share.author + share.fast):
+        if not math.isfinite(share.original + share.fast):
             return _NOTHING, ""
         error = predicted([*here.shares.values(), share], dtype)
         higher = _level_above(block, level, *here.way[2:])
         if self._target is None or error <= _TARGET_SHARE * self._target:
             return share, ""
-        if higher == Level.AUTHOR:
+        if higher == Level.ORIGINAL:
             return share, ""
         return share, f"the network's error would be {error:.2f}, target {self._target:g}"
 
     def _next_level(self, call: _Call, attempt: _Attempt) -> Level | None:
         """Return the level at which a block has to run again, or None if the attempt stands."""
         block = call.block
-        if attempt.skipped or attempt.level == Level.AUTHOR:
+        if attempt.skipped or attempt.level == Level.ORIGINAL:
             return None
         if block.level != attempt.level:  # Another thread raised it meanwhile.
             return block.level
@@ -388,7 +389,7 @@ class Guard:
         call.block.raise_level(level, attempt.reason)
         if not call.first:  # The fault began later, perhaps in other blocks too.
             call.forward.every = self._asked = True
-        self._add(call, attempt, LEVEL_WORDS[level], attempt.reason)
+        self._add(call, attempt, LEVEL_DESCRIPTIONS[level], attempt.reason)
 
     def _conclude(self, call: _Call, attempt: _Attempt) -> None:
         """Remember what a comparison found."""
@@ -455,11 +456,11 @@ def _level_above(block: PatchedBlock, level: Level, attention: str, pv: str) -> 
         return Level.EXACT
     if level < Level.EXACT_16BIT and block.int8:
         return Level.EXACT_16BIT
-    return Level.AUTHOR
+    return Level.ORIGINAL
 
 
-def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
-    """Run the author's block for the rows that are compared, and return these rows of its residual
+def _run_original_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
+    """Run the original block for the rows that are compared, and return these rows of its residual
     streams before the first branch and after each.
 
     Only the self-attention reads other rows, so it alone runs over the whole sequence.
@@ -481,19 +482,19 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
         return call
 
     members |= {name: noting(getattr(block.block, name)) for name in block.stages}
-    out = keep(block.streams(_run_author(block, inputs, members)))
+    out = keep(block.streams(_run_original(block, inputs, members)))
     return [*found, out]
 
 
-def _run_author(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
-    """Run the author's forward on a shallow copy of the block with some members replaced.
+def _run_original(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
+    """Run the original forward on a shallow copy of the block with some members replaced.
 
     The block itself is not changed, because another thread may be running it.
     """
     twin = object.__new__(type(block.block))
-    vars(twin).update(vars(block.block) | block.author_members() | members)
+    vars(twin).update(vars(block.block) | block.original_members() | members)
     with in_16_bits():
-        return author_class(twin).forward(twin, *inputs)
+        return original_class(twin).forward(twin, *inputs)
 
 
 class _AttentionReached(Exception):  # noqa: N818  no error
@@ -512,10 +513,10 @@ def _attention_of_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Callable
         raise _AttentionReached(args, kwargs)
 
     try:
-        _run_author(block, inputs, {block.mixes: stop})
+        _run_original(block, inputs, {block.mixes: stop})
     except _AttentionReached as reached:
         args, kwargs = reached.args
-    attention: Any = block.author_members().get(block.mixes, getattr(block.block, block.mixes))
+    attention: Any = block.original_members().get(block.mixes, getattr(block.block, block.mixes))
 
     def call(*_: Any, **__: Any) -> Any:
         queries = _SomeQueries([x.shape[1] for x in block.streams(inputs)])

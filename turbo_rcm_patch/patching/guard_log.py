@@ -54,7 +54,7 @@ class BlockGuard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GuardRecord:
-    """The comparison of one block with its author's code on a real forward.
+    """The comparison of one block with its original on a real forward.
 
     Attributes:
         path: The block.

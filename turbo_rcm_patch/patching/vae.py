@@ -30,17 +30,17 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
-    author_class,
     compiling,
     drops,
     hook_names,
     hooked,
+    original_class,
     root_package,
     runs_only_its_forward,
 )
@@ -220,7 +220,7 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             self.last = f"{self.caller} is compiled"
             return self.run_original(self.vae, x, *args, **kwargs)
-        why = self.why_author(x)
+        why = self.why_original(x)
         self.last = why or (0, 0)
         if why:
             out = self.run_original(self.vae, x, *args, **kwargs)
@@ -252,7 +252,7 @@ class PatchedCoder(PatchedBlock):
 
     def run_original(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the author's `_decode` or `_encode`."""
-        return getattr(author_class(self.vae), self.caller)(vae, x, *args, **kwargs)
+        return getattr(original_class(self.vae), self.caller)(vae, x, *args, **kwargs)
 
     def read(self, session: CoderSession, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight of a convolution, and its bias."""
@@ -300,9 +300,9 @@ class PatchedCoder(PatchedBlock):
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if a module inside is of a class that the fast path knows."""
-        cls = author_class(module)
-        own = root_package(cls) == root_package(author_class(self.vae))
-        return cls in self.known or (own and cls.__name__ in self.forwards)
+        cls = original_class(module)
+        same_package = root_package(cls) == root_package(original_class(self.vae))
+        return cls in self.known or (same_package and cls.__name__ in self.forwards)
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""
@@ -325,8 +325,8 @@ class PatchedCoder(PatchedBlock):
             if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
                 return f"{name} is a {type(weight).__name__} in {weight.dtype}"
             if not cast and (weight.dtype, weight.device) != (x.dtype, x.device):
-                own = f"{weight.dtype} on {weight.device}"
-                return f"the input is {x.dtype} on {x.device}, {name} is {own}"
+                place = f"{weight.dtype} on {weight.device}"
+                return f"the input is {x.dtype} on {x.device}, {name} is {place}"
         return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
 
     # --- the guard -------------------------------------------------------------------------------
@@ -357,8 +357,8 @@ class PatchedCoder(PatchedBlock):
             verdict, where = "not compared", "the input holds NaN or infinity"
             self.compared.clear()  # The next video is compared.
         elif error > BUDGET:
-            self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
-            verdict, where = LEVEL_WORDS[Level.AUTHOR], self.reason
+            self.raise_level(Level.ORIGINAL, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+            verdict, where = LEVEL_DESCRIPTIONS[Level.ORIGINAL], self.reason
         self._add(error, verdict, where)
         if verdict != "kept":
             self.last = where
@@ -385,8 +385,8 @@ class PatchedCoder(PatchedBlock):
 
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
-        reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
+        reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
+        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
         return [
             SkipPair(
                 path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
@@ -437,8 +437,8 @@ def uncompiled(module: Any) -> Any:
 
 
 def _tensor(out: Any) -> Tensor:
-    found: Tensor = out if isinstance(out, Tensor) else out[0]
-    return found
+    tensor: Tensor = out if isinstance(out, Tensor) else out[0]
+    return tensor
 
 
 def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]:
@@ -450,16 +450,14 @@ def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]
         author: The same of the author's code.
         halves: Parts of the channels that are compared by themselves.
     """
-    size, off = (
-        torch.unflatten(one, 1, (halves, -1)).square()
-        for one in (author.float(), fast.float() - author.float())
-    )
-    found = []
+    size = torch.unflatten(author.float(), 1, (halves, -1)).square()
+    off = torch.unflatten(fast.float() - author.float(), 1, (halves, -1)).square()
+    frame_size = size.mean((2, 4, 5), keepdim=True)
+    worst = []
     for dims, room in (((2, 4, 5), 1.0), ((2, 5), ROW_ROOM), ((2, 4), ROW_ROOM)):
-        whole = size.mean((2, 4, 5), keepdim=True).mean(dims)
-        own = torch.maximum(size.mean(dims), whole).clamp_min(_LEAST_SIZE**2)
-        error = (off.mean(dims) / own).sqrt() / room
-        found.append(torch.nan_to_num(error, nan=torch.inf).amax())
-    values: list[float] = torch.stack(found).tolist()
-    worst = max(range(3), key=values.__getitem__)
-    return values[worst], ("a frame", "a row of pixels", "a column of pixels")[worst]
+        scale = torch.maximum(size.mean(dims), frame_size.mean(dims)).clamp_min(_LEAST_SIZE**2)
+        error = (off.mean(dims) / scale).sqrt() / room
+        worst.append(torch.nan_to_num(error, nan=torch.inf).amax())
+    errors: list[float] = torch.stack(worst).tolist()
+    where = "a frame", "a row of pixels", "a column of pixels"
+    return max(zip(errors, where, strict=True), key=lambda pair: pair[0])

@@ -44,7 +44,7 @@ from turbo_rcm_patch.patching.pieces import (
     called,
     feed_forward,
 )
-from turbo_rcm_patch.patching.plain import author_class, kernel_can_read, runs_only_its_forward
+from turbo_rcm_patch.patching.plain import kernel_can_read, original_class, runs_only_its_forward
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
@@ -323,7 +323,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         },
         "diffusers",
     )
-    consis = author_class(model).__name__ == "ConsisIDTransformer3DModel"
+    consis = original_class(model).__name__ == "ConsisIDTransformer3DModel"
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
     found = find_blocks(

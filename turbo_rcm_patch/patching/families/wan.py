@@ -49,12 +49,12 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, compiling, hooked
+from turbo_rcm_patch.patching.plain import compiling, hooked, original_class
 from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
 from turbo_rcm_patch.patching.ulysses import (
-    author_attention,
     context_parallel,
     exchanges_itself,
+    original_attention,
     tokens_of_ranks,
     ulysses_of,
 )
@@ -107,20 +107,22 @@ class WanBlock(PatchedBlock):
         temb: Tensor,
         rotary_emb: Rotary,
         mask: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
         attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
         int8 = len(self.int8) > 0  # torch 2.11 cannot trace `bool` of a list
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
 
-        rows = int8 and mask is None and takes_rows(parts.qkv_linears(attn1))
+        plain = mask is None and cache is None
+        rows = int8 and plain and takes_rows(parts.qkv_linears(attn1))
         h = norm(block.norm1, hidden_states, scale1, shift1, dtype, impl, rows=rows)
         rows = int8 and takes_rows((attn2.to_q,))
-        if self.one_launch(attn1, mask):
+        if plain and self.one_launch(attn1):
             x = self.self_attention_skip(attn1, h, rotary_emb, hidden_states, gate1)
             h = norm(block.norm2, x, None, None, dtype, impl, rows=rows)
         else:
-            y = self.self_attention(notes, attn1, h, rotary_emb, mask)
+            y = self.self_attention(notes, attn1, h, rotary_emb, mask, cache)
             x, h = skip_norm(
                 hidden_states, y, gate1, block.norm2, None, None, dtype, impl, rows=rows
             )
@@ -146,9 +148,18 @@ class WanBlock(PatchedBlock):
         return tuple([row.squeeze(2) for row in rows])
 
     def self_attention(
-        self, notes: Notes | None, attn: Any, h: Any, rotary: Rotary, mask: Tensor | None
+        self,
+        notes: Notes | None,
+        attn: Any,
+        h: Any,
+        rotary: Rotary,
+        mask: Tensor | None,
+        cache: Any,
     ) -> Tensor:
-        """Run self-attention and its output projection: [B, N, C]."""
+        """Run self-attention and its output projection: [B, N, C].
+
+        Only AnyFlow's causal block has a cache of keys.
+        """
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             return self.call_attention(attn, h, None, mask, rotary)
         spec, own = self.spec, self.tables(rotary)
@@ -228,9 +239,9 @@ class WanBlock(PatchedBlock):
 
     # --- attention, projection and skip in one launch --------------------------------------------
 
-    def one_launch(self, attn: Any, mask: Tensor | None) -> bool:
+    def one_launch(self, attn: Any) -> bool:
         """Return True if `form="one-launch"` was asked for and supports this attention."""
-        if self.config.form != "one-launch" or self.level or mask is not None:
+        if self.config.form != "one-launch" or self.level:
             return False
         return (
             parts.plain_projection(attn)
@@ -296,8 +307,8 @@ class WanBlock(PatchedBlock):
             temb = take(temb)
         return take(x), text, temb, *rest
 
-    def author_members(self) -> dict[str, Any]:
-        return {"attn1": author_attention(self, self.block.attn1)}
+    def original_members(self) -> dict[str, Any]:
+        return {"attn1": original_attention(self, self.block.attn1)}
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
         attn = self.block.attn1
@@ -396,7 +407,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FamilyError: A forward takes other parameters than this was written for.
         OpError: The kernels do not take the model's heads or dtype.
     """
-    file: Any = sys.modules[author_class(model).__module__]
+    file: Any = sys.modules[original_class(model).__module__]
     prefix = "SkyReelsV2" if hasattr(file, "SkyReelsV2TransformerBlock") else "Wan"
     block, attn, processor = (
         getattr(file, prefix + name) for name in ("TransformerBlock", "Attention", "AttnProcessor")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 
 #: Frames of full resolution that run at once, as in the author's decoder. At half the resolution
@@ -210,7 +210,10 @@ class Decoder(WanCoder):
         *lower, half, full = self.resolutions()
         times = 2 ** sum(level.resample.mode == "upsample3d" for level in (*lower, half))
         batch, _, frames, height, width = x.shape
-        frames = times * frames - (times - 1) * (start not in session.history)
+        if start in session.history:
+            frames *= times
+        else:  # A video's first frame stays one.
+            frames = 1 + times * (frames - 1)
         scale = 2 ** (len(lower) + 1)
         out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
         done = 0
@@ -329,7 +332,7 @@ class Encoder(WanCoder):
 
 def kind_of(module: Any) -> str:
     """Return the name of a module's class, without the prefix that diffusers gives it."""
-    return author_class(module).__name__.removeprefix("Wan")
+    return original_class(module).__name__.removeprefix("Wan")
 
 
 def _inside(module: Any) -> Iterator[Any]:
