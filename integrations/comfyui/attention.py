@@ -220,10 +220,9 @@ def _int8(
         where = order[:, None, :, None] if skip_reshape else order[:, :, None, None]
         k, v = (torch.take_along_dim(x, where, dim=tokens_at) for x in (k, v))
     pv: Any = settings.pv
-    out, _ = attention_of_heads(
-        q, k, v, "HND" if skip_reshape else "NHD", attention="int8", pv=pv, sm_scale=scale,
-        kv_lengths=lengths,
-    )  # fmt: skip
+    layout = "HND" if skip_reshape else "NHD"
+    spec = AttentionSpec(heads=q.shape[heads_at], attention="int8", pv=pv, sm_scale=scale)
+    out, _ = attention_of_heads(q, k, v, layout, spec, kv_lengths=lengths)
     if skip_output_reshape:
         return out if skip_reshape else out.transpose(1, 2)
     return (out.transpose(1, 2) if skip_reshape else out).flatten(2)
