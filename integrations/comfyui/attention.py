@@ -211,10 +211,10 @@ def _int8(
         return "values of another number of channels"
     lengths = None
     if mask is not None:
-        found = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
-        if found is None:
+        visible = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
+        if visible is None:
             return "a mask of more than keys"
-        order, lengths = found
+        order, lengths = visible
         if few := settings.why_exact(order.shape[1], k.device):
             return few
         where = order[:, None, :, None] if skip_reshape else order[:, :, None, None]
