@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from turbo_rcm_patch.errors import ConfigError, DeviceError, OutputExistsError
-from turbo_rcm_patch.output import check_writable, write_json
+from turbo_rcm_patch.files import check_writable, write_json
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.measures import relative_l2
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from turbo_rcm_patch.ops.attention.api import attend_and_project, attend_checked
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.formats import AttentionInputs, Norms, Skip
 
@@ -27,3 +28,27 @@ def attention_inputs(
         skip=Skip(**{"residual": None} | skip) if skip else None,
         **{name: value for name, value in options.items() if name not in Skip._fields},
     )  # fmt: skip
+
+
+def attention_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_skip` without a skip, and the logsumexp."""
+    norms = [options.pop(f"norm_{name}", None) for name in Norms._fields[:4]]
+    dtype = options.pop("out_dtype", None) or getattr(q, "dtype", None)
+    eps = getattr(spec, "eps", 0.0)
+    return attend_checked(
+        AttentionInputs(q, k, v, spec, dtype, Norms(*norms, eps), want_lse=True, **options)
+    )
+
+
+def attention_project_skip(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, spec: AttentionSpec, *, residual: torch.Tensor | None,
+    c_skip: Any = 1.0, c_out: Any = 1.0, form: Any = "auto", **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`attend_and_project` with its record by keywords."""
+    dtype = options.pop("out_dtype", None) or getattr(q, "dtype", None)
+    skip = Skip(residual, c_skip, c_out)
+    a = AttentionInputs(q, k, v, spec, dtype, skip=skip, **options)
+    return attend_and_project(a, weight, bias, form=form)

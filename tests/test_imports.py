@@ -114,7 +114,7 @@ def refuse(name, given=None, *rest, **more):  # Other packages may ask the syste
 builtins.__import__ = refuse
 refused = []
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.checkpoints.staging import staged
+from turbo_rcm_patch.files import atomic_folder
 from turbo_rcm_patch.video import load_pipeline
 pipe = load_pipeline("tiny", device="cpu")
 assert patch_model(pipe.transformer).fused > 0
@@ -122,7 +122,7 @@ with tempfile.TemporaryDirectory() as folder:
     left = Path(folder) / ".model.partial"
     left.mkdir()
     (left / "new").touch()
-    with staged(Path(folder) / "model", force=False, folder=True) as made:
+    with atomic_folder(Path(folder) / "model", force=False) as made:
         (made / "config.json").touch()
     assert (Path(folder) / "model" / "config.json").is_file()
     assert not left.exists()

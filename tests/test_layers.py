@@ -13,7 +13,7 @@ from turbo_rcm_patch.patching.find import FAMILIES, STRUCTURES
 PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "output", "interrupts"}
+WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "files", "interrupts"}
 BELOW_VIDEO = WORDS | {
     *("ops", "models", "patching", "checkpoints", "diffusers_backend", "diffusers_parallel")
 }
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "boundary": {"errors", "config", "skip"},
     "extras": {"errors"},
     "interrupts": set(),
-    "output": {"errors"},
+    "files": {"errors"},
     "ops": WORDS,
     "models": WORDS | {"ops"},
     "diffusers_backend": {"errors", "ops"},

@@ -38,7 +38,7 @@ from turbo_rcm_patch.ops import gluon
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.conv3d import api as conv3d
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples
@@ -64,8 +64,8 @@ SPILLED_SINCE_3_8 = {
     "attention_kernel": 80, "hopper_kernel": 26, "hopper_prologue_kernel": 17,
     "int8_linear_kernel": 2, "prologue_kernel": 4, "sparse_attention_kernel": 70,
 }  # fmt: skip
-_TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS,
-           conv3d.IMPLEMENTATIONS)  # fmt: skip
+_TABLES = (attention.KERNELS, attention.PROLOGUE_KERNELS, int8_linear.KERNELS,
+           sparse_linear.KERNELS, conv3d.KERNELS)  # fmt: skip
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -155,7 +155,7 @@ def _attention(case: Case, target: Target) -> None:
 def _one_launch(case: Case, target: Target) -> None:
     wide = case.heads * case.dim
     weight, bias = case.empty(wide, wide), case.empty(wide)
-    attention.launch_projected(_inputs(case, target), weight, bias, cast="fp32")
+    attention.launch_projected(_inputs(case, target), weight, bias)
 
 
 def _sparse(case: Case, target: Target) -> None:
@@ -171,7 +171,7 @@ def _int8_linear(case: Case, target: Target) -> None:
     """A linear with GELU and without."""
     x, channels = case.tokens(), case.heads * case.dim
     rows, groups = portable.rows.quantize_rows(x), -(-channels // 128)
-    shapes = {"row": (channels,), "group": (channels, groups), "block": (groups, groups)}
+    shapes = {"row": (channels,), "block": (groups, groups)}
     scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
     weight = case.empty(channels, rows.data.shape[2], dtype=torch.int8)
     for activation in ("", "gelu-tanh"):
@@ -223,10 +223,10 @@ def _conv3d(case: Case, target: Target) -> None:
     channels, features, taps, size = case.options["shape"]
     x, weight = case.empty(1, 3 + taps[0], *size, channels), case.empty(features, *taps, channels)
     residual = case.empty(1, 4, *size, features)
-    own: Any = conv3d.IMPLEMENTATIONS[0].load()
+    kernel = conv3d.KERNELS[0].load()
     call = conv3d.Call(x, weight, (1, 1, 1), (1, 1))
     for more in (None, None), (case.empty(features), residual):
-        own.conv3d(call, *more, out_dtype=x.dtype)
+        kernel(call, *more, out_dtype=x.dtype)
 
 
 def _passes(case: Case, target: Target) -> None:
@@ -271,7 +271,7 @@ CASES = {
     **{f"sparse-{q}x{k}-d{dim}": Case(_sparse, dim, blocks=(q, k))
        for dim in (64, 128) for q, k in ((128, 64), (64, 128))},
     "sparse-14B": Case(_sparse, heads=40, blocks=(128, 64)),
-    **{f"int8-linear-{one}": Case(_int8_linear, scales=one) for one in ("row", "group", "block")},
+    **{f"int8-linear-{one}": Case(_int8_linear, scales=one) for one in ("row", "block")},
     "int8-copies": Case(_samples),
     "int8-linear-odd": Case(_int8_linear, 77, 1, scales="row"),
     "int8-linear-14B": Case(_int8_linear, heads=40, scales="row"),
@@ -321,8 +321,8 @@ def stand_in(target: Target, **stands_in: Any) -> Iterator[None]:
     """Compile for a target, with other functions in the place of those of all operators."""
     if target == HOPPER:  # These modules load when they are first needed.
         for table in _TABLES:
-            for one in table:
-                gluon.hopper_module(one.load, one.what)
+            for row in table:
+                gluon.hopper_function(row.load, row.what)
     stands_in["target_of"] = lambda device: target
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):

@@ -121,7 +121,7 @@ PUBLISHED: Final[dict[str, tuple[Published, ...]]] = {
         Published("a block of Wan 2.1 I2V", kinds=("self", "cross", "image", "feed-forward")),
         Published("one with SLA or SageSLA", kinds=("self", "self", "cross", "feed-forward")),
     ),
-    "turbo_rcm_patch.models.rcm_attention.RCMAttention": (
+    "turbo_rcm_patch.models.RCMAttention": (
         Published("a module of this library", {"dim": 128, "num_heads": 2}),
     ),
 }  # fmt: skip

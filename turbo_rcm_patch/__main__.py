@@ -43,8 +43,9 @@ def _called() -> str:
 _PROGRAM: Final = _called()
 #: `Settings` has a field `form` too.
 _PATCH_NAMES: Final = {"form": "pair_form"}
-#: The option `--lora` is of the model; in `Settings` it is for the record.
-_SETTINGS_NAMES: Final = {"lora": ""}
+#: Settings without an option: `--lora` is of the model, and the others are for a schedule of one's
+#: own, which a model's turbo_rcm.json holds.
+_SETTINGS_NAMES: Final = dict.fromkeys(("lora", "times", "shift", "form", "sigma_max"), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

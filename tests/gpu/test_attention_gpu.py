@@ -164,7 +164,7 @@ def test_the_hopper_prologue_equals_the_portable_one(
         own = quantize(inputs)
     assert len(launched) == 2
     assert all("hopper" in name for name in launched)
-    monkeypatch.setattr(api, "PROLOGUES", api.PROLOGUES[-1:])
+    monkeypatch.setattr(api, "PROLOGUE_KERNELS", api.PROLOGUE_KERNELS[-1:])
     portable = quantize.__wrapped__(inputs)  # Hopper's was recorded.
     one, other = own.queries, portable.queries
     seen = slice(0, n_q)

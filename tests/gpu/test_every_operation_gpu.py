@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.gpu.common import random
 from tests.implementations import has_fp8
+from tests.inputs import attention_lse, attention_project_skip
 from tests.sparse import proj_l
 from turbo_rcm_patch import errors, ops
 
@@ -49,8 +50,8 @@ def calls() -> dict[str, Callable[[], Tensor]]:
         "lengths": lambda: ops.attention_skip(q, k, v, spec(pv="fp16"), kv_lengths=lengths),
         "causal": lambda: ops.attention_skip(q, k, v, spec(pv="bf16", causal=True)),
         "portable": lambda: ops.attention_skip(*odd, spec(heads=2, pv="bf16")),
-        "logsumexp": lambda: ops.attention_lse(q, k, v, spec(pv="bf16"))[1],
-        "one launch": lambda: ops.attention_project_skip(
+        "logsumexp": lambda: attention_lse(q, k, v, spec(pv="bf16"))[1],
+        "one launch": lambda: attention_project_skip(
             q, k, v, weight, bias, spec(pv="bf16"), residual=x, form="one-launch"
         ),
         "sparse": lambda: ops.sparse_linear_attention(
@@ -65,7 +66,7 @@ def calls() -> dict[str, Callable[[], Tensor]]:
         made |= {
             "fp8": lambda: ops.attention_skip(q, k, v, spec(pv="fp8"), **more),
             "fp8 portable": lambda: ops.attention_skip(*odd, spec(heads=2, pv="fp8")),
-            "fp8 one launch": lambda: ops.attention_project_skip(
+            "fp8 one launch": lambda: attention_project_skip(
                 q, k, v, weight, bias, spec(pv="fp8"), residual=x, form="one-launch"
             ),
             "fp8 sparse": lambda: ops.sparse_linear_attention(
@@ -136,7 +137,7 @@ def test_an_operation_compiles_without_a_break(name: str) -> None:
             return ops.int8_linear(x * 2, *ops.quantize_weight(weight))
         if name == "sparse":
             return ops.sparse_linear_attention(x * 2, k, v, *linear, spec, sparsity)
-        return ops.attention_project_skip(
+        return attention_project_skip(
             x * 2, k, v, weight, bias, spec, residual=residual, form=name
         )
 

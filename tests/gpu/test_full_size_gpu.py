@@ -139,7 +139,7 @@ def test_turbodiffusion_s_1_3b() -> None:
 @pytest.mark.supports("RCMAttention", "Triton kernels")
 @pytest.mark.parametrize("projection", [True, False], ids=["projection", "bare"])
 def test_a_patched_rcm_module(projection: bool) -> None:
-    module = RCMAttention(256, 2, projection=projection, device="cuda").to(BF16).eval()
+    module = RCMAttention(256, 2, projection=projection).to("cuda", BF16).eval()
     x = noise(2, 1000, 256)
     with torch.no_grad():
         expected = module(x, 0.8)

@@ -4,6 +4,7 @@ in `tests/ops`, networks in `test_patching_gpu.py`.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from tests.gpu.common import random
 from tests.measures import relative_l2
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
-from turbo_rcm_patch.ops.gluon import hopper_module
+from turbo_rcm_patch.ops.gluon import hopper_function
 from turbo_rcm_patch.ops.int8_linear import api
 from turbo_rcm_patch.ops.int8_linear import triton as kernel
 from turbo_rcm_patch.ops.numerics import quantize_rows
@@ -38,10 +39,10 @@ def test_a_linear_writes_past_two_to_the_31_elements() -> None:
 @pytest.fixture
 def own() -> ModuleType:
     """The module of Hopper's own kernel."""
-    module = hopper_module(api.KERNELS[0].load, "int8 linear")
-    if torch.cuda.get_device_capability() != (9, 0) or module is None:
+    launcher = hopper_function(api.KERNELS[0].load, "int8 linear")
+    if torch.cuda.get_device_capability() != (9, 0) or launcher is None:
         pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
-    return module
+    return sys.modules[launcher.__module__]
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "blocks"])

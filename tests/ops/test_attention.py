@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.implementations import Implementation, coefficient, over
-from tests.inputs import attention_inputs
+from tests.inputs import attention_inputs, attention_lse
 from tests.measures import relative_l2, truth
-from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
+from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention.api import (
     attend,
     attend_to,

@@ -21,7 +21,8 @@ from turbo_rcm_patch.ops import (
     resolved,
     skip,
 )
-from turbo_rcm_patch.ops.dispatch import FP8_MIN_KEYS_HOPPER, load_kernels
+from turbo_rcm_patch.ops.attention.api import load_kernels
+from turbo_rcm_patch.ops.dispatch import FP8_MIN_KEYS_HOPPER
 
 #: A GPU of a number that no machine has: decisions are kept by device.
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 99)

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.inputs import attention_lse, attention_project_skip
 from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops, sageattn
 from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity
+from turbo_rcm_patch.ops.formats import AttentionInputs, LinearInputs, Skip
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
-from turbo_rcm_patch.ops.register import encode
+from turbo_rcm_patch.ops.register import split
+from turbo_rcm_patch.ops.residual.api import Norm
+from turbo_rcm_patch.ops.sparse_linear.api import ProjL
 
 HEADS, CHANNELS = 2, 16
 NAN = float("nan")
@@ -44,8 +48,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "attention": lambda **g: ops.attention_skip(
         **{"q": X, "k": X, "v": X, "spec": INT8, "residual": X, "norm_q": ROW} | g
     ),
-    "lse": lambda **g: ops.attention_lse(**{"q": X, "k": X, "v": X, "spec": INT8} | g),
-    "fused": lambda norm_q=None, **g: ops.attention_project_skip(
+    "lse": lambda **g: attention_lse(**{"q": X, "k": X, "v": X, "spec": INT8} | g),
+    "fused": lambda norm_q=None, **g: attention_project_skip(
         norms=Norms(q=norm_q),
         **{"q": X, "k": X, "v": X, "weight": SQUARE, "bias": ROW, "spec": INT8, "residual": X}
         | {"form": "one-launch"}
@@ -65,7 +69,7 @@ HAVE = {
     "impl": "skip norm rows int8 weight",
     "form": "norm rows fused",
     "out_dtype": "skip norm int8 attention lse fused sparse",
-    "cast": "skip fused",
+    "cast": "skip",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
     "eps": "norm rows",
@@ -125,8 +129,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"x": X[0]}, SHAPE, "x;"),
         ({"weight_scale": SCALE.half()}, DTYPE, "weight_scale.*float32"),
         ({"weight_int8": WEIGHT[:, :7]}, SHAPE, r"weight_int8.*\[Cout, 16\]"),
-        ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\], \[16, 1\] or \[1, 1\]"),
-        ({"weight_scale": x(16, 2)}, SHAPE, "weight_scale"),
+        ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\] or \[1, 1\]"),
+        ({"weight_scale": x(16, 1)}, SHAPE, "weight_scale"),
         ({"bias": x(5)}, SHAPE, "bias"),
         ({"activation": "relu"}, CONFIG, "gelu-tanh"),
         (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
@@ -411,51 +415,38 @@ def test_autocast_changes_no_operation(call: str, attention: str) -> None:
 def _registered() -> dict[str, tuple[Any, ...]]:
     """Arguments of each operation that torch knows, by its name."""
     row, gate, impl, fp32 = torch.randn(2, 1, 16), torch.randn(2, 5, 16), "reference", X.dtype
-    norms = [ROW, torch.randn(8), None, torch.randn(8)]  # RMSNorm of q, layer norm of k
-    qkv = {"q": X, "k": X + 1, "v": X - 1}
-    told = {"attention": "int8", "pv": "bf16", "impl": impl, "smooth_k": True}
-    causal: dict[str, Any] = told | {"causal": False, "want_lse": True}
-    common = {"heads": HEADS, "eps": 1e-6, "out_dtype": fp32, "rotary": [TABLE, TABLE]}
-    attention = qkv | common | {
-        "norms": norms, "skip": [X, row, gate], "kv_lengths": LENGTHS, "numbers": [1.0, 0.5, -1.0],
-    }  # fmt: skip
-    rows = ops.norm_modulate_rows(X)
-    linear = (WEIGHT, SCALE, ROW, "gelu-tanh", impl, torch.bfloat16)
-    streams, pair = [X[:, :2], X[:, 2:]], [row, row + 1]
-    norm = ([row], [row], None, None, 1.0, 1e-6, fp32)
-    norms_of_two = (pair, pair, ROW, ROW, 1.0, 1e-6, fp32)
-    one_launch = causal | {"form": "one-launch", "cast": "fp32", "want_lse": False}
+    spec = AttentionSpec(heads=HEADS, pv="bf16", impl=impl)
+    norms = Norms(ROW, torch.randn(8), None, torch.randn(8))  # RMSNorm of q, layer norm of k
+    a = AttentionInputs(
+        X, X + 1, X - 1, spec, fp32, norms, (TABLE, TABLE), Skip(X, row, gate), LENGTHS
+    )
+    linear, rows = LinearInputs(WEIGHT, SCALE, ROW, "gelu-tanh"), ops.norm_modulate_rows(X)
+    streams, pair, low = (X[:, :2], X[:, 2:]), (row, row + 1), torch.float16
+    norm, norm_of_two = Norm(row, row), Norm(pair, pair, ROW, ROW)
     return {
-        "attention": attention | {"options": encode(**causal)},
-        "attention_project_skip": attention
-        | {"weight": SQUARE, "bias": ROW, "options": encode(**one_launch)},
-        "int8_linear": (X, None, *linear),
-        "int8_linear of rows": (*rows, *linear),
+        "attention": (a._replace(want_lse=True),),
+        "attention without a skip": (AttentionInputs(X, X, X, spec, low, kv_lengths=None),),
+        "attention_project_skip": (a, SQUARE, ROW, "one-launch"),
+        "int8_linear": (X, linear, impl, low),
+        "int8_linear of rows": (ops.Int8Tensor(*rows), linear, impl, low),
         "linear_gelu": (X, SQUARE, ROW),
-        "norm_rotate": (X, ROW, None, [TABLE, TABLE], HEADS, 1e-6, impl),
+        "norm_rotate": (X, ROW, None, (TABLE, TABLE), HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
         "quantize_weight": (SQUARE, impl),
-        "skip": (X, X + 1, None, gate, 0.5, 1.0, torch.bfloat16, encode(cast="model", impl=impl)),
-        "skip_norm": ([X], X + 1, [gate], *norm, torch.bfloat16, impl),
-        "skip_norm of the norm alone": ([X], None, [], *norm, torch.bfloat16, impl),
-        "skip_norm as int8 rows": ([X], X + 1, [], *norm, torch.int8, impl),
-        "skip_norm of two streams": (streams, X, pair, *norms_of_two, torch.float16, impl),
-        "skip_norm of two skips": (streams, X, pair, [], [], None, None, *norm[4:], None, impl),
-        "sparse_linear_attention": qkv
-        | common
-        | {"weight": torch.eye(8), "bias": None, "norms": [ROW, None], "sm_scale": -1.0}
-        | {"blocks": [1, 32, 32], "options": encode(**told)},
+        "skip": (X, X + 1, 0.5, gate, impl, low, "model"),
+        "skip_norm": (X, X + 1, row, norm, fp32, low, impl),
+        "skip_norm of the norm alone": (X, None, None, norm, fp32, low, impl),
+        "skip_norm as int8 rows": (X, X + 1, None, norm, fp32, torch.int8, impl),
+        "skip_norm of two streams": (streams, X, pair, norm_of_two, fp32, low, impl),
+        "skip_norm of two skips": (streams, X, pair, None, fp32, None, impl),
+        "sparse_linear_attention": (
+            a._replace(norms=Norms(ROW), skip=None, kv_lengths=None),
+            ProjL(torch.eye(8), None), Sparsity(topk=0.5, block_q=32, block_k=32),
+        ),
     }  # fmt: skip
 
 
 REGISTERED = _registered()
-
-
-def _call(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """An operation that torch knows, and its arguments."""
-    operation = getattr(torch.ops.turbo_rcm_patch, name.split()[0]).default
-    given = REGISTERED[name]
-    return operation, *(((), given) if isinstance(given, dict) else (given, {}))
 
 
 def test_every_operation_that_torch_knows_is_in_the_table() -> None:
@@ -466,16 +457,16 @@ def test_every_operation_that_torch_knows_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_schema_fake_and_dispatch_are_right_and_it_compiles_without_a_break(name: str) -> None:
-    operation, args, named = _call(name)
-    torch.library.opcheck(operation, args, named)
+    operation = getattr(torch.ops.turbo_rcm_patch, name.split()[0]).default
+    args = split(REGISTERED[name])
+    torch.library.opcheck(operation, args)
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda args, named: operation(*args, **named), fullgraph=True, backend="aot_eager"
+        lambda values: operation(*split(values)), fullgraph=True, backend="aot_eager"
     )
     with torch.no_grad():
-        made, expected = compiled(args, named), operation(*args, **named)
-    assert type(made) is type(expected)
-    for a, b in zip(_several(made), _several(expected), strict=True):
+        results, expected = compiled(REGISTERED[name]), operation(*args)
+    for a, b in zip(results, expected, strict=True):
         assert a.stride() == b.stride() and torch.equal(a, b)
 
 

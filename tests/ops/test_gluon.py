@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from types import ModuleType
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from tests.launches import needs_hopper_kernels
+from turbo_rcm_patch.ops import launch
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.dispatch import Implementation
-from turbo_rcm_patch.ops.gluon import hopper_module, ran
+from turbo_rcm_patch.ops.conv3d import api as conv3d
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose
+from turbo_rcm_patch.ops.gluon import hopper_function
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.launch import Target
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 
-TABLES = (attention.KERNELS, attention.PROLOGUES, int8_linear.KERNELS, sparse_linear.KEY_SUMS)
-LOAD = attention.KERNELS[0].load
+TABLES: tuple[tuple[Implementation[Any], ...], ...] = (
+    attention.KERNELS,
+    attention.PROLOGUE_KERNELS,
+    int8_linear.KERNELS,
+    sparse_linear.KERNELS,
+    conv3d.KERNELS,
+)
 
 ERRORS = {
     "assembler": PTXASError("ptxas: no such instruction"),
@@ -28,59 +38,70 @@ ERRORS = {
 
 
 @pytest.fixture(autouse=True)
-def _hopper() -> None:
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_hopper_kernels()
+    monkeypatch.setattr(launch, "target_of", lambda device: Target("cuda", 90))
+
+
+def run(load: Callable[[], Callable[[int], int]], what: str) -> tuple[int, Counter[str]]:
+    """Run a function beside a portable one that adds 1, and count which of them ran."""
+    table = (
+        Implementation("special", always, "always", load, what),
+        Implementation("portable", always, "always", lambda: lambda n: n + 1, what),
+    )
+    counts: Counter[str] = Counter()
+    return choose(table, torch.device("cpu"), None, counts)(1), counts
 
 
 @pytest.mark.parametrize(
-    "one",
-    [one for *special, _ in TABLES for one in special],
-    ids=lambda one: f"{one.what}-{one.name}".replace(" ", "-"),
+    "row",
+    [row for *special, _ in TABLES for row in special],
+    ids=lambda row: f"{row.what}-{row.name}".replace(" ", "-"),
 )
-def test_this_release_has_them(one: Implementation) -> None:
-    assert hopper_module(one.load, one.what) is not None
+def test_this_release_has_them(row: Implementation[Any]) -> None:
+    assert callable(hopper_function(row.load, row.what))
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0].what.replace(" ", "-"))
-def test_the_last_row_of_a_table_serves_every_call(table: tuple[Implementation, ...]) -> None:
+def test_the_last_row_of_a_table_serves_every_call(table: tuple[Implementation[Any], ...]) -> None:
     assert table[-1].serves(Target("cuda", 70), None)
 
 
 def test_an_older_release_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.warns(UserWarning, match=r"3\.5\.1 lacks what a faster older one .* 3\.6"):
-        assert hopper_module(LOAD, "older one") is None
+        assert run(lambda: int, "older one") == (2, {"portable": 1})
 
 
 def test_names_that_are_gone_are_said() -> None:
-    def load() -> ModuleType:
+    def load() -> Callable[[int], int]:
         raise AttributeError("module 'gluon' has no attribute 'barrier'")
 
     with pytest.warns(UserWarning, match="no attribute 'barrier'"):
-        assert hopper_module(load, "attention") is None
+        assert run(load, "attention") == (2, {"portable": 1})
 
 
 @pytest.mark.parametrize("why", ERRORS)
 def test_what_does_not_compile_warns_once_and_runs_on_portable_kernels(why: str) -> None:
     tried = []
 
-    def fails(own: object) -> None:
-        tried.append(own)
+    def fails(n: int) -> int:
+        tried.append(n)
         raise ERRORS[why]
 
     with pytest.warns(UserWarning, match=f"cannot compile a faster {why} .* portable"):
-        assert not ran(LOAD, why, fails)
+        assert run(lambda: fails, why) == (2, {"portable": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ran(LOAD, why, fails)
+        assert run(lambda: fails, why) == (2, {"portable": 1})
     assert len(tried) == 1
-    assert ran(LOAD, f"other than {why}", lambda own: None)
+    assert run(lambda: int, f"other than {why}") == (1, {"special": 1})
 
 
 def test_a_launch_that_fails_is_no_compiler_error() -> None:
-    def fails(own: object) -> None:
+    def fails(n: int) -> int:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory"):
-        ran(LOAD, "launch", fails)
-    assert ran(LOAD, "launch", lambda own: None)
+        run(lambda: fails, "launch")
+    assert run(lambda: int, "launch") == (1, {"special": 1})

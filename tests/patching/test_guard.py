@@ -21,15 +21,21 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.measures import relative_l2
 from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
 from tests.processes import run_fresh
-from tools.sparse_blocks import one_call
-from tools.sparse_blocks import options as settings
-from tools.what_it_teaches import of_network
-from turbo_rcm_patch import PatchConfig, PatchReport, ops, patch_model, report_of, unpatch_model
+from turbo_rcm_patch import (
+    PatchConfig,
+    PatchReport,
+    ops,
+    patch_model,
+    patched,
+    report_of,
+    unpatch_model,
+)
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
@@ -38,13 +44,13 @@ from turbo_rcm_patch.ops.residual import api as residual_api
 from turbo_rcm_patch.patching import guard, measure
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
-from turbo_rcm_patch.patching.measure import BUDGET, sample
-from turbo_rcm_patch.patching.pieces import Operands
-from turbo_rcm_patch.video import load_pipeline
+from turbo_rcm_patch.patching.measure import BUDGET, Operands, sample
+from turbo_rcm_patch.video import generate, load_pipeline
 
 Wrong = Callable[..., Any]
 
-_OWNERS = {"attend": attention_api, "linear_int8": linear_api, "gelu_of_linear": linear_api}
+_OWNERS = dict.fromkeys(("attend", "attend_and_project"), attention_api)
+_OWNERS |= dict.fromkeys(("linear_int8", "gelu_of_linear"), linear_api)
 
 #: Passes over the residual stream: whether they close a skip, and whether they compute a norm.
 _PASSES = {"skip_norm": (True, True), "skip": (True, False), "norm": (False, True)}
@@ -276,10 +282,9 @@ WAN_FAULTS = [
     Fault("scales of int8 rows lost", "skip_norm", int8_rows(lambda h: h._replace(scale=torch.ones_like(h.scale))), options=INT8),
     Fault("int8 rows one off", "skip_norm", int8_rows(lambda h: h._replace(data=h.data.roll(1, 1))), options=INT8),
     Fault("int8 scales of other channels", "linear_int8", given("scale", lambda s: 2 * s.roll(7, 0)), options=INT8),
-    Fault("gate rolled in one launch", "attention_project_skip",
-          lambda right: lambda *a, c_out, **n: right(*a, c_out=roll(c_out), **n), options=ONE_LAUNCH, owner=ops),
-    Fault("projection of other heads in one launch", "attention_project_skip",
-          lambda right: lambda q, k, v, w, *a, **n: right(q, k, v, roll(w), *a, **n), options=ONE_LAUNCH, owner=ops),
+    Fault("gate rolled in one launch", "attend_and_project",
+          change(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
+    Fault("projection of other heads in one launch", "attend_and_project", change(1, by=roll), options=ONE_LAUNCH),
 ]  # fmt: skip
 
 COGVIDEOX_FAULTS = [
@@ -431,7 +436,7 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
 ) -> None:
     """Of the self-attention's rows some are compared, and all of its keys are read."""
     monkeypatch.setattr(measure, "_WHOLE", 12)
-    author, found, errors, work = guard._author, [], [], [0]
+    author, found, errors, work = guard._run_original_rows, [], [], [0]
 
     def counted(*args: Any) -> Any:
         if one.name == "anyflow-far":  # torch's flex_attention runs under no mode
@@ -441,7 +446,7 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
         work[-1] += counter.get_total_flops()
         return stages
 
-    monkeypatch.setattr(guard, "_author", counted)
+    monkeypatch.setattr(guard, "_run_original_rows", counted)
     for alone in (True, False):
         if not alone:
             for cls in subclasses(PatchedBlock):
@@ -516,7 +521,7 @@ def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
     for mixes in ("attn1", ""):
         monkeypatch.setattr(WanBlock, "mixes", mixes)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            guard._author(patched, (x, text, temb, (table, table)))
+            guard._run_original_rows(patched, (x, text, temb, (table, table)))
         work.append(counter.get_total_flops() / 1e12)
     assert work == pytest.approx([9.36, 41.96], rel=0.01)
 
@@ -840,15 +845,32 @@ def test_the_prediction_is_the_networks_error(
 def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
     """Its residual stream has channels of all sizes, and the last Linear reads few of them."""
     pipe: Any = load_pipeline(name, device="cpu")
-    size = ["--frames", "5", "--height", "96", "--width", "160", "--forward", "2"]
-    call = one_call(pipe, settings("").parse_args(["--out", "", *size]))
-    asked, kept = (
-        of_network(pipe.transformer, call, attention="int8", fidelity=fidelity, **options)
-        for fidelity in (100.0, 1.0)
+    model, calls = pipe.transformer, []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
-    assert kept["measured"] < 1.1
-    assert all(0.9 < one["predicted"] / one["measured"] < 1.5 for one in (asked, kept))
-    assert not options or asked["measured"] > 1.5 and kept["decisions"]
+    prompt = "a large red circle moving right on a black background"
+    generate(pipe, prompt, num_frames=5, height=96, width=160)
+    handle.remove()
+    args, kwargs = calls[2]
+
+    def forward(network: Any, dtype: torch.dtype | None = None) -> Tensor:
+        cast = lambda x: x.to(dtype) if dtype and x.is_floating_point() else x  # noqa: E731
+        inputs = tree_map_only(Tensor, cast, (args, kwargs))
+        output: Tensor = network(*inputs[0], **inputs[1])[0]
+        return output.float()
+
+    truth = forward(copy.deepcopy(model).float(), torch.float32)
+    unpatched = relative_l2(forward(model), truth)
+    for fidelity in (100.0, 1.0):
+        with patched(model, attention="int8", fidelity=fidelity, **options) as report:
+            forward(model)  # the guard decides
+            error = relative_l2(forward(model), truth) / unpatched
+            assert 0.9 < report.guard.prediction / error < 1.5
+            if fidelity == 1.0:
+                assert error < 1.1 and (not options or report.guard.decisions)
+            else:
+                assert not options or error > 1.5
 
 
 def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:
@@ -874,7 +896,7 @@ def test_an_error_counts_by_what_the_last_linear_reads() -> None:
         off[channel] = 0.1
         fast = [*author[:-1], (author[-1][0] + off,)]
         found.append(measure.shares(fast, author, None, last, BF16, True))
-    assert found[0].author == found[1].author
+    assert found[0].original == found[1].original
     assert found[0].fast > 10 * found[1].fast
 
 
@@ -972,6 +994,9 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
 
+#: Functions that can fail during a comparison, and the files that call them.
+PLACES = {"_run_original_rows": guard, "measure": guard, "attention_errors": measure}
+
 #: What an error of the author's code says if it cannot run here.
 CANNOT = [
     NotImplementedError("Could not run 'aten::one' with arguments from the 'CPU' backend"),
@@ -981,7 +1006,7 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", CANNOT, ids=lambda error: type(error).__name__)
 def test_what_cannot_run_is_reported_once_and_compared_later(
     place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -990,7 +1015,7 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     report = patch_model(model, attention="int8")
 
     with monkeypatch.context() as context:
-        context.setattr(guard, place, mock.Mock(side_effect=error))
+        context.setattr(PLACES[place], place, mock.Mock(side_effect=error))
         made = [run(model, inputs) for _ in range(3)]
     assert [(r.path, r.verdict) for r in report.guard] == [("blocks.0", "not compared")]
     assert str(error) in str(report.guard)
@@ -1000,7 +1025,7 @@ def test_what_cannot_run_is_reported_once_and_compared_later(
     assert sorted(kept) == ["blocks.0", "blocks.1"]
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors", ""])
+@pytest.mark.parametrize("place", [*PLACES, ""])
 def test_a_comparison_leaves_nothing_to_the_garbage_collector(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1019,7 +1044,7 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
 
     monkeypatch.setattr(WanBlock, "fast", noting)
     if place:
-        monkeypatch.setattr(guard, place, fails)
+        monkeypatch.setattr(PLACES[place], place, fails)
     gc.disable()
     try:
         run(model, inputs)
@@ -1028,7 +1053,7 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
         gc.enable()
 
 
-@pytest.mark.parametrize("place", ["_author", "measure", "attention_errors"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyError("x"), TypeError("no")])
 def test_another_error_of_the_authors_code_is_raised(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
@@ -1036,7 +1061,7 @@ def test_another_error_of_the_authors_code_is_raised(
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
 
-    monkeypatch.setattr(guard, place, mock.Mock(side_effect=error))
+    monkeypatch.setattr(PLACES[place], place, mock.Mock(side_effect=error))
     for _ in range(2):
         with pytest.raises(type(error), match=str(error.args[0])):
             run(model, inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from tests.patching.models import named, run
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops import dispatch, launch
-from turbo_rcm_patch.ops.dispatch import Implementation, always, run_first
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose
 from turbo_rcm_patch.patching.block import Level
 
 
@@ -107,13 +106,12 @@ def test_a_report_names_the_kernels_that_ran_and_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launch, "target_of", lambda device: launch.Target("cuda", 90))
     report = patch_model(named("t2v").model(), guard=False)
     assert "kernels of this process" not in str(report)
-    module = ModuleType("kernels")
     table = (
-        Implementation("fast", lambda target, n: n > 4, "more than 4", lambda: module, "sum"),
-        Implementation("plain", always, "everything else", lambda: module, "sum"),
+        Implementation("fast", lambda target, n: n > 4, "more than 4", lambda: str, "sum"),
+        Implementation("plain", always, "everything else", lambda: str, "sum"),
     )
     for call in (9, 9):
-        run_first(table, torch.device("cpu"), call, lambda own: None)
+        choose(table, torch.device("cpu"), call)()
     assert "\nkernels of this process: sum: fast (more than 4)\n" in str(report)
-    run_first(table, torch.device("cpu"), 1, lambda own: None)
+    choose(table, torch.device("cpu"), 1)()
     assert report.as_dict()["kernels"] == ["sum: fast (more than 4), plain (everything else)"]

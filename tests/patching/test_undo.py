@@ -32,7 +32,7 @@ from turbo_rcm_patch.errors import (
     WrappedError,
 )
 from turbo_rcm_patch.patching.plain import is_own
-from turbo_rcm_patch.patching.record import holds_replacements
+from turbo_rcm_patch.patching.record import holds_patch
 
 
 @pytest.mark.supports(classes(MODELS), "unpatched, bit-equal")
@@ -191,7 +191,7 @@ def test_hooks_that_come_and_go_are_all_that_is_left(kind: str, order: str, line
         assert relative_l2(made, expected) < (0.05 if linear == "int8" else 1e-5), step
         if not is_patched(model):
             assert attributes(model) == attributes(twin), step
-            assert not holds_replacements(model), step
+            assert not holds_patch(model), step
     assert torch.equal(run(model, inputs), expected)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.video.micro import SMALL, micro_pipe, save
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.video import clips, comparison
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings

@@ -19,13 +19,17 @@ from turbo_rcm_patch.checkpoints.folder import (
 from turbo_rcm_patch.checkpoints.pipeline import (
     DEFAULTS_FILE,
     check_part,
-    read_json,
     stored_settings,
 )
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
-from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
-from turbo_rcm_patch.output import write_json
+from turbo_rcm_patch.files import (
+    atomic_folder,
+    check_outside,
+    check_target,
+    read_json,
+    write_json,
+)
 
 #: Fraction of the time axis above which the high-noise expert of Wan 2.2 runs.
 _BOUNDARY: Final = 0.9
@@ -74,11 +78,11 @@ def convert_transformer(
         OutputError: It cannot be written.
     """
     target = Path(out)
-    check_target(target, force=force, folder=True)
+    check_target(target, force=force)
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
     needed = folder_bytes(source, dtype, int8_only=int8_only)
-    with staged(target, force=force, folder=True, needed=needed) as made:
+    with atomic_folder(target, force=force, needed=needed) as made:
         written = write_transformer(
             source, made, dtype=dtype, int8_only=int8_only, shard_bytes=shard_bytes,
             progress=progress,
@@ -130,7 +134,7 @@ def convert_pipeline(
     """
     target, root = Path(out), Path(base)
     files = [path for path in (checkpoint, low_noise) if path is not None]
-    check_target(target, force=force, folder=True)
+    check_target(target, force=force)
     index = _index(root, experts=len(files))
     check_outside(target, root, *files)
     sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
@@ -146,7 +150,7 @@ def convert_pipeline(
     if copy:
         needed += sum(path.stat().st_size for path in inside if path.is_file())
     results = []
-    with staged(target, force=force, folder=True, needed=needed) as made:
+    with atomic_folder(target, force=force, needed=needed) as made:
         for part, source, entries in sources:
             (made / part).mkdir()
             written = write_transformer(

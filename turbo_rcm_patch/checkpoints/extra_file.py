@@ -1,10 +1,10 @@
-"""The files of a transformer folder: weights, and SLA's `proj_l` and int8 weights beside them.
+"""Read the files of a transformer folder: weights, and SLA's `proj_l` beside them.
 
-Stock classes have no place for `proj_l` and int8 weights, so these are in a file of their own,
-`EXTRA_FILE`, and the entry `MARK` of config.json says that there are `proj_l` and which. diffusers
-carries entries that begin with an underscore through `from_pretrained` and `save_pretrained`, so a
-model that lost its `proj_l` on the way is recognised. Folders that others converted have the
-`proj_l` among the weights, where stock classes drop them.
+Stock classes have no place for `proj_l`, so these are in a file of their own, `EXTRA_FILE`, and
+the entry `MARK` of config.json says how many there are, with a digest. diffusers carries entries
+that begin with an underscore through `from_pretrained` and `save_pretrained`, so a model that lost
+its `proj_l`, or has those of another expert, is recognised. Folders that others converted have
+the `proj_l` among the weights, where stock classes drop them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular, read_json
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.files import check_regular, read_json, try_json
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
 
 #: The file of everything that diffusers' class has no place for.
@@ -110,14 +109,6 @@ class StoredTensors:
                     raise CheckpointError(linear, expected="a weight and a bias", got=f"no {key}")
             result[linear.removesuffix(".proj_l")] = self[pair[0]], self[pair[1]]
         return result
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json; empty if there is none that can be read."""
-    try:
-        return read_json(folder / "config.json")
-    except CheckpointError:
-        return {}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -208,7 +199,7 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
     Raises:
         CheckpointError: They belong to other weights.
     """
-    own, there = mark_of_tensors(proj_l), mark_of(read_config(folder))
+    own, there = mark_of_tensors(proj_l), mark_of(try_json(folder / "config.json"))
     expected = ""
     if there and there != own:
         expected = "those that config.json beside it marks"
@@ -224,16 +215,3 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
             remedy="Pass the folder that the model was converted to, or convert it again. Remove "
             f"{EXTRA_FILE} if it does not belong to the weights",
         )
-
-
-def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the extra file, completely or not at all.
-
-    Args:
-        folder: The transformer folder.
-        tensors: By name, each in memory of its own.
-    """
-    from safetensors.torch import save_file
-
-    with atomic(folder / EXTRA_FILE) as partial:
-        save_file(dict(tensors), partial, metadata=EXTRA_METADATA)

@@ -4,93 +4,73 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.checkpoints.folder import write_checkpoint
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.files import check_writable, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import check_writable, remove_leftovers
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.video import comparison, environment, generation, judging, store
+from turbo_rcm_patch.video.generation import check_seed
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
 from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images, networks_of
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.source import ImageLike, Source
+from turbo_rcm_patch.video.source import Source, digest_of
 from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Video:
     """One video to be made.
 
     Attributes:
         prompt: The prompt.
         seed: The seed.
-        image: The image that the line of the list names, else --image.
+        path: The file to write.
     """
 
     prompt: str
     seed: int
-    image: ImageLike | None = field(default=None, compare=False)
+    path: Path
 
 
-def lines_of(given: options.Run) -> list[Line]:
-    """Read the prompts of a command.
-
-    The images that a list names are opened when their videos are made, so that 100,000 prompts
-    start at once.
+def read_prompts(given: options.Run) -> list[str]:
+    """Return the prompts of a command: those of --prompt, then those of the file.
 
     Raises:
-        SamplingError: The list or --image cannot be read, or an image that the list names is not
-            there.
-        ConfigError: A prompt is empty or not in UTF-8.
+        SamplingError: The file cannot be read.
+        ConfigError: A prompt is empty or not in UTF-8, or there are too many for the seed.
     """
-    found: list[tuple[str, Path | None]] = [(text, None) for text in given.prompt]
+    prompts = [*given.prompt]
     if given.prompts is not None:
-        found += _read_list(given.prompts)
-    for prompt, _ in found:
+        prompts += _read_list(given.prompts)
+    for prompt in prompts:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:  # Python's stand-in for a byte that is no UTF-8.
             raise ConfigError("--prompt", expected="a text in UTF-8", got=ascii(prompt)) from error
         if not prompt.strip():
             raise ConfigError("--prompt", expected="a text", got="an empty one")
-    generation.check_seed(given.seed, len(found))
-    image = Source("", given.image).read()
-    return [
-        Line(prompt, seed, file or image) for seed, (prompt, file) in enumerate(found, given.seed)
-    ]
+    check_seed(given.seed, len(prompts))
+    return prompts
 
 
-def check_lines(given: options.Run, lines: list[Line]) -> None:
-    """Check, before a model is loaded, that it makes videos from these lines. Of their images the
-    first is read.
-
-    Raises:
-        SamplingError: It takes no image, or needs one, or the first cannot be read.
-    """
-    Source("", next((one.image for one in lines if one.image is not None), None))
-    if name := pipeline_class(given.model):
-        check_images(PIPELINES[name], name, {one.prompt: one.image is not None for one in lines})
-
-
-def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
+def _read_list(path: Path) -> list[str]:
     name = f"--prompts {path}"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -103,36 +83,42 @@ def _read_list(path: Path) -> Iterator[tuple[str, Path | None]]:
             got=f"byte {error.object[error.start]:#04x} at position {error.start}",
             remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
         ) from error
-    if not text.strip():
-        raise ConfigError(name, expected="a prompt on each line", got="no line with text")
     # Not `splitlines`: a prompt may hold what Unicode takes for the end of a line.
-    for number, line in enumerate(text.split("\n"), 1):
-        prompt, _, other = map(str.strip, line.partition("\t"))
-        file = path.parent / Path(other).expanduser() if other else None
-        where = f"{name}, line {number}"
-        if file is not None and not prompt:
-            raise SamplingError(where, expected="a prompt before the tab", got="none")
-        if file is not None and not file.is_file():
-            raise SamplingError(where, expected=f"the file {file}", got="no such file")
-        if prompt:
-            yield prompt, file
+    lines = [line.strip() for line in text.split("\n")]
+    if "\t" in "".join(lines):
+        remedy = "Run the command once for each image, with --image FILE"
+        raise SamplingError(name, expected="a prompt on each line", got="a tab", remedy=remedy)
+    if not any(lines):
+        raise ConfigError(name, expected="a prompt on each line", got="no line with text")
+    return [line for line in lines if line]
+
+
+def check_image(given: options.Run, prompts: list[str]) -> None:
+    """Check, before a model is loaded, that it makes videos from --image or without one.
+
+    Raises:
+        SamplingError: It takes no image, or needs one, or the file cannot be read.
+    """
+    Source("", given.image)
+    if name := pipeline_class(given.model):
+        check_images(PIPELINES[name], name, {prompts[0]: given.image is not None})
 
 
 def generate(given: options.Generate) -> int:
     """Write one mp4 per prompt; under torchrun every process writes its share, or all make each
     together."""
     # What would fail at the end fails before a model is loaded.
-    lines, processes = lines_of(given), Processes(ranks_here())
-    paths = _paths(given, lines)
-    check_writable(paths[lines[0]])
+    prompts, processes = read_prompts(given), Processes(ranks_here())
+    videos = _name_videos(given, prompts)
+    check_writable(videos[0].path)
     find_ffmpeg()
-    check_lines(given, lines)
-    remove_leftovers(paths[lines[0]].parent)
-    with processes.joined(given.device, together=_together(given)):
-        failed = _write_share(given, paths, processes)
+    check_image(given, prompts)
+    remove_leftovers(videos[0].path.parent)
+    with processes.joined(given.device, together=given.together):
+        failed = _make_share(given, videos, processes)
     if failed:
         raise SamplingError(
-            f"{len(failed)} of {len(processes.share(lines))} prompts failed",
+            f"{len(failed)} of {len(processes.share(prompts))} prompts failed",
             expected="a video of each",
             got=f"none of {', '.join(map(repr, failed[:3]))}" + ", ..." * (len(failed) > 3),
             remedy="The reasons are above. With --resume the command makes only these",
@@ -140,139 +126,196 @@ def generate(given: options.Generate) -> int:
     return OK
 
 
-def _together(given: options.Generate) -> bool:
-    """Return True if all processes make each video together."""
-    return given.cfg_parallel or given.ulysses != 1
-
-
-def _paths(given: options.Generate, lines: list[Line]) -> dict[Line, Path]:
-    """Return the file of each video."""
-    out = given.out.expanduser()
-    # A folder may have a dot in its name, as runs/v1.2 has.
-    if out.is_dir() or not out.suffix or out.suffix[1:].isdigit():
-        return {one: out / f"{store.Store.key(one.prompt, one.seed)}.mp4" for one in lines}
-    if len(lines) > 1 or out.suffix.lower() not in ENDINGS:
-        many = f"a folder, because there are {len(lines)} prompts"
+def _name_videos(given: options.Generate, prompts: list[str]) -> list[Video]:
+    """Give each prompt its seed and its file."""
+    out, seeds = given.out.expanduser(), range(given.seed, given.seed + len(prompts))
+    if _is_folder(out):
+        paths = [out / f"{store.Store.key(*key)}.mp4" for key in zip(prompts, seeds, strict=True)]
+        return [*map(Video, prompts, seeds, paths)]
+    if len(prompts) > 1 or out.suffix.lower() not in ENDINGS:
+        many = f"a folder, because there are {len(prompts)} prompts"
         one = f"a folder, or a file that ends in one of {ENDINGS}"
-        raise SamplingError("--out", expected=many if len(lines) > 1 else one, got=str(out))
+        raise SamplingError("--out", expected=many if len(prompts) > 1 else one, got=str(out))
     store.check_note(out)
-    return {lines[0]: out}
+    return [Video(prompts[0], given.seed, out)]
 
 
-def _write_share(
-    given: options.Generate, paths: Mapping[Line, Path], processes: Processes
-) -> list[str]:
-    """Write the videos of one process. Of several, one that fails costs the others nothing.
+def _is_folder(out: Path) -> bool:
+    """Return True if --out names a folder, which may have a dot in its name, as runs/v1.2 has."""
+    return out.is_dir() or not out.suffix or out.suffix[1:].isdigit()
+
+
+def _make_share(given: options.Generate, videos: list[Video], processes: Processes) -> list[str]:
+    """Make the videos of this process. Of those that make each together, the first writes.
 
     Returns:
         The prompts that failed.
     """
-    ranks, together, failed = processes.ranks, _together(given), []
-    work = list(paths) if together else processes.share(list(paths))
-    if not work:
+    ranks, writes = processes.ranks, processes.first or not given.together
+    share = videos if given.together else processes.share(videos)
+    if not share:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
         return []
     pipe = _load(given, ranks.device(given.device))
     settings = generation.settings_for(pipe, **given.settings)
-    made_from = {
-        "made by": f"turbo_rcm_patch {__version__}",
-        "model": given.model,
-        "dtype": given.dtype,
-        "patch": asdict(given.config) if given.patch else None,
-        "weights": "int8" if given.config.linear == "int8-only" else "as stored",
-        "settings": settings.as_dict(),
-    }
-    # Of those that make each video together, one process writes and knows what is there.
-    writes = processes.first or not together
-    for line in work if given.resume and writes else []:  # Replace none if one was made otherwise.
-        identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
-        store.is_made(paths[line], identity, but_for="inputs")
-    if not given.patch:
-        _say_dense(pipe)
-    if given.cfg_parallel and processes.first and settings.guidance_scale <= 1:
-        print("Without guidance both groups of --cfg-parallel compute the same; try --ulysses.")
-    made: list[tuple[float, float, int]] = []
-    folder = given.out.expanduser() not in paths.values()
-    lock = store.lock_folder(given.out) if folder and processes.first else nullcontext()
-    with ExitStack() as held:
-        held.enter_context(lock)
-        report = held.enter_context(patched(pipe, given.config)) if given.patch else None
-        if together:
-            from turbo_rcm_patch.diffusers_parallel import parallel  # needs diffusers
-
-            groups = 2 if given.cfg_parallel else 1
-            held.enter_context(parallel(pipe, cfg=groups, ulysses=given.ulysses))
+    maker = Maker(pipe, given, settings, writes=writes)
+    find_missing = partial(maker.missing, share)
+    missing = processes.broadcast(find_missing) if given.together else find_missing()
+    if processes.first:
+        _say_without_effect(given, pipe, settings)
+    folder = _is_folder(given.out.expanduser()) and processes.first
+    with (
+        store.lock_folder(given.out) if folder else nullcontext(),
+        patched(pipe, given.config) if given.patch else nullcontext() as report,
+        _together(pipe, given),
+    ):
         with _shown(processes) as progress:
-            for done, line in enumerate(work):
-
-                def on_step(step: int, _: int, before: int = done * settings.steps) -> None:
-                    progress("generate", before + step, len(work) * settings.steps)
-
-                try:
-                    with reraise_interrupts():
-                        source, path = Source(line.prompt, line.image), paths[line]
-                        identity = {"prompt": line.prompt, "seed": line.seed, **made_from}
-                        if source.image is not None:
-                            identity["inputs"] = source.digest
-                        was_there = partial(store.is_made, path, identity)
-                        if given.resume and (
-                            processes.broadcast(was_there) if together else was_there()
-                        ):
-                            print(f"{path}  was there")
-                            on_step(settings.steps, 0)
-                        else:
-                            to = path if writes else None
-                            made += [_write_video(pipe, source, settings, on_step, to, identity)]
-                except BrokenPipeError:
-                    raise
-                except Exception as error:
-                    if len(paths) == 1 or together:  # The others wait for this one.
-                        raise
-                    failed.append(line.prompt)
-                    why = f"failed: {line.prompt!r} (seed {line.seed}): {first_line(error)}"
-                    print(why, file=sys.stderr, flush=True)
+            done = len(share) - len(missing)
+            alone = len(videos) == 1 or given.together  # Else the other processes wait for it.
+            failed = maker.make_all(missing, progress, done=done, fails=alone)
         if report is not None and processes.first:
             print(report)
-        elif report is not None and any(one.verdict != "kept" for one in report.guard):
+        elif report is not None and any(record.verdict != "kept" for record in report.guard):
             print(f"process {ranks.rank}, {report.guard}")
-        if made and writes:
+        if maker.times and writes:
             device = environment.device_name(pipe._execution_device)
-            print(_speed(made, device, report.impl if report is not None else ""))
+            print(maker.speed(device, report.impl if report is not None else ""))
     return failed
 
 
-def _speed(made: list[tuple[float, float, int]], device: str, impl: str) -> str:
-    """Describe time and memory of videos: of each the seconds of both parts, and the peak."""
-    denoise, decode = (statistics.median(one[i] for one in made) for i in range(2))
-    text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s decoding"
-    text += f"; median of {len(made)}) on {device}"
-    if peak := max(one[2] for one in made):
-        text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
-    return text + f". {comparison.EMULATED}" * (impl == "reference")
+def _say_without_effect(given: options.Generate, pipe: VideoPipeline, settings: Settings) -> None:
+    """Name what was asked for and has no effect."""
+    attentions = sum(len(held_proj_l(network)) for network in networks_of(pipe).values())
+    if attentions and not given.patch:
+        print(f"{attentions} attentions hold SLA's proj_l. "
+              "With --no-patch they run dense, without SLA.")  # fmt: skip
+    if given.cfg_parallel and settings.guidance_scale <= 1:
+        print("Without guidance both groups of --cfg-parallel compute the same; try --ulysses.")
 
 
-def _write_video(
-    pipe: VideoPipeline,
-    source: Source,
-    settings: Settings,
-    on_step: Callable[[int, int], None],
-    path: Path | None,
-    identity: Mapping[str, Any],
-) -> tuple[float, float, int]:
-    """Make a video, and write it unless another process does. Return the seconds of both parts,
-    and the peak memory."""
-    video = generation.generate(
-        pipe, source.prompt, image=source.image, seed=identity["seed"], settings=settings,
-        on_step=on_step,
-    )  # fmt: skip
-    decode = video.decode_seconds
-    if path is not None:
-        store.forget_made(path)  # A note never stands beside another video.
-        write_mp4(as_bytes(video.frames), path, settings.fps)
-        frames = len(video.frames)
-        store.note_made(path, {**identity, "frames": frames})
-        print(f"{path}  {frames} frames, {video.seconds:.2f} s, and {decode:.2f} s to decode")
-    return video.seconds, decode, video.peak_bytes or 0
+def _together(pipe: VideoPipeline, given: options.Generate) -> AbstractContextManager[object]:
+    """Split each forward among the processes, if they make each video together."""
+    if not given.together:
+        return nullcontext()
+    from turbo_rcm_patch.diffusers_parallel import parallel  # needs diffusers
+
+    return parallel(pipe, cfg=2 if given.cfg_parallel else 1, ulysses=given.ulysses)
+
+
+class Maker:
+    """Makes videos with one pipeline and writes them, each with a note of how it was made.
+
+    Args:
+        pipe: The pipeline.
+        given: The command.
+        settings: How to sample.
+        writes: False in a process whose videos another one writes.
+
+    Attributes:
+        times: Of each video the seconds of denoising and of decoding, and the peak memory.
+    """
+
+    def __init__(
+        self, pipe: VideoPipeline, given: options.Generate, settings: Settings, *, writes: bool
+    ) -> None:
+        self.pipe, self.given, self.settings, self.writes = pipe, given, settings, writes
+        self.times: list[tuple[float, float, int]] = []
+        self._made_from: dict[str, object] = {
+            "made by": f"turbo_rcm_patch {__version__}",
+            "model": given.model,
+            "dtype": given.dtype,
+            "patch": asdict(given.config) if given.patch else None,
+            "weights": "int8" if given.config.linear == "int8-only" else "as stored",
+            "settings": settings.as_dict(),
+        }
+        self.image = Source("", given.image).read()
+        if self.image is not None:
+            self._made_from["inputs"] = digest_of(self.image)
+
+    def _identity(self, video: Video) -> dict[str, object]:
+        """Return everything that decides the frames of a video."""
+        return {"prompt": video.prompt, "seed": video.seed, **self._made_from}
+
+    def missing(self, videos: list[Video]) -> list[Video]:
+        """Return the videos that are not there yet: with --resume some, else all.
+
+        Raises:
+            SamplingError: One that is there was made otherwise.
+        """
+        if not self.given.resume:
+            return videos
+        missing = []
+        for video in videos:
+            if store.is_made(video.path, self._identity(video)):
+                print(f"{video.path}  was there")
+            else:
+                missing.append(video)
+        return missing
+
+    def make_all(
+        self, videos: list[Video], progress: Progress, *, done: int, fails: bool
+    ) -> list[str]:
+        """Make videos, of which one that fails costs the others nothing.
+
+        Args:
+            videos: The videos.
+            progress: Called after every step.
+            done: The number of videos that were there before.
+            fails: Raise the error of a video that fails.
+
+        Returns:
+            The prompts that failed.
+        """
+        steps, failed = self.settings.steps, []
+        total = (done + len(videos)) * steps
+        if done:
+            progress("generate", done * steps, total)
+        for index, video in enumerate(videos, done):
+
+            def on_step(step: int, _: int, before: int = index * steps) -> None:
+                progress("generate", before + step, total)
+
+            try:
+                with reraise_interrupts():
+                    self.make(video, on_step)
+            except BrokenPipeError:
+                raise
+            except Exception as error:
+                if fails:
+                    raise
+                failed.append(video.prompt)
+                why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
+                print(why, file=sys.stderr, flush=True)
+        return failed
+
+    def make(self, video: Video, on_step: generation.OnStep) -> None:
+        """Make and write one video."""
+        made = generation.generate(
+            self.pipe,
+            video.prompt,
+            image=self.image,
+            seed=video.seed,
+            settings=self.settings,
+            on_step=on_step,
+        )
+        self.times.append((made.seconds, made.decode_seconds, made.peak_bytes or 0))
+        if not self.writes:
+            return
+        store.forget_made(video.path)  # A note never stands beside another video.
+        write_mp4(as_bytes(made.frames), video.path, self.settings.fps)
+        frames = len(made.frames)
+        store.note_made(video.path, {**self._identity(video), "frames": frames})
+        print(f"{video.path}  {frames} frames, {made.seconds:.2f} s, and "
+              f"{made.decode_seconds:.2f} s to decode")  # fmt: skip
+
+    def speed(self, device: str, impl: str) -> str:
+        """Describe time and memory of the videos."""
+        denoise, decode = (statistics.median(times[i] for times in self.times) for i in range(2))
+        text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s "
+        text += f"decoding; median of {len(self.times)}) on {device}"
+        if peak := max(times[2] for times in self.times):
+            text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
+        return text + f". {comparison.EMULATED}" * (impl == "reference")
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -280,26 +323,21 @@ def _shown(processes: Processes) -> AbstractContextManager[Progress]:
     return bars() if processes.first else nullcontext(lambda stage, done, total: None)
 
 
-def _say_dense(pipe: VideoPipeline) -> None:
-    if held := sum(len(held_proj_l(network)) for network in networks_of(pipe).values()):
-        print(f"{held} attentions hold SLA's proj_l. With --no-patch they run dense, without SLA.")
-
-
 def compare(given: options.Compare) -> int:
     """Compare, then print the verdict and the path of the report."""
-    lines, processes = lines_of(given), Processes(ranks_here())
+    prompts, processes = read_prompts(given), Processes(ranks_here())
     backend = given.attention_backend
     more: dict[str, Any] = {} if backend is None else {"attention_backend": backend}
     with processes.joined(given.device):
         # What would fail at the end fails before a model is loaded.
         processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
-        check_lines(given, lines)
+        check_image(given, prompts)
         pipe = _load(given, processes.ranks.device(given.device))
         with _shown(processes) as progress:
             found = comparison.compare(
                 pipe,
-                [line.prompt for line in lines],
-                images=[one.image for one in lines if one.image is not None] or None,
+                prompts,
+                images=given.image,
                 out=given.out,
                 seed=given.seed,
                 config=given.config,
@@ -341,22 +379,21 @@ def pairs(given: options.Pairs) -> int:
 
 
 def convert(given: options.Convert) -> int:
-    """Convert a checkpoint to a folder or back, and print what was written."""
+    """Convert a checkpoint to a folder, and print what was written."""
     with bars() as show:
 
         def progress(stage: str, done: int, total: int) -> None:
             show(stage, done >> 20, max(1, total >> 20))
 
-        common: dict[str, Any] = {"force": given.force, "progress": progress}
-        more = common | {
+        more: dict[str, Any] = {
+            "force": given.force,
+            "progress": progress,
             "dtype": None if given.dtype is None else getattr(torch, given.dtype),
             "heads": given.heads,
             "network": given.network,
             "int8_only": given.int8_only,
         }
-        if given.back:
-            written = [write_checkpoint(given.source, given.out, **common)]
-        elif given.base is None:
+        if given.base is None:
             written = [convert_transformer(given.source, given.out, **more)]
         else:
             more |= {"base": given.base, "low_noise": given.low_noise, "copy": given.copy}
@@ -369,14 +406,11 @@ def convert(given: options.Convert) -> int:
 
 
 def _load(given: options.Run, device: str | None) -> VideoPipeline:
-    int8: bool | Literal["only"] = given.config.linear == "int8" and getattr(given, "patch", True)
-    if given.config.linear == "int8-only":
-        int8 = "only"
     return load_pipeline(
         given.model,
         dtype=getattr(torch, given.dtype),
         device=device,
         offload=given.offload,
-        int8=int8,
+        int8="only" if given.config.linear == "int8-only" else None,
         **given.loras,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
-from turbo_rcm_patch.video.comparison import Observer, compare
+from turbo_rcm_patch.errors import ModelFolderError, SamplingError
+from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.report import write_report
@@ -57,7 +56,6 @@ def demo(given: Demo) -> int:
             settings=settings,
             network_number=True,
             fresh=fresh,
-            observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
             command=given.command_line,
         )
@@ -76,21 +74,3 @@ def demo(given: Demo) -> int:
     print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     return of_verdict(comparison.verdict) if check.passed else CHANGED
-
-
-def shape_observer(prompts: Sequence[str]) -> Observer | None:
-    """Return the detector for prompts of the shipped models; None if one is unknown."""
-    from turbo_rcm_patch.tiny.detector import Detection, detect
-    from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse
-
-    def words(found: Clip | Detection) -> str:
-        return f"{found.colour} {found.shape}, {MOTIONS.get(found.motion, 'motion unclear')}"
-
-    try:
-        for prompt in prompts:
-            parse(prompt)
-    except ConfigError:
-        return None
-    return Observer(
-        asks=lambda prompt: words(parse(prompt)), sees=lambda frames: words(detect(frames)[0])
-    )

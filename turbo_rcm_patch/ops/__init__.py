@@ -5,11 +5,7 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
-from turbo_rcm_patch.ops.attention.api import (
-    attention_lse,
-    attention_project_skip,
-    attention_skip,
-)
+from turbo_rcm_patch.ops.attention.api import attention_skip
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.dispatch import (
     FP8_MIN_KEYS,
@@ -45,8 +41,6 @@ __all__ = [
     "Int8Tensor",
     "Norms",
     "Sparsity",
-    "attention_lse",
-    "attention_project_skip",
     "attention_skip",
     "describe_pv",
     "int8_linear",

@@ -32,10 +32,10 @@ def check_tensor(name: str, x: object) -> None:
         )
 
 
-def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+def check_same_device(device: torch.device, **values: object) -> None:
     """Refuse tensors on another device, because a kernel reads the memory of one."""
-    for name, x in tensors.items():
-        if x is not None and x.device != device:
+    for name, x in values.items():
+        if isinstance(x, torch.Tensor) and x.device != device:
             raise ShapeError(
                 name,
                 expected=f"a tensor on {device}, beside the others",
@@ -237,18 +237,16 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=_shape(bias))
 
 
-def coefficient_parts(
+def _checked_coefficient(
     name: str, value: Coefficient, shape: tuple[int, int, int]
-) -> tuple[float, torch.Tensor | None]:
-    """Check a coefficient, and return (float, None) or (1.0, tensor).
-
-    The tensor broadcasts to [B, N, C] and keeps its float dtype.
-    """
+) -> float | torch.Tensor:
+    """Check a coefficient of a skip over [B, N, C], and return it as a float or as a tensor that
+    broadcasts to that shape and keeps its float dtype."""
     if not isinstance(value, torch.Tensor):
         try:
             if isinstance(value, str):  # float() would parse it
                 raise TypeError
-            return float(value), None
+            return float(value)
         except (TypeError, ValueError):
             raise DTypeError(
                 name, expected="a number or a tensor", got=type(value).__name__
@@ -260,9 +258,9 @@ def coefficient_parts(
     if value.dtype not in _WIDE_FLOATS:  # not every compiler supports floats of 8 bits
         value = value.float()
     if value.dim() == 1 and broadcasts(value.shape, shape[:1]):
-        return 1.0, value.view(-1, 1, 1)
+        return value.view(-1, 1, 1)
     if value.dim() == 0:
-        return 1.0, value.view(1, 1, 1)
+        return value.view(1, 1, 1)
     if not broadcasts(value.shape, shape):
         batch, _, channels = shape
         raise ShapeError(
@@ -270,27 +268,23 @@ def coefficient_parts(
             expected=f"a float, [{batch}], [{batch}, 1, {channels}] or {list(shape)}",
             got=_shape(value),
         )
-    return 1.0, value
+    return value
 
 
-def skip_parts(
+def checked_coefficients(
     residual: torch.Tensor | None,
     c_skip: Coefficient,
     c_out: Coefficient,
     shape: tuple[int, int, int],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
-    """Check the residual [B, N, C], and split both coefficients into tensors and numbers.
+) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Check a skip over [B, N, C], and return c_skip and c_out as `_checked_coefficient` does.
 
-    Returns:
-        c_skip and c_out as tensors or None, then the numbers that hold where they are None, in
-        the order of the registered operations.
+    Without a residual c_skip is no tensor.
     """
     if residual is not None:
         check_float("residual", residual)
         if tuple(residual.shape) != shape:
             raise ShapeError("residual", expected=str(list(shape)), got=_shape(residual))
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    if residual is None and c_skip_tensor is not None:
-        c_skip_tensor = None
-    return c_skip_tensor, c_out_tensor, c_skip_value, c_out_value
+    c_skip = _checked_coefficient("c_skip", c_skip, shape)
+    c_out = _checked_coefficient("c_out", c_out, shape)
+    return 1.0 if residual is None and isinstance(c_skip, torch.Tensor) else c_skip, c_out

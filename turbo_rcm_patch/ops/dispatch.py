@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -23,7 +22,6 @@ from turbo_rcm_patch.config import CHOICES, PVDType, check_choice
 from turbo_rcm_patch.errors import (
     DeviceError,
     Fp8UnsupportedError,
-    MissingPackageError,
 )
 from turbo_rcm_patch.ops.formats import QMAX
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.ops.attention.spec import AttentionSpec
     from turbo_rcm_patch.ops.launch import Target
 
-_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
 #: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
@@ -50,21 +48,21 @@ FP8_MIN_KEYS_HOPPER: Final = 12288
 INT8_MIN_KEYS: Final = 1024
 
 
-class Implementation(NamedTuple):
+class Implementation(NamedTuple, Generic[_F]):
     """One row of an operator's table. The first whose condition holds for a call runs.
 
     Attributes:
         name: The name of its file.
         serves: The condition, of the target and the operator's own record of the call.
         reason: The condition in words, for the report.
-        load: Imports it.
-        what: What it computes, for a warning.
+        load: Imports and returns the function that launches it, the same type in all rows.
+        what: The result that it computes, for the report and a warning.
     """
 
     name: str
     serves: Callable[[Target, Any], bool]
     reason: str
-    load: Callable[[], ModuleType]
+    load: Callable[[], _F]
     what: str
 
 
@@ -73,51 +71,80 @@ def always(target: Target, call: Any) -> bool:
     return True
 
 
-def run_first(
-    table: Sequence[Implementation],
+def choose(
+    table: Sequence[Implementation[_F]],
     device: torch.device,
     call: Any,
-    run: Callable[[ModuleType], _T],
     counts: Counter[str] | None = None,
-) -> _T:
-    """Run the first implementation of a table that serves a call and that this Triton can build.
+) -> _F:
+    """Return the function of the first implementation that serves a call.
+
+    An implementation that this release of Triton cannot import is passed over, and one that it
+    cannot compile runs the last row instead.
 
     Args:
         table: The implementations.
         device: The device of the call.
-        call: What the conditions look at.
-        run: Launches the kernels of a module.
+        call: The record that the conditions read.
         counts: Counts the implementation that runs, by its name.
-
-    Returns:
-        What `run` returned.
     """
-    from turbo_rcm_patch.ops.gluon import ran
+    from turbo_rcm_patch.ops.gluon import hopper_function
     from turbo_rcm_patch.ops.launch import target_of
 
     target = target_of(device)
     *special, portable = table
-    for one in special:
-        if one.serves(target, call) and (made := ran(one.load, one.what, run)):
-            break
-    else:
-        one, made = portable, (run(portable.load()),)
-    _chosen[one] = None
+
+    for row in special:
+        if row.serves(target, call):
+            function = hopper_function(row.load, row.what)
+            if function is not None:
+                return _or_portable(function, row, portable, counts)
+    _note(portable, counts)
+    return portable.load()
+
+
+def _or_portable(
+    function: _F,
+    row: Implementation[_F],
+    portable: Implementation[_F],
+    counts: Counter[str] | None,
+) -> _F:
+    """Return the function of a row, which runs that of the last if Triton cannot compile it."""
+    from turbo_rcm_patch.ops.gluon import give_up, is_compiler_error
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            if not is_compiler_error(error):
+                raise
+            give_up(row.what, error)
+        else:
+            _note(row, counts)
+            return result
+        _note(portable, counts)
+        return portable.load()(*args, **kwargs)
+
+    return cast("_F", run)
+
+
+def _note(row: Implementation[Any], counts: Counter[str] | None) -> None:
+    """Note that an implementation runs."""
+    _chosen[row] = None
     if counts is not None:
-        counts[one.name] += 1
-    return made[0]
+        counts[row.name] += 1
 
 
-#: What `run_first` ran in this process, in the order of first use. A recorded launch is repeated
-#: without a choice, so it is here once.
-_chosen: dict[Implementation, None] = {}
+#: The implementations that ran in this process, in the order of first use. A recorded launch is
+#: repeated without a choice, so it is here once.
+_chosen: dict[Implementation[Any], None] = {}
 
 
 def chosen() -> list[str]:
     """Return what ran in this process and why, a line per kind of operation."""
     lines: dict[str, list[str]] = {}
-    for one in _chosen:
-        lines.setdefault(one.what, []).append(f"{one.name} ({one.reason})")
+    for row in _chosen:
+        lines.setdefault(row.what, []).append(f"{row.name} ({row.reason})")
     return [f"{what}: {', '.join(names)}" for what, names in lines.items()]
 
 
@@ -146,30 +173,6 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
         return "reference"
     check_choice("impl", impl, CHOICES["impl"])
     return "triton" if impl == "triton" else "reference"
-
-
-def load_kernels(impl: str, device: torch.device) -> None:
-    """Import the kernels that run on a GPU, so that no forward waits for them.
-
-    Raises:
-        MissingPackageError: Triton is installed and cannot be imported.
-    """
-    if device.type != "cuda" or resolve_impl(impl, device) != "triton":
-        return
-    try:
-        from turbo_rcm_patch.ops.attention.api import import_kernels
-        from turbo_rcm_patch.ops.gluon import hash_compiler
-        from turbo_rcm_patch.ops.residual import triton as residual
-    except ImportError as error:
-        raise MissingPackageError(
-            'impl="triton"',
-            expected="a Triton that can be imported",
-            got=f"{type(error).__name__}: {error}",
-            remedy='Install the Triton that your torch asks for, or use impl="reference"',
-        ) from error
-    assert residual
-    import_kernels(device)
-    hash_compiler()
 
 
 def compile_ahead(impl: str, device: torch.device, call: Callable[[], object]) -> None:

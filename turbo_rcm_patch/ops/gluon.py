@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import triton
 from triton.errors import TritonError
 
-_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 #: The first release of Triton whose Gluon has all functions that these kernels use.
 _SINCE = (3, 6)
+#: What kernels would have made faster that did not compile.
+_failed: set[str] = set()
 
 
 def has_hopper_kernels() -> bool:
@@ -22,16 +23,7 @@ def has_hopper_kernels() -> bool:
 
 
 @cache
-def hopper_module(load: Callable[[], ModuleType], what: str) -> ModuleType | None:
-    """Import a module of kernels for compute capability 9.0.
-
-    Return None, with a warning, if this release of Triton cannot build them; the portable kernel
-    runs then.
-
-    Args:
-        load: Imports the module.
-        what: What it makes faster, for the warning.
-    """
+def _imported(load: Callable[[], Any], what: str) -> Any:
     try:
         if not has_hopper_kernels():
             raise ImportError(f"it came with {'.'.join(map(str, _SINCE))}")
@@ -45,46 +37,45 @@ def hopper_module(load: Callable[[], ModuleType], what: str) -> ModuleType | Non
         return None
 
 
+def hopper_function(load: Callable[[], _F], what: str) -> _F | None:
+    """Import the launcher of kernels for compute capability 9.0.
+
+    Return None if one of them did not compile before, or, with a warning, if this release of
+    Triton cannot build them; the portable kernel runs then.
+
+    Args:
+        load: Imports and returns the launcher.
+        what: The result that it computes faster, for the warning.
+    """
+    return None if what in _failed else cast("_F | None", _imported(load, what))
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Return True if Triton could not compile a kernel, and False if its launch failed.
+
+    Gluon's front and back end change between releases.
+    """
+    return isinstance(error, TritonError) or "PassManager" in str(error)
+
+
+def give_up(what: str, error: Exception) -> None:
+    """Warn that a kernel does not compile, so that it is not tried again.
+
+    Args:
+        what: The result that it would have computed faster.
+        error: The compiler's.
+    """
+    _failed.add(what)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(
+        f"Triton {triton.__version__} cannot compile a faster {what} for Hopper ({first}): "
+        "the portable kernel runs instead.",
+        stacklevel=3,
+    )
+
+
 def hash_compiler() -> None:
     """Let Triton hash its own files, which takes 0.4 s, once a process."""
     hashes = getattr(triton.runtime.cache, "triton_key", None)
     if hashes is not None:
         hashes()
-
-
-#: What kernels would have made faster that did not compile.
-_failed: set[str] = set()
-
-
-def ran(
-    load: Callable[[], ModuleType], what: str, run: Callable[[ModuleType], _T]
-) -> tuple[_T] | None:
-    """Run kernels for compute capability 9.0 if this release of Triton can compile them.
-
-    Gluon's front and back end change between releases. A kernel that does not compile warns once,
-    and is not tried again.
-
-    Args:
-        load: Imports their module.
-        what: What they make faster, for the warning.
-        run: Launches them.
-
-    Returns:
-        What `run` returned, or None if the portable kernel has to run.
-    """
-    module = None if what in _failed else hopper_module(load, what)
-    if module is None:
-        return None
-    try:
-        return (run(module),)
-    except (TritonError, RuntimeError) as error:
-        if not isinstance(error, TritonError) and "PassManager" not in str(error):
-            raise  # the launch failed, not the compiler
-        _failed.add(what)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        warnings.warn(
-            f"Triton {triton.__version__} cannot compile a faster {what} for Hopper ({first}): "
-            "the portable kernel runs instead.",
-            stacklevel=2,
-        )
-        return None

@@ -1,28 +1,29 @@
 """How operators meet torch.
 
-An operator is a plain function in its folder's `api.py`. Eager inference on plain tensors runs it
+An operator is a plain function in its folder's `api.py`. Eager inference on plain tensors calls it
 directly. A compiler, a tracer, a dispatch mode, autocast or a subclass of Tensor needs an
-operation that torch knows (`needs_registered`), which takes 2 us more:
+operation that torch knows (`needs_registered`). `register` makes one from the function itself:
 
-    def norm(x, *, weight, eps, impl):
-        if needs_registered(x):
-            return _operation(x, weight, eps, encode(impl=impl))
-        return _computed(x, weight, eps, impl)
+    def scaled(x: Tensor, norm: Norm, impl: str) -> Tensor: ...
 
-    _operation = register("norm(Tensor x, Tensor? weight, float eps, str options) -> Tensor", ...)
+    registered_scaled = register("scaled", scaled, lambda x, *_: x.new_empty(x.shape))
 
-A schema and a fake are registered, so that a compiler traces a call as one node. There is no
-derivative: public functions raise where a gradient is wanted, and a patched model then runs its
-author's code.
+    compute = registered_scaled if needs_registered(x) else scaled
+    y = compute(x, norm, impl)
+
+All operations have one schema, "(Tensor[] tensors, float[] numbers, str key) -> Tensor[]". The
+arguments of a call are split into its tensors, its numbers, and a key that describes the rest.
+A compiler traces a call as one node. A number that it holds as a symbol becomes a constant here,
+so what depends on lengths is computed inside an operation, from shapes. There is no derivative:
+public functions raise where a gradient is wanted, and a patched model then runs its original code.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from functools import cache
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,12 @@ from torch.autograd import forward_ad
 
 from turbo_rcm_patch.errors import GradientError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R", Tensor, tuple[Tensor, ...])
+
 #: The library of torch that holds the operations. Its end would remove them.
 _LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "DEF")  # type: ignore[no-untyped-call]
+_SCHEMA: Final = "(Tensor[] tensors, float[] numbers, str key) -> Tensor[]"
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 #: Asked on every call, so their names are looked up once.
 _compiling: Final = torch.compiler.is_compiling
@@ -51,47 +56,53 @@ def needs_registered(x: Tensor, *more: Tensor | None) -> bool:
         or _dispatch_modes() > 0
         or _autocast()
         or _tracer() is not None
-        or (more != () and any([one is not None and type(one) not in _PLAIN for one in more]))
+        or (more != () and any([y is not None and type(y) not in _PLAIN for y in more]))
     )
 
 
-def register(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register an operation, and return it.
+def register(
+    name: str,
+    function: Callable[_P, _R],
+    fake: Callable[_P, _R],
+    *records: type,
+) -> Callable[_P, _R]:
+    """Register a function as an operation of torch, and return one that calls the operation.
 
     Args:
-        schema: Its schema, as torch writes it, with a name in this library's namespace.
-        body: Computes the result, without autocast, and returns new tensors.
-        fake: Makes empty results of the right shapes and dtypes.
+        name: Its name in this library's namespace.
+        function: Takes tensors, numbers, strings, dtypes, None, and records and tuples of these,
+            by position. Returns new tensors: one, if it is annotated so, else a tuple. It runs
+            without autocast, because the dtypes of its products are part of its contract.
+        fake: Takes the same and makes empty results of the right shapes and dtypes.
+        *records: The NamedTuples and frozen dataclasses among the arguments.
     """
-    name = schema.partition("(")[0]
+    for record in records:
+        _FIELDS[record] = getattr(record, "_fields", None) or tuple(record.__annotations__)
+        _RECORDS[record.__name__] = record
+    single = function.__annotations__["return"] == "Tensor"
 
-    @functools.wraps(body)
-    def without_derivative(*args: Any, **kwargs: Any) -> Any:
-        refuse_gradient(f"turbo_rcm_patch::{name}", _tensors((args, tuple(kwargs.values()))))
-        with ExitStack() as stack:  # the dtypes of its products are part of its contract
+    def compute(tensors: list[Tensor], numbers: list[float], key: str) -> list[Tensor]:
+        refuse_gradient(f"turbo_rcm_patch::{name}", tensors)
+        with ExitStack() as stack:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
-            return body(*args, **kwargs)
+            return _as_list(function(*_joined(tensors, numbers, key)))
 
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, without_derivative, "CompositeExplicitAutograd")
+    def imitate(tensors: list[Tensor], numbers: list[float], key: str) -> list[Tensor]:
+        return _as_list(fake(*_joined(tensors, numbers, key)))
+
+    _LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.turbo_rcm_patch, name).default
+    torch.library.register_fake(f"turbo_rcm_patch::{name}", imitate, lib=_LIBRARY)
+    operation: Any = getattr(torch.ops.turbo_rcm_patch, name).default
 
+    def call(*args: _P.args, **_: _P.kwargs) -> Any:
+        results = operation(*split(args))
+        return results[0] if single else tuple(results)
 
-def encode(**options: str | bool) -> str:
-    """Write the plain options of an operator as one string, the last argument of its schema."""
-    return " ".join([f"{name}={value}" for name, value in options.items()])
-
-
-@cache
-def decode(options: str) -> dict[str, Any]:
-    """Read what `encode` wrote."""
-    values = (one.split("=", 1) for one in options.split(" "))
-    flags = {"True": True, "False": False}
-    return {name: flags.get(value, value) for name, value in values}
+    return call
 
 
 def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
@@ -114,11 +125,90 @@ def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
         )  # fmt: skip
 
 
-def _tensors(args: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for one in args:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, (list, tuple)):
-            found += _tensors(one)
-    return found
+# --- a call as tensors, numbers and a key --------------------------------------------------------
+
+#: Records by name, and the names of their fields.
+_RECORDS: Final[dict[str, type]] = {}
+_FIELDS: Final[dict[type, tuple[str, ...]]] = {}
+_CONSTANTS: Final = {"None": None, "True": True, "False": False}
+
+
+class _Place:
+    """The place of a tensor in what a key describes."""
+
+
+_TENSOR: Final = _Place()
+
+
+def split(args: tuple[Any, ...]) -> tuple[list[Tensor], list[float], str]:
+    """Return the arguments of a call as an operation takes them. A compiler traces this."""
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    return tensors, numbers, _described(args, tensors, numbers)
+
+
+def _described(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
+    """Return the words that describe a value, and append its tensors and numbers to the lists."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, (int, float)):
+        numbers.append(value)
+        return "int" if isinstance(value, int) else "float"
+    if isinstance(value, str):
+        return f"str:{value}"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if type(value) is tuple:
+        words, parts = [f"tuple:{len(value)}"], list(value)
+    else:
+        words = [type(value).__name__]
+        parts = [getattr(value, field) for field in _FIELDS[type(value)]]
+    return " ".join(words + [_described(part, tensors, numbers) for part in parts])
+
+
+def _joined(tensors: list[Tensor], numbers: list[float], key: str) -> Any:
+    """Return the arguments of which `split` made these."""
+    return _filled(_template(key, tuple(numbers)), iter(tensors))
+
+
+@lru_cache(maxsize=4096)
+def _template(key: str, numbers: tuple[float, ...]) -> Any:
+    """Return the arguments that a key describes, with `_TENSOR` in the place of tensors."""
+    return _parsed(iter(key.split(" ")), iter(numbers))
+
+
+def _parsed(words: Iterator[str], numbers: Iterator[float]) -> Any:
+    word = next(words)
+    kind, _, text = word.partition(":")
+    if kind == "tensor":
+        return _TENSOR
+    if kind in _CONSTANTS:
+        return _CONSTANTS[kind]
+    if kind in ("int", "float"):
+        number = next(numbers)
+        return int(number) if kind == "int" else number
+    if kind == "str":
+        return text
+    if kind == "tuple":
+        return tuple([_parsed(words, numbers) for _ in range(int(text))])
+    if kind.startswith("torch."):
+        return getattr(torch, kind.removeprefix("torch."))
+    record = _RECORDS[kind]
+    return record(**{field: _parsed(words, numbers) for field in _FIELDS[record]})
+
+
+def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a template with its tensors in their places."""
+    if template is _TENSOR:
+        return next(tensors)
+    if not isinstance(template, tuple):
+        return template
+    make = getattr(template, "_make", tuple)
+    return make([_filled(part, tensors) for part in template])
+
+
+def _as_list(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from turbo_rcm_patch.config import Attention, PVDType, check_choice, is_number
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
-from turbo_rcm_patch.ops.attention.api import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention.api import attend_checked
 from turbo_rcm_patch.ops.attention.reference import (
     aligned_to_16_bytes,
     split_heads,
@@ -30,6 +30,7 @@ from turbo_rcm_patch.ops.attention.reference import (
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.ops.checks import broadcasts, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
+from turbo_rcm_patch.ops.formats import AttentionInputs
 
 __all__ = [
     "sageattn",
@@ -410,10 +411,11 @@ def attention_of_heads(
     lse = None
     if mask is not None:
         out = _masked(q, k, v, mask, spec)
-    elif want_lse:
-        out, lse = attention_lse(q, k, v, spec, kv_lengths=kv_lengths)
     else:
-        out = attention_skip(q, k, v, spec, kv_lengths=kv_lengths)
+        out, logsumexp = attend_checked(
+            AttentionInputs(q, k, v, spec, q.dtype, kv_lengths=kv_lengths, want_lse=want_lse)
+        )
+        lse = logsumexp if want_lse else None
     if by_head:
         out = out.view(batch, heads, *out.shape[1:])
         lse = None if lse is None else lse.view(batch, heads, lse.shape[1] * lse.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord
 from turbo_rcm_patch.patching.patch import (
     find_pairs,
     is_patched,
@@ -13,7 +14,7 @@ from turbo_rcm_patch.patching.patch import (
     sla_as_defined,
     unpatch_model,
 )
-from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, PairTable, PatchReport
+from turbo_rcm_patch.patching.report import PairTable, PatchReport
 
 __all__ = [
     "GuardLog",

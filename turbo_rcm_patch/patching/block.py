@@ -1,4 +1,4 @@
-"""A patched block: each call runs its family's fast path or its author's forward.
+"""A patched block: each call runs its family's fast path or its original forward.
 
 A family subclasses `PatchedBlock`. It writes the block out (`fast`), says when the fast path does
 not apply to the block's modules or inputs (`why_modules`, `why_inputs`), and lists the block's
@@ -11,28 +11,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import compile_ahead
+from turbo_rcm_patch.patching.guard_log import BlockGuard
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
-from turbo_rcm_patch.patching.pieces import Notes
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
     Replacement,
-    author_forward,
     capturing,
     compiling,
-    foreign,
+    original_forward,
+    stateful_code,
     why_not_inference,
 )
 from turbo_rcm_patch.skip import SkipPair
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.patching.guard import Guard
 
 
 class Level(IntEnum):
@@ -42,15 +40,15 @@ class Level(IntEnum):
     WIDE_VALUES = 1  # probabilities and values in 16 bits
     EXACT = 2  # exact attention
     EXACT_16BIT = 3  # exact attention and Linears in 16 bits
-    AUTHOR = 4  # the author's forward
+    ORIGINAL = 4  # the original forward
 
 
 #: Level -> how a block at it runs, for the report.
-LEVEL_WORDS = {
+LEVEL_DESCRIPTIONS = {
     Level.WIDE_VALUES: "values in 16 bits",
     Level.EXACT: "exact attention",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
-    Level.AUTHOR: "runs its author's code",
+    Level.ORIGINAL: "runs its author's code",
 }
 
 
@@ -70,12 +68,12 @@ class PatchedBlock(Replacement):
         level: How exactly the block runs.
         reason: Why the guard raised the level.
         left: Why the block's forward could not be replaced, or "".
-        guard: Compares the block with its author's code now and then; None without a guard.
+        guard: Compares the block with the original now and then; None without a guard.
         index: The number of the block among the patched ones, in the order in which they run.
         proj_out: The network's last Linear, or None.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
-        last: Why the last call outside a compiler ran the author's forward, or the numbers of
+        last: Why the last call outside a compiler ran the original forward, or the numbers of
             queries and of keys of a fused call.
         backend: The attention backend that was chosen and not used on that call, or "".
     """
@@ -97,7 +95,7 @@ class PatchedBlock(Replacement):
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = self.backend = ""
-        self.guard: Guard | None = None
+        self.guard: BlockGuard | None = None
         self.index = 0
         self.proj_out: Any = None
         self.int8: list[Int8Forward] = []
@@ -121,23 +119,25 @@ class PatchedBlock(Replacement):
         """Decide how a call runs.
 
         Args:
-            *inputs: The inputs of the author's forward, in its order.
+            *inputs: The inputs of the original forward, in its order.
 
         Returns:
-            None for the fast path, or what runs instead: the author's forward, or a comparison
+            None for the fast path, or what runs instead: the original forward, or a comparison
             with it.
         """
-        why = self.why_author(*inputs)
+        why = self.why_original(*inputs)
         if compiling():
-            return self.author if why else None
-        lengths = (0, 0) if why else self.lengths(*inputs)  # of several ranks: an exchange
-        self.last = why or lengths
-        self.backend = "" if why else self.unused_backend()
-        self.renew_copies(why, self.streams(inputs)[0])
+            return self.original if why else None
+        x = self.streams(inputs)[0]
+        if self.copies is not None:
+            self.renew_copies(why, x)
         if why:
-            return self.author
-        if not self.index:
-            self.compile_ahead(self.streams(inputs)[0], partial(self.fast, None, *inputs))
+            self.last, self.backend = why, ""
+            return self.original
+        lengths = self.last = self.lengths(*inputs)  # of several ranks: an exchange
+        self.backend = self.unused_backend()
+        if not self.index and not self._ahead:
+            self.compile_ahead(x, partial(self.fast, None, *inputs))
         guard = self.guard
         return self.compare if guard is not None and guard.wants(self, inputs, lengths) else None
 
@@ -145,16 +145,16 @@ class PatchedBlock(Replacement):
         """Compile what the fast path launches together, before its first call.
 
         That runs the modules without the kernels' results, so a module must keep nothing: no int8
-        copy, which a kernel writes, and nothing foreign.
+        copy, which a kernel writes, and no state.
         """
         if self._ahead or capturing(x):
             return
         self._ahead = True
-        if not self.int8 and self.group() is None and not self.foreign():
+        if not self.int8 and self.group() is None and not self.stateful_code():
             compile_ahead(self.config.impl, x.device, fast)
 
     def compare(self, *inputs: Any) -> Any:
-        """Run the fast path, and compare it with the author's forward."""
+        """Run the fast path, and compare it with the original forward."""
         assert self.guard is not None
         return self.guard.compare(self, inputs)
 
@@ -170,9 +170,9 @@ class PatchedBlock(Replacement):
         if guard is None or not guard.within_video():
             copies.follow()
 
-    def author(self, *inputs: Any) -> Any:
+    def original(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
-        return author_forward(self.block)(self.block, *inputs)
+        return original_forward(self.block)(self.block, *inputs)
 
     def raise_level(self, level: Level, reason: str) -> None:
         """Run the block at this level from now on, if it is higher than the present one."""
@@ -189,7 +189,7 @@ class PatchedBlock(Replacement):
         one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if self.int8_linears() else ""
         wide = self.level == Level.WIDE_VALUES and ops.quantises(one.attention)
-        values = f", {LEVEL_WORDS[self.level]}" if wide else ""
+        values = f", {LEVEL_DESCRIPTIONS[self.level]}" if wide else ""
         return f"fused with {one.attention} attention{values}{linears}"
 
     def int8_linears(self) -> list[str]:
@@ -213,10 +213,10 @@ class PatchedBlock(Replacement):
             return "length"
         return "wide-values" if self.level else "asked"
 
-    def foreign(self) -> str:
-        """Return what keeps the guard from running the author's forward a second time, or ""."""
+    def stateful_code(self) -> str:
+        """Return what keeps the guard from running the original forward a second time, or ""."""
         replaced = self.replaced_attention()
-        return foreign(self.block) or (replaced and f"{replaced} was replaced")
+        return stateful_code(self.block) or (replaced and f"{replaced} was replaced")
 
     def replaced_attention(self) -> str:
         """Return the attention that the author's code would call if other code replaced it, or
@@ -224,7 +224,7 @@ class PatchedBlock(Replacement):
         return ""
 
     def why_replaced(self) -> str:
-        """Return why the author's forward runs where exact attention has been replaced, or ""."""
+        """Return why the original forward runs where exact attention has been replaced, or ""."""
         replaced = self.config.attention == "exact" and self.replaced_attention()
         return f"{replaced} was replaced" if replaced else ""
 
@@ -247,10 +247,10 @@ class PatchedBlock(Replacement):
             f"patched with attention={self.config.attention!r}; attention='exact' uses it"
         ]
 
-    def why_author(self, *inputs: Any) -> str:
-        """Return why the author's forward runs on these inputs, or ""."""
+    def why_original(self, *inputs: Any) -> str:
+        """Return why the original forward runs on these inputs, or ""."""
         return (
-            (self.reason if self.level == Level.AUTHOR else "")
+            (self.reason if self.level == Level.ORIGINAL else "")
             or why_not_inference(self.block, self.streams(inputs)[0], inputs)
             or self.why_modules()
             or self.why_inputs(*inputs)
@@ -266,12 +266,12 @@ class PatchedBlock(Replacement):
         tokens = sum([x.shape[1] for x in self.streams(inputs)])
         return tokens, tokens
 
-    def author_members(self) -> dict[str, Any]:
-        """Return members of the block that a comparison with the author's code calls instead."""
+    def original_members(self) -> dict[str, Any]:
+        """Return members of the block that a comparison with the original code calls instead."""
         return {}
 
     def plain_attention(self) -> bool:
-        """Return True if the self-attention that the author's forward calls is its author's, and
+        """Return True if the self-attention that the original forward calls is its author's, and
         is neither compiled nor computed by a backend that the user chose."""
         compiled = getattr(getattr(self.block, self.mixes), "_compiled_call_impl", None)
         return compiled is None and not self.other_forwards()
@@ -287,7 +287,7 @@ class PatchedBlock(Replacement):
     # --- what a family writes --------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Take the parameters of the author's forward, and call `run`."""
+        """Take the parameters of the original forward, and call `run`."""
         raise NotImplementedError
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Any:
@@ -295,12 +295,12 @@ class PatchedBlock(Replacement):
 
         Args:
             notes: Collects what the guard compares, or None.
-            *inputs: The inputs of the author's forward.
+            *inputs: The inputs of the original forward.
         """
         raise NotImplementedError
 
     def rows_of(self, take: Callable[[Tensor], Tensor], *inputs: Any) -> tuple[Any, ...]:
-        """Return the inputs of the author's forward for some rows of its streams, where the block
+        """Return the inputs of the original forward for some rows of its streams, where the block
         names what `mixes` them.
 
         Args:

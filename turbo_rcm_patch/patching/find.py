@@ -18,7 +18,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
 from turbo_rcm_patch.extras import check_diffusers
 from turbo_rcm_patch.patching.block import PatchedBlock
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.skip import SkipPair
 
 _TRANSFORMERS: Final = "diffusers.models.transformers."
@@ -34,7 +34,7 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}transformer_anyflow_far.AnyFlowFARTransformer3DModel": "wan_anyflow",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
-    "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+    "turbo_rcm_patch.models.RCMAttention": "rcm_attention",
 }
 
 #: The same for autoencoders.
@@ -105,7 +105,7 @@ def family_of(model: nn.Module) -> Family | None:
     Raises:
         MissingPackageError: The class is of a release of diffusers that is too old.
     """
-    cls = author_class(model)
+    cls = original_class(model)
     full = qualified_name(cls)
     exact = (FAMILIES | VAES).get(full)
     name = exact or (STRUCTURES | VAE_STRUCTURES).get(cls.__qualname__)
@@ -129,7 +129,7 @@ def parts_of(model: object) -> dict[str, nn.Module]:
     held = ((name, getattr(model, name, None)) for name in COMPONENTS)
     parts = {name: part for name, part in held if isinstance(part, nn.Module)}
     vae = getattr(model, VAE, None)
-    if isinstance(vae, nn.Module) and qualified_name(author_class(vae)) in VAES:
+    if isinstance(vae, nn.Module) and qualified_name(original_class(vae)) in VAES:
         parts[VAE] = vae
     if not parts:
         raise NotAModelError(
@@ -208,7 +208,7 @@ def find_blocks(
     for index, module in enumerate(modules):
         if id(module) in found:
             continue
-        inner = [(n, m) for n, m in module.named_modules() if author_class(m) is cls]
+        inner = [(n, m) for n, m in module.named_modules() if original_class(m) is cls]
         name, block = inner[0] if inner else ("", module)
         where = f"{path}.{index}.{name.replace('_orig_mod', '')}".replace("..", ".").strip(".")
         if inner:

@@ -4,19 +4,20 @@ the fast path returns.
 Each block is compared on its first forward and on the last denoising step where that is known.
 After that, one block is compared on every fourth forward. A block over the budget runs more
 exactly from that call on: values in fp8 become 16 bits wide, then attention exact, then Linears
-run in 16 bits too, then its author's code runs. If a fault is found later than on a first forward,
-the guard compares every block after it, and all blocks on the next forward. On a block's first
-forward `fidelity` may raise its level too, by the predicted error of the network. A call that
-raises the level already returns the result at the new level, so equal inputs give equal results.
+run in 16 bits too, then the original forward runs. If a fault is found later than on a first
+forward, the guard compares every block after it, and all blocks on the next forward. On a block's
+first forward `fidelity` may raise its level too, by the predicted error of the network. A call
+that raises the level already returns the result at the new level, so equal inputs give equal
+results.
 
 The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
-author's forward runs anyway. A block that holds something foreign is not run a second time. Where
-the author's code cannot run, or memory is short, the next forward tries again.
+original forward runs anyway. A block that holds stateful code is not run a second time. Where the
+original cannot run, or memory is short, the next forward tries again.
 
 What a forward learns belongs to it until the block is decided, so forwards of several threads
-decide alike. The guard compares few rows of each stream, and runs the author's block for those
+decide alike. The guard compares few rows of each stream, and runs the original block for those
 rows alone, whose queries still see all keys. It measures an attention as soon as it has run. So it
-takes little more memory than the block, and over many rows a fifth of the author's operations.
+takes little more memory than the block, and over many rows a fifth of the original's operations.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from torch.overrides import TorchFunctionMode
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
+from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord, When
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
 from turbo_rcm_patch.patching.measure import (
     BUDGET,
     Measure,
+    Notes,
     Shares,
     Stages,
-    attention_errors,
     measure,
     predicted,
     sample,
     shares,
+    why_cannot_run,
 )
-from turbo_rcm_patch.patching.pieces import Notes, Operands
-from turbo_rcm_patch.patching.plain import author_class, capturing
-from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, When
+from turbo_rcm_patch.patching.plain import capturing, original_class
 
 _log = logging.getLogger(__name__)
 
@@ -68,11 +69,6 @@ _STRIDE: Final = 7
 #: The prediction has to stay below this share of the target, because networks have measured up to
 #: 15 % more than was predicted (results/2026-11-28/guard_margin.txt).
 _TARGET_SHARE: Final = 0.95
-#: What an error says if code cannot run here or memory is short, beside the errors of that kind.
-_CANNOT: Final = (
-    *("out of memory", "allocate memory", "not enough memory", "no kernel image"),
-    *("not implemented", "not supported", "not compiled with", "Could not run", "cpu tensor"),
-)
 #: The arguments of torch's attention that can be given by position.
 _SDPA: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -117,36 +113,50 @@ class _Compared:
     last: set[int] = field(default_factory=set)
 
 
-class _Notes(Notes):
-    """Notes that keep little memory: some rows of the streams, and the errors of the attention.
-
-    Args:
-        measures: True to measure the attention.
+@dataclass(slots=True)
+class _Call:
+    """One call of a block that is compared.
 
     Attributes:
-        errors: The errors of the attention, or None.
-        failed: Why it could not be measured, or "".
+        block: The block.
+        inputs: The inputs of its original forward.
+        forward: The forward that it belongs to.
+        first: True if its block is compared for the first time in this way to run.
+        lengths: The lengths of its residual streams.
+        fresh: True if no int8 copy can be out of date.
+        original: Rows of the original's streams, once that has run.
     """
 
-    class _Rows(list[tuple[Tensor, ...]]):
-        def append(self, streams: tuple[Tensor, ...]) -> None:
-            super().append(sample(streams))
+    block: PatchedBlock
+    inputs: tuple[Any, ...]
+    forward: _Forward
+    first: bool
+    lengths: list[int]
+    fresh: bool
+    original: Stages = ()
 
-    def __init__(self, measures: bool) -> None:
-        super().__init__()
-        self.streams = self._Rows()
-        self.errors: tuple[float, float] | None = None
-        self.failed = ""
-        self._measures = measures
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "attention" or value is None:
-            super().__setattr__(name, value)
-        elif self._measures:
-            try:
-                self.errors = attention_errors(Operands(*value))
-            except Exception as error:
-                self.failed = _why_cannot_run(error)
+@dataclass(slots=True)
+class _Attempt:
+    """One run of a block at one level, compared with the original.
+
+    Attributes:
+        level: The level.
+        out: The result of the block.
+        measure: Its distance from the original; None if it was not compared.
+        failed: Why it could not be compared on this rank, or "".
+        skipped: True if it could not be compared on a rank that shares the sequence.
+        share: What block and original add to the network's error.
+        reason: Why the block has to run more exactly, or "".
+    """
+
+    level: Level
+    out: Any
+    measure: Measure | None = None
+    failed: str = ""
+    skipped: bool = False
+    share: Shares = _NOTHING
+    reason: str = ""
 
 
 class Guard:
@@ -278,106 +288,134 @@ class Guard:
 
     @torch.no_grad()
     def compare(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> Any:
-        """Run a block, compare it with its author's, and raise its level until the error fits.
+        """Run a block, compare it with its original, and raise its level until the error fits.
 
         Returns:
             The result of the block at its level from now on.
         """
         here: _Forward = self._threads.here
-        if foreign := block.foreign():
-            self._skip(block, here, f"{foreign}, which is not run a second time")
+        if stateful := block.stateful_code():
+            self._skip(block, here, f"{stateful}, which is not run a second time")
             return block.fast(None, *inputs)
-        streams = block.streams(inputs)
-        lengths, dtype = [x.shape[1] for x in streams], streams[0].dtype
-        first, fresh = block.index not in here.shares, not block.int8
-        author: Stages = []
-        out = None
-        while True:
-            level, out = block.level, None  # Frees the result of a lower level.
-            notes = _Notes(first and self._target is not None)
-            out = block.fast(notes, *inputs)
-            found, failed = None, notes.failed
-            try:
-                if not author and not failed:
-                    author = _author(block, inputs)
-                if not failed:
-                    fast = [author[0], *notes.streams, sample(block.streams(out))]
-                    found = measure(fast, author, lengths, dtype)
-            except Exception as error:
-                failed = _why_cannot_run(error)
-            # Nothing can be learned where the author's own result is not finite.
-            if found is not None and found.error == math.inf and not _finite(author):
-                self._refuse_non_finite(block, inputs)
-                found, failed = None, "its author's result is not finite"
-            # All ranks that share a sequence go the same way.
-            off, skip = self._agree(block, [found.error if found else 0.0], float(not found))
-            if skip or found is None:
-                here.stopped, self._asked = True, self._asked or here.every
-                if failed:
-                    self._skip(block, here, failed)
-                return out
-            if off > BUDGET and not fresh and block.copies is not None:
-                block.copies.forget()  # A weight may have changed behind its int8 copy.
-                fresh = True
-                continue
-            if off > BUDGET:
-                share, reason = _NOTHING, f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
-            else:
-                share, reason = self._share(block, fast, author, notes, here, first)
-            higher = _next_level(block, *here.way[2:]) if reason else level
-            if block.level == level < higher:  # else another thread raised it meanwhile
-                block.raise_level(higher, reason)
-                if not first:  # The fault began later, perhaps in other blocks too.
-                    here.every = self._asked = True
-                self._add(block, here, first, found, LEVEL_WORDS[higher], reason)
-            if block.level == Level.AUTHOR:
-                out, share = _run_author(block, inputs, {}), _NOTHING
-                break
-            if block.level == level:
-                break
-        if block.level != Level.AUTHOR:
-            self._add(block, here, first, found, "kept", found.where)
-        seen = self._seen[here.way]
-        if first:
-            here.shares[block.index] = share
-            seen.shares.setdefault(block.index, share)
-        if here.last:
-            seen.last.add(block.index)
-        return out
+        call = _Call(
+            block=block,
+            inputs=inputs,
+            forward=here,
+            first=block.index not in here.shares,
+            lengths=[x.shape[1] for x in block.streams(inputs)],
+            fresh=not block.int8,
+        )
+        attempt = self._run_and_measure(call)
+        while (level := self._next_level(call, attempt)) is not None:
+            self._raise_level(call, attempt, level)
+            attempt.out = None  # The next attempt needs the memory.
+            attempt = self._run_and_measure(call)
+        self._conclude(call, attempt)
+        return attempt.out
 
-    def _share(
-        self,
-        block: PatchedBlock,
-        fast: Stages,
-        author: Stages,
-        notes: _Notes,
-        here: _Forward,
-        first: bool,
-    ) -> tuple[Shares, str]:
+    def _run_and_measure(self, call: _Call) -> _Attempt:
+        """Run a block at its present level, and measure how far it is from the original."""
+        block, here = call.block, call.forward
+        if block.level == Level.ORIGINAL:
+            return _Attempt(block.level, _run_original(block, call.inputs, {}))
+        notes = Notes(measures=call.first and self._target is not None)
+        attempt = _Attempt(block.level, block.fast(notes, *call.inputs), failed=notes.failed)
+        fast: Stages = ()
+        try:
+            if not attempt.failed:
+                call.original = call.original or _run_original_rows(block, call.inputs)
+                fast = [call.original[0], *notes.streams, sample(block.streams(attempt.out))]
+                attempt.measure = measure(fast, call.original, call.lengths, here.way[0])
+        except Exception as error:
+            attempt.failed = why_cannot_run(error)
+        # Nothing can be learned where the original's result is not finite.
+        infinite = attempt.measure is not None and attempt.measure.error == math.inf
+        if infinite and not _finite(call.original):
+            self._refuse_non_finite(block, call.inputs)
+            attempt.measure, attempt.failed = None, "its author's result is not finite"
+        # All ranks that share a sequence go the same way.
+        found = attempt.measure
+        off, skipped = self._agree(block, [found.error if found else 0.0], float(not found))
+        attempt.skipped = bool(skipped)
+        if attempt.skipped or found is None:
+            return attempt
+        if off > BUDGET and block.copies is not None and not call.fresh:
+            block.copies.forget()  # A weight may have changed and its int8 copy not.
+            call.fresh = True
+            del attempt, fast
+            return self._run_and_measure(call)
+        if off > BUDGET:
+            attempt.reason = f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
+        elif call.first and self._target is not None:
+            attempt.share, attempt.reason = self._share(call, attempt.level, fast, notes)
+        return attempt
+
+    def _share(self, call: _Call, level: Level, fast: Stages, notes: Notes) -> tuple[Shares, str]:
         """Return the shares of a block, and why it has to run more exactly for the target, or
         ""."""
-        if not first or self._target is None:
-            return _NOTHING, ""
+        block, here = call.block, call.forward
         int8, dtype = any(forward.on for forward in block.int8), here.way[0]
         last = getattr(block.proj_out, "weight", None)
-        channels = author[-1][-1].shape[-1]
+        channels = call.original[-1][-1].shape[-1]
         if type(last) is not nn.Parameter or last.is_meta or last.shape[-1] != channels:
             last = None  # sharded, offloaded, quantised or of another stream
-        found = shares(fast, author, notes.errors, last, dtype, int8)
-        one = Shares(*self._agree(block, [*found]))
-        if not math.isfinite(one.author + one.fast):
+        measured = shares(fast, call.original, notes.errors, last, dtype, int8)
+        share = Shares(*self._agree(block, [*measured]))
+        if not math.isfinite(share.original + share.fast):
             return _NOTHING, ""
-        error = predicted([*here.shares.values(), one], dtype)
-        higher = _next_level(block, *here.way[2:])
-        if error > _TARGET_SHARE * self._target and higher < Level.AUTHOR:
-            return one, f"the network's error would be {error:.2f}, target {self._target:g}"
-        return one, ""
+        error = predicted([*here.shares.values(), share], dtype)
+        higher = _level_above(block, level, *here.way[2:])
+        if self._target is None or error <= _TARGET_SHARE * self._target:
+            return share, ""
+        if higher == Level.ORIGINAL:
+            return share, ""
+        return share, f"the network's error would be {error:.2f}, target {self._target:g}"
 
-    def _skip(self, block: PatchedBlock, here: _Forward, words: str) -> None:
+    def _next_level(self, call: _Call, attempt: _Attempt) -> Level | None:
+        """Return the level at which a block has to run again, or None if the attempt stands."""
+        block = call.block
+        if attempt.skipped or attempt.level == Level.ORIGINAL:
+            return None
+        if block.level != attempt.level:  # Another thread raised it meanwhile.
+            return block.level
+        return (
+            _level_above(block, attempt.level, *call.forward.way[2:]) if attempt.reason else None
+        )
+
+    def _raise_level(self, call: _Call, attempt: _Attempt, level: Level) -> None:
+        """Let a block run at a higher level from now on, unless another thread has done so."""
+        if call.block.level != attempt.level:
+            return
+        call.block.raise_level(level, attempt.reason)
+        if not call.first:  # The fault began later, perhaps in other blocks too.
+            call.forward.every = self._asked = True
+        self._add(call, attempt, LEVEL_DESCRIPTIONS[level], attempt.reason)
+
+    def _conclude(self, call: _Call, attempt: _Attempt) -> None:
+        """Remember what a comparison found."""
+        block, here = call.block, call.forward
+        if attempt.skipped:
+            here.stopped, self._asked = True, self._asked or here.every
+            if attempt.failed:
+                self._skip(block, here, attempt.failed)
+            return
+        if attempt.measure is not None:
+            self._add(call, attempt, "kept", attempt.measure.where)
+        seen = self._seen[here.way]
+        if call.first:
+            here.shares[block.index] = attempt.share
+            seen.shares.setdefault(block.index, attempt.share)
+        if here.last:
+            seen.last.add(block.index)
+
+    def _skip(self, block: PatchedBlock, here: _Forward, why: str) -> None:
         """Record once that a block was not compared."""
-        if not any(one.path == block.path and one.where == words for one in self.log.skipped):
-            self._add(block, here, block.index not in here.shares, None, "not compared", words)
-            _log.warning("%s is not compared: %s", block.path, words)
+        if any(one.path == block.path and one.where == why for one in self.log.skipped):
+            return
+        when = _when(block.index not in here.shares, here)
+        nan = float("nan")
+        self.log.add(GuardRecord(block.path, here.step, when, nan, BUDGET, "not compared", why))
+        _log.warning("%s is not compared: %s", block.path, why)
 
     def _refuse_non_finite(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
         """Raise NonFiniteInputError if the first block was given an input that is not finite."""
@@ -391,40 +429,38 @@ class Guard:
                     remedy="Look at latents, text embedding and timestep",
                 )
 
-    def _add(
-        self,
-        block: PatchedBlock,
-        here: _Forward,
-        first: bool,
-        found: Measure | None,
-        verdict: str,
-        where: str,
-    ) -> None:
-        when: When = "first" if first else "last" if here.last else "sampled"
-        error = float("nan") if found is None else found.error
-        self.log.add(GuardRecord(block.path, here.step, when, error, BUDGET, verdict, where))
-        if verdict not in ("kept", "not compared"):
+    def _add(self, call: _Call, attempt: _Attempt, verdict: str, where: str) -> None:
+        """Record a comparison, and log a decision."""
+        assert attempt.measure is not None
+        path, step, error = call.block.path, call.forward.step, attempt.measure.error
+        when = _when(call.first, call.forward)
+        self.log.add(GuardRecord(path, step, when, error, BUDGET, verdict, where))
+        if verdict != "kept":
             # A target may raise every block: the first one warns, the report has them all.
             known = error <= BUDGET and sum(one.verdict == verdict for one in self.log) > 1
             level = logging.INFO if known else logging.WARNING
-            _log.log(level, "%s: %s from now on: %s", block.path, verdict, where)
+            _log.log(level, "%s: %s from now on: %s", path, verdict, where)
 
 
-def _next_level(block: PatchedBlock, attention: str, pv: str) -> Level:
+def _when(first: bool, forward: _Forward) -> When:
+    return "first" if first else "last" if forward.last else "sampled"
+
+
+def _level_above(block: PatchedBlock, level: Level, attention: str, pv: str) -> Level:
     """Return the next level that changes how a block with this attention and pv runs."""
-    if block.level < Level.WIDE_VALUES and ops.quantises(attention) and pv == "fp8":
+    if level < Level.WIDE_VALUES and ops.quantises(attention) and pv == "fp8":
         return Level.WIDE_VALUES
     asked = block.config.attention == "exact"
     exact = asked or (attention == "exact" and not block.other_forwards())
-    if block.level < Level.EXACT and not exact:
+    if level < Level.EXACT and not exact:
         return Level.EXACT
-    if block.level < Level.EXACT_16BIT and block.int8:
+    if level < Level.EXACT_16BIT and block.int8:
         return Level.EXACT_16BIT
-    return Level.AUTHOR
+    return Level.ORIGINAL
 
 
-def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
-    """Run the author's block for the rows that are compared, and return these rows of its residual
+def _run_original_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
+    """Run the original block for the rows that are compared, and return these rows of its residual
     streams before the first branch and after each.
 
     Only the self-attention reads other rows, so it alone runs over the whole sequence.
@@ -446,23 +482,27 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
         return call
 
     members |= {name: noting(getattr(block.block, name)) for name in block.stages}
-    out = keep(block.streams(_run_author(block, inputs, members)))
+    out = keep(block.streams(_run_original(block, inputs, members)))
     return [*found, out]
 
 
-def _run_author(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
-    """Run the author's forward on a shallow copy of the block with some members replaced.
+def _run_original(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
+    """Run the original forward on a shallow copy of the block with some members replaced.
 
     The block itself is not changed, because another thread may be running it.
     """
     twin = object.__new__(type(block.block))
-    vars(twin).update(vars(block.block) | block.author_members() | members)
+    vars(twin).update(vars(block.block) | block.original_members() | members)
     with in_16_bits():
-        return author_class(twin).forward(twin, *inputs)
+        return original_class(twin).forward(twin, *inputs)
 
 
-class _Given(Exception):  # noqa: N818  no error: it ends the author's forward at its attention
-    pass
+class _AttentionReached(Exception):  # noqa: N818  no error
+    """Ends an original forward at its self-attention, and carries the arguments of that.
+
+    All rows are needed up to there, and only some from there on. Without an end, the rest of the
+    block would run over all rows, which is most of its work.
+    """
 
 
 def _attention_of_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Callable[..., Any]:
@@ -470,13 +510,13 @@ def _attention_of_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Callable
     whatever it is given, and returns the rows that are compared."""
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        raise _Given(args, kwargs)
+        raise _AttentionReached(args, kwargs)
 
     try:
-        _run_author(block, inputs, {block.mixes: stop})
-    except _Given as given:
-        args, kwargs = given.args
-    attention: Any = block.author_members().get(block.mixes, getattr(block.block, block.mixes))
+        _run_original(block, inputs, {block.mixes: stop})
+    except _AttentionReached as reached:
+        args, kwargs = reached.args
+    attention: Any = block.original_members().get(block.mixes, getattr(block.block, block.mixes))
 
     def call(*_: Any, **__: Any) -> Any:
         queries = _SomeQueries([x.shape[1] for x in block.streams(inputs)])
@@ -518,19 +558,6 @@ class _SomeQueries(TorchFunctionMode):
                 given["query"] = torch.cat([before, *sample((after,))], 1).transpose(1, -2)
                 args, kwargs, self.some = (), given, True
         return func(*args, **kwargs)
-
-
-def _why_cannot_run(error: Exception) -> str:
-    """Return why code cannot run here, by its error; raise an error that says something else.
-
-    Kept, the error would hold what its traceback does until the garbage collector runs.
-    """
-    kinds = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
-    device = getattr(torch, "AcceleratorError", RuntimeError)
-    words = type(error) in (RuntimeError, ValueError, AssertionError, device)
-    if not (isinstance(error, kinds) or (words and any(one in str(error) for one in _CANNOT))):
-        raise error
-    return f"its author's code failed: {type(error).__name__}: {error}"
 
 
 def _finite(stages: Stages) -> bool:

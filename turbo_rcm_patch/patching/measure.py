@@ -1,4 +1,4 @@
-"""The numbers by which the guard decides: the distance of a fast path from its author's block, and
+"""The numbers by which the guard decides: the distance of a fast path from its original block, and
 what both add to the error of the network.
 
 A block is compared branch by branch. The term c_out * F(x) that each branch adds to the residual
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
-from turbo_rcm_patch.ops.formats import Rotary
-from turbo_rcm_patch.patching.pieces import Operands
+from turbo_rcm_patch.ops.formats import Norms, Rotary
 
 #: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of
 #: 0.03 to 0.04, exact attention of 0.005 (bf16).
@@ -58,9 +57,88 @@ _OF_OPERANDS: Final = 2.0
 _INSIDE: Final = 4.0
 _OUTSIDE: Final = 2.5
 
+#: Phrases in the errors of code that cannot run here, or that memory is short for.
+_CANNOT_RUN: Final = (
+    *("out of memory", "allocate memory", "not enough memory", "no kernel image"),
+    *("not implemented", "not supported", "not compiled with", "Could not run", "cpu tensor"),
+)
+
 #: What is compared of the residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
 _Stream = Sequence[Tensor]
+
+
+class Operands(NamedTuple):
+    """An attention's inputs and output, for the guard.
+
+    Attributes:
+        q: [B, N, H*D], before its norm if `norms` holds that.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        norms: The norms that the kernel computed.
+        rotary: The rotary table that the kernel read, or None.
+        heads: H.
+        out: [B, N, H*D].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: Norms
+    rotary: Rotary | None
+    heads: int
+    out: Tensor
+
+
+class Notes:
+    """Records what the fast path of a block computes, for the guard.
+
+    It keeps little memory: some rows of the residual streams, and the errors of the attention.
+
+    Args:
+        measures: True to measure the self-attention.
+
+    Attributes:
+        streams: Rows of the residual streams after each branch but the last.
+        errors: The errors of the self-attention, as of `attention_errors`; None if it ran exactly
+            or was not measured.
+        failed: Why it could not be measured, or "".
+    """
+
+    def __init__(self, measures: bool) -> None:
+        self.streams: list[tuple[Tensor, ...]] = []
+        self.errors: tuple[float, float] | None = None
+        self.failed = ""
+        self._measures = measures
+
+    def saw_streams(self, *streams: Tensor) -> None:
+        """Keep rows of the residual streams after a branch, fp32 [B, N, C] each."""
+        self.streams.append(sample(streams))
+
+    def saw_attention(self, operands: Operands) -> None:
+        """Measure the self-attention, unless it ran exactly.
+
+        This is done at once: other ranks overwrite operands in their symmetric memory.
+        """
+        if not self._measures:
+            return
+        try:
+            self.errors = attention_errors(operands)
+        except Exception as error:
+            self.failed = why_cannot_run(error)
+
+
+def why_cannot_run(error: Exception) -> str:
+    """Return why code cannot run here, by its error; raise an error that says something else.
+
+    Kept, the error would hold what its traceback does until the garbage collector runs.
+    """
+    kinds = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
+    device = getattr(torch, "AcceleratorError", RuntimeError)
+    text = str(error) if type(error) in (RuntimeError, ValueError, AssertionError, device) else ""
+    if not (isinstance(error, kinds) or any(phrase in text for phrase in _CANNOT_RUN)):
+        raise error
+    return f"its author's code failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +172,17 @@ def _rows_of(length: int) -> tuple[int, int]:
     return every, min(_LAST_ROWS, max(1, length // 16))
 
 
-def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.dtype) -> Measure:
+def measure(fast: Stages, original: Stages, lengths: Sequence[int], dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:
         fast: Rows of the fast path's streams, before the first branch the author's.
-        author: Rows of the author's streams.
+        original: Rows of the author's streams.
         lengths: The lengths of the streams.
         dtype: The model's dtype.
     """
     floor = 2 * (_ROUNDING_ALLOWANCE * torch.finfo(dtype).eps) ** 2
-    streams = zip(zip(*fast, strict=True), zip(*author, strict=True), lengths, strict=True)
+    streams = zip(zip(*fast, strict=True), zip(*original, strict=True), lengths, strict=True)
     errors = [_compare(xs, ys, n, floor) for xs, ys, n in streams]
     table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]
     found = table.flatten().tolist()  # The only wait for the device.
@@ -117,12 +195,12 @@ def measure(fast: Stages, author: Stages, lengths: Sequence[int], dtype: torch.d
     return Measure(found[worst], where)
 
 
-def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> Tensor:
+def _compare(fast: _Stream, original: _Stream, length: int, floor: float) -> Tensor:
     """Compare one stream.
 
     Args:
         fast: The fast path's, [B, rows, C] before the first branch and after each branch.
-        author: The author's.
+        original: The author's.
         length: The number of all rows.
         floor: Square of the rounding of the author's stream, as a share of the stream's square.
 
@@ -130,7 +208,7 @@ def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> Tenso
         The errors of all rows, of the worst rows and of the last rows, [branches, 3, B].
     """
     every, last = _rows_of(length)
-    off, adds, size = _squares(fast, author).unbind(1)
+    off, adds, size = _squares(fast, original).unbind(1)
     left = (off - floor * size).clamp_min(0)
     last_left, last_adds = left[..., -last:], adds[..., -last:]
     if every > 1:
@@ -146,7 +224,7 @@ def _compare(fast: _Stream, author: _Stream, length: int, floor: float) -> Tenso
     return torch.where(offs == 0, offs, offs / sizes).sqrt()
 
 
-def _squares(fast: _Stream, author: _Stream) -> Tensor:
+def _squares(fast: _Stream, original: _Stream) -> Tensor:
     """Sum squares over the channels of some rows.
 
     Returns:
@@ -154,8 +232,8 @@ def _squares(fast: _Stream, author: _Stream) -> Tensor:
         of the author's term, and of the author's stream after it.
     """
     norms: list[Tensor] = []
-    before, off_before = author[0], None
-    for x, y in zip(fast[1:], author[1:], strict=True):
+    before, off_before = original[0], None
+    for x, y in zip(fast[1:], original[1:], strict=True):
         after = y.float()
         # (x1 - x0) - (y1 - y0) is computed as (x1 - y1) - (x0 - y0). The difference of two close
         # numbers is exact, and the first x0 - y0 is 0.
@@ -174,23 +252,23 @@ class Shares(NamedTuple):
     Linear reads of its output.
 
     Attributes:
-        author: Share of the author's block.
+        original: Share of the original block.
         fast: Share of the fast path.
     """
 
-    author: float
+    original: float
     fast: float
 
 
 def shares(
     fast: Stages,
-    author: Stages,
+    original: Stages,
     of_attention: tuple[float, float] | None,
     last: Tensor | None,
     dtype: torch.dtype,
     int8: bool,
 ) -> Shares:
-    """Estimate what the author's block and the fast path add to the network's error.
+    """Estimate what the original block and the fast path add to the network's error.
 
     An error counts by what the network's last Linear reads of it: a rounding is largest in the
     largest channels of the stream, which a trained network hardly reads, and a branch writes, with
@@ -203,15 +281,15 @@ def shares(
 
     Args:
         fast: Rows of the fast path's streams, the video last.
-        author: Rows of the author's.
+        original: Rows of the author's.
         of_attention: What `attention_errors` measured in its self-attention, or None.
         last: Weight of the network's last Linear [Cout, C], None if it cannot be read.
         dtype: The model's dtype. For fp32 the roundings of bf16 are taken, because no 8-bit path
             comes near fp32.
         int8: True if Linears ran in int8.
     """
-    step = -(-author[-1][-1].shape[1] // _READ_ROWS)
-    streams = [stage[-1][:, ::step].float() for stage in author]
+    step = -(-original[-1][-1].shape[1] // _READ_ROWS)
+    streams = [stage[-1][:, ::step].float() for stage in original]
     x, square = streams[-1], (_ROUNDING * _eps(dtype)) ** 2
     added = [(after - before).square() for before, after in pairwise(streams)]
     inside = square * _INSIDE * sum(added)
@@ -230,18 +308,18 @@ def shares(
     off = torch.stack([y - normed[0] for y in normed[1:]])
     if last is not None:
         off = off @ last.to(off).T
-    size, of_author, of_fast, distance = vector_norm(off.flatten(1), dim=1).square().tolist()
+    size, of_original, of_fast, distance = vector_norm(off.flatten(1), dim=1).square().tolist()
     if int8:
-        of_fast = max(of_fast, distance - of_author)
-    return Shares(of_author / max(size, 1e-30), of_fast / max(size, 1e-30))
+        of_fast = max(of_fast, distance - of_original)
+    return Shares(of_original / max(size, 1e-30), of_fast / max(size, 1e-30))
 
 
 def predicted(found: Iterable[Shares], dtype: torch.dtype) -> float:
     """Return the patched network's error divided by the unpatched one's, if every error reaches
     the output with the same factor."""
     outside = _OUTSIDE * (_ROUNDING * _eps(dtype)) ** 2
-    authors, fasts = zip(*found, strict=True)
-    return float(((outside + sum(fasts)) / (outside + sum(authors))) ** 0.5)
+    originals, fasts = zip(*found, strict=True)
+    return float(((outside + sum(fasts)) / (outside + sum(originals))) ** 0.5)
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -288,9 +366,9 @@ def attention_errors(given: Operands) -> tuple[float, float]:
         got = split_heads(out[:, ::step, some], qh.shape[1])
         off = torch.stack([torch.zeros_like(truth), got, rounded, moved]) - truth
         sums += vector_norm(off.flatten(1), dim=-1).square()
-    size, of_fast, of_author, of_operands = sums.tolist()
+    size, of_fast, of_original, of_operands = sums.tolist()
     size = max(size, 1e-30)
-    return (of_fast + of_operands) / size, (of_author + of_operands) / size
+    return (of_fast + of_operands) / size, (of_original + of_operands) / size
 
 
 class _Heads(NamedTuple):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import _GeneratorContextManager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -24,8 +25,8 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.ops.dispatch import load_kernels
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
@@ -35,6 +36,7 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
 )
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard_log import GuardLog
 from turbo_rcm_patch.patching.int8_linears import (
     WRITERS,
     DropsCopies,
@@ -46,11 +48,11 @@ from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import judge_classes
 from turbo_rcm_patch.patching.record import (
     PatchRecord,
-    holds_replacements,
+    holds_patch,
     record_of,
     undo_replacements,
 )
-from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
+from turbo_rcm_patch.patching.report import Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import PARALLEL, all_reduce_max, check_parallel
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -143,10 +145,10 @@ def unpatch_model(model: object) -> None:
     """
     with _LOCK:
         # Patched blocks that were copied into this model are not in its record.
-        copied = [part for part in parts_of(model).values() if holds_replacements(part)]
-        if not copied or any(map(record_of, _modules(model))):
-            _undo_all(_records(model, "unpatch_model"))
-        for part in copied:
+        if not is_patched(model):
+            _refuse_unpatched(model, "unpatch_model")
+        _undo_all(_records(model))
+        for part in parts_of(model).values():
             undo_replacements(part)
 
 
@@ -238,8 +240,7 @@ def is_patched(model: object) -> bool:
     Raises:
         NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
     """
-    parts = parts_of(model).values()
-    return any(map(record_of, _modules(model))) or any(map(holds_replacements, parts))
+    return any(map(holds_patch, parts_of(model).values()))
 
 
 def report_of(model: object) -> PatchReport:
@@ -295,7 +296,7 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     found = one.family.blocks_of(module, one.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += _boundary(model, one.path)
+    others += _network_pair(model, one.path)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
@@ -332,22 +333,29 @@ def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8
         block.int8.append(forwards[id(base)])
 
 
-def _boundary(model: object, path: str) -> list[SkipPair]:
-    """Return the pair that a pipeline with an rCM scheduler closes around its whole network."""
-    scheduler = getattr(model, "scheduler", None)
-    if isinstance(model, nn.Module) or type(scheduler).__name__ != "RCMScheduler" or path == VAE:
+def _network_pair(model: object, path: str) -> list[SkipPair]:
+    """Return the pair that the scheduler of a pipeline closes around its whole network, if it
+    says so by `network_skip`."""
+    skip = getattr(getattr(model, "scheduler", None), "network_skip", None)
+    if isinstance(model, nn.Module) or not isinstance(skip, Stream) or path == VAE:
         return []
     return [
         SkipPair(
-            path=path.partition(".")[0], kind="boundary", heads=0, head_dim=0,
-            streams=(Stream("latents", "1", "-t", "[B]"),), cast="fp32", projection=False,
-            runs="as-written", reason="the scheduler's step closes the network's skip in fp64",
+            path=path.partition(".")[0],
+            kind="boundary",
+            heads=0,
+            head_dim=0,
+            streams=(skip,),
+            cast="fp32",
+            projection=False,
+            runs="as-written",
+            reason="the scheduler's step closes the network's skip in fp64",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _refuse_patched(one: KnownModule, caller: str) -> None:
-    if record_of(one.module) is not None or holds_replacements(one.module):
+    if holds_patch(one.module):
         raise AlreadyPatchedError(
             f"{caller}: {one.path or 'model'}",
             expected="a model that is not patched",
@@ -403,25 +411,23 @@ def _drop_originals(records: list[PatchRecord], device: torch.device | str | Non
 # --- of a patched model --------------------------------------------------------------------------
 
 
-def _modules(model: object) -> Iterator[nn.Module]:
-    """Yield every module in a model or a pipeline, known or not."""
-    for part in parts_of(model).values():
-        yield from part.modules()
+def _records(model: object, caller: str = "") -> list[PatchRecord]:
+    """Return the records in a model or pipeline; without any, raise an error of the caller."""
+    modules = itertools.chain(*(part.modules() for part in parts_of(model).values()))
+    held = {id(record): record for module in modules if (record := record_of(module))}
+    if caller and not held:
+        _refuse_unpatched(model, caller)
+    return list(held.values())
 
 
-def _records(model: object, caller: str) -> list[PatchRecord]:
-    """Return the records in a model or pipeline; raise if there are none."""
-    records = map(record_of, _modules(model))
-    found = list({id(record): record for record in records if record is not None}.values())
-    if not found:
-        find_known(model)  # Raises its own error if nothing in the model could be patched.
-        raise NotPatchedError(
-            f"{caller}: model",
-            expected="a patched model",
-            got=f"a {type(model).__name__} that is not patched",
-            remedy="Pass the same model or pipeline that was patched",
-        )
-    return found
+def _refuse_unpatched(model: object, caller: str) -> NoReturn:
+    find_known(model)  # Raises its own error if nothing in the model could be patched.
+    raise NotPatchedError(
+        f"{caller}: model",
+        expected="a patched model",
+        got=f"a {type(model).__name__} that is not patched",
+        remedy="Pass the same model or pipeline that was patched",
+    )
 
 
 def _undo_all(records: list[PatchRecord]) -> None:
@@ -441,38 +447,38 @@ def _undo_all(records: list[PatchRecord]) -> None:
 def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
-    held = [(weakref.ref(record.model), record.pairs()) for record in records]
+    patched_models = [(weakref.ref(record.model), record.pairs()) for record in records]
     remarks = [] if isinstance(model, nn.Module) else _left_alone(model, records)
 
+    def models() -> list[nn.Module]:
+        return [model for reference, _ in patched_models if (model := reference()) is not None]
+
     def blocks() -> list[PatchedBlock]:
-        records = [record_of(model) for ref, _ in held if (model := ref()) is not None]
-        return [block for record in records if record is not None for block in record.blocks]
+        present = [record for model in models() if (record := record_of(model)) is not None]
+        return [block for record in present for block in record.blocks]
 
     def live() -> Live:
         pairs: list[SkipPair] = []
-        device = None
-        for reference, before in held:
-            module = reference()
-            record = None if module is None else record_of(module)
+        for reference, before in patched_models:
+            model = reference()
+            record = None if model is None else record_of(model)
             pairs += before if record is None else record.pairs()
-            if module is not None and device is None:
-                device = execution_device(module)
         ran = {
             block.path: block.describe_last_run() for block in blocks() if block.last is not None
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
-        modules = [vars(module) for ref, _ in held if (module := ref()) is not None]
-        notes += [line for one in modules if PARALLEL in one for line in one[PARALLEL].words()]
+        parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
+        notes += [note for one in parallel for note in one.words()]
         notes = list(dict.fromkeys(notes))
-        if device is None:
+        if not models():
             return Live(PairTable(pairs), ran, "gone", "", "", notes)
+        device = execution_device(models()[0])
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
         return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
 
-    return PatchReport(
-        type(model).__name__, config, guard.log if guard else GuardLog(), live, blocks
-    )
+    log = guard.log if guard else GuardLog()
+    return PatchReport(type(model).__name__, config, log, live, blocks)
 
 
 def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:

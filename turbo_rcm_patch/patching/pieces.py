@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -39,42 +39,6 @@ STREAM_DTYPE: Final = torch.float32
 LAYER_NORMS: Final[set[type]] = set()
 #: Classes of RMSNorms of q and k over all heads.
 RMS_NORMS: Final[set[type]] = {nn.RMSNorm}
-
-
-class Operands(NamedTuple):
-    """An attention's inputs and output, for the guard.
-
-    Attributes:
-        q: [B, N, H*D], before its norm if `norms` holds that.
-        k: [B, Nk, H*D].
-        v: [B, Nk, H*D].
-        norms: The norms that the kernel computed.
-        rotary: The rotary table that the kernel read, or None.
-        heads: H.
-        out: [B, N, H*D].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    norms: Norms
-    rotary: Rotary | None
-    heads: int
-    out: Tensor
-
-
-class Notes:
-    """Intermediate results of a block that the guard compares.
-
-    Attributes:
-        streams: The residual streams after each branch, fp32 [B, N, C] each.
-        attention: Operands of the self-attention, None if it ran exactly. They have to be read at
-            once: other ranks overwrite those in their symmetric memory.
-    """
-
-    def __init__(self) -> None:
-        self.streams: list[tuple[Tensor, ...]] = []
-        self.attention: Operands | None = None
 
 
 # --- norms of the residual stream and skips ------------------------------------------------------

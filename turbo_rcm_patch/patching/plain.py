@@ -24,7 +24,7 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 #: (class, name) -> its function that was judged last, and True if the author wrote it. Only a
 #: cache: a function is judged by itself.
 _judged: Final[dict[tuple[type, str], tuple[object, bool]]] = {}
-#: Why the author's forward runs where a gradient may be wanted.
+#: Why the original forward runs where a gradient may be wanted.
 GRADIENT: Final = "a gradient may be wanted (inference runs under torch.no_grad)"
 #: What calling a module runs.
 _CALL: Final = nn.Module.__call__
@@ -49,7 +49,7 @@ class Replacement:
     """
 
 
-def author_class(module: Any) -> type[nn.Module]:
+def original_class(module: Any) -> type[nn.Module]:
     """Return the class in which a module's author wrote its forward.
 
     `fully_shard` replaces a module's class by a subclass of its own mixin and the original class.
@@ -60,13 +60,13 @@ def author_class(module: Any) -> type[nn.Module]:
     return cls.__bases__[1] if sharded and len(cls.__bases__) == 2 else cls
 
 
-def author_forward(module: Any) -> Any:
+def original_forward(module: Any) -> Any:
     """Return the forward that a module's author wrote, to be called with the module.
 
     A compiler cannot read it from a class that is allowed in its graphs, so it gets the one that
     was judged last.
     """
-    cls = author_class(module)
+    cls = original_class(module)
     judged = _judged.get((cls, "forward")) if compiling() else None
     return cls.forward if judged is None else judged[0]
 
@@ -208,7 +208,7 @@ def hook_names(module: nn.Module) -> str:
     return ", ".join(names) or ("a replaced forward" if replaced else "torch hooks")
 
 
-def foreign(block: nn.Module) -> str:
+def stateful_code(block: nn.Module) -> str:
     """Return what inside a block may keep something from call to call, or "".
 
     That is a hook, a replaced forward, a module of a package that is not known, or an active
@@ -283,7 +283,7 @@ compiling = torch.compiler.is_compiling
 
 
 def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
-    """Return why the author's forward has to run this call, or "" if it is plain inference.
+    """Return why the original forward has to run this call, or "" if it is plain inference.
 
     Args:
         block: The block.

@@ -182,24 +182,26 @@ class PatchRecord:
         vars(self.model).pop(ATTRIBUTE, None)
 
 
-def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot]]:
-    """Yield every place in a model that holds a replacement, with its module and name."""
-    for module in model.modules():
-        for name in ("forward", *WRITERS):
-            for slot in _slots(module, name):
-                if isinstance(getattr(_held(slot), "__self__", None), Replacement):
-                    yield module, name, slot
+def _replaced(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """Yield every place that holds a replacement of a module's function, with the name of that."""
+    for name in ("forward", *WRITERS):
+        for slot in _slots(module, name):
+            if isinstance(getattr(_held(slot), "__self__", None), Replacement):
+                yield name, slot
 
 
-def holds_replacements(model: nn.Module) -> bool:
-    """Return True if a module holds a replacement, perhaps one that was copied with its block."""
-    return bool(list(_replacements(model)))
+def holds_patch(model: nn.Module) -> bool:
+    """Return True if a model, or one inside, is patched, or a module inside holds a replacement,
+    perhaps one that was copied with its block."""
+    modules = model.modules()
+    return any(record_of(module) is not None or any(_replaced(module)) for module in modules)
 
 
 def undo_replacements(model: nn.Module) -> None:
     """Remove every replacement in a model, also in blocks that were copied from elsewhere."""
-    for module, name, slot in list(_replacements(model)):
-        Entry(module, name, _held(slot), slot, absent=True).undo()
+    for module in model.modules():
+        for name, slot in list(_replaced(module)):
+            Entry(module, name, _held(slot), slot, absent=True).undo()
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

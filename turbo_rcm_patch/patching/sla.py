@@ -6,7 +6,7 @@ model does not change them.
 
 The author's attention is dense, but such weights were trained for SLA. So the forward of the
 attention is replaced too, by SLA as it is defined, in plain torch. The guard compares with it, and
-it runs wherever the block runs its author's forward.
+it runs wherever the block runs its original forward.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SLAForward(Replacement):
     ) -> Tensor:
         """Run the author's projections and norms around SLA.
 
-        Without a proj_l, with a mask or as a cross-attention, run the author's forward.
+        Without a proj_l, with a mask or as a cross-attention, run the original forward.
 
         Args:
             hidden_states: [B, N, C].

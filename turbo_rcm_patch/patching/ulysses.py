@@ -327,7 +327,7 @@ def heads_are_refused(heads: int, ranks: int) -> bool:
     return -heads % ranks >= -(-heads // ranks)
 
 
-def author_attention(block: PatchedBlock, attn: Any) -> Any:
+def original_attention(block: PatchedBlock, attn: Any) -> Any:
     """Return the author's self-attention for a comparison: the module, or a function that runs its
     processor over the whole sequence, where diffusers' exchange refuses the heads."""
     config = context_parallel(attn.processor)

@@ -30,20 +30,20 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
+from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
 from turbo_rcm_patch.patching.measure import BUDGET, ROW_ROOM
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
-    author_class,
     compiling,
     drops,
     hook_names,
     hooked,
+    original_class,
     root_package,
     runs_only_its_forward,
 )
-from turbo_rcm_patch.patching.report import GuardRecord
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 _log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             self.last = f"{self.caller} is compiled"
             return self.run_original(self.vae, x, *args, **kwargs)
-        why = self.why_author(x)
+        why = self.why_original(x)
         self.last = why or (0, 0)
         if why:
             out = self.run_original(self.vae, x, *args, **kwargs)
@@ -252,7 +252,7 @@ class PatchedCoder(PatchedBlock):
 
     def run_original(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the author's `_decode` or `_encode`."""
-        return getattr(author_class(self.vae), self.caller)(vae, x, *args, **kwargs)
+        return getattr(original_class(self.vae), self.caller)(vae, x, *args, **kwargs)
 
     def read(self, session: CoderSession, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight of a convolution, and its bias."""
@@ -300,8 +300,8 @@ class PatchedCoder(PatchedBlock):
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if a module inside is of a class that the fast path knows."""
-        cls = author_class(module)
-        same_package = root_package(cls) == root_package(author_class(self.vae))
+        cls = original_class(module)
+        same_package = root_package(cls) == root_package(original_class(self.vae))
         return cls in self.known or (same_package and cls.__name__ in self.forwards)
 
     def why_module(self, module: nn.Module) -> str:
@@ -357,8 +357,8 @@ class PatchedCoder(PatchedBlock):
             verdict, where = "not compared", "the input holds NaN or infinity"
             self.compared.clear()  # The next video is compared.
         elif error > BUDGET:
-            self.raise_level(Level.AUTHOR, f"{error:.3g} off in {where}, budget {BUDGET:g}")
-            verdict, where = LEVEL_WORDS[Level.AUTHOR], self.reason
+            self.raise_level(Level.ORIGINAL, f"{error:.3g} off in {where}, budget {BUDGET:g}")
+            verdict, where = LEVEL_DESCRIPTIONS[Level.ORIGINAL], self.reason
         self._add(error, verdict, where)
         if verdict != "kept":
             self.last = where
@@ -385,8 +385,8 @@ class PatchedCoder(PatchedBlock):
 
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
-        reasons = [why or LEVEL_WORDS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.AUTHOR else "two-launch"
+        reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
+        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
         return [
             SkipPair(
                 path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),

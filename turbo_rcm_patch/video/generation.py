@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Integral
 from pathlib import Path
@@ -29,6 +29,7 @@ from turbo_rcm_patch.video.pipelines import (
     decode,
     draw,
     frames_made,
+    initial_noise,
     kind_of,
     network_of,
     networks_of,
@@ -91,23 +92,29 @@ class Sample:
     forms: tuple[dict[str, str], ...] = field(default=(), kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation(Sample):
-    """A generated video: a `Sample`, and what was made of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A generated video.
 
     Attributes:
         prompt: The prompt.
         seed: Seed of initial noise and re-noising.
         settings: The settings it was made with.
         frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
+        latents: The latents after the last step, in the pipeline's layout; fp32, on the CPU.
+        seconds: Time of all steps, and of encoding the prompt and an image before them.
         decode_seconds: Time of the VAE.
+        peak_bytes: Peak memory until the last step; None on a CPU.
     """
 
     prompt: str
     seed: int
     settings: Settings
     frames: torch.Tensor
+    latents: torch.Tensor
+    seconds: float
     decode_seconds: float
+    peak_bytes: int | None
 
 
 def generate(
@@ -120,11 +127,12 @@ def generate(
     on_step: OnStep | None = None,
     **overrides: object,
 ) -> Generation:
-    """Generate one video.
+    """Generate one video with the pipeline's own call.
 
     Args:
         pipe: One of `pipelines.PIPELINES`, patched or not, on any device, with or without
-            offloading. Its VAE must be in fp32.
+            offloading. Its VAE must be in fp32: in bf16 its rounding would hide what a comparison
+            looks for. The pipeline is unchanged afterwards.
         prompt: The prompt.
         image: For an image-to-video pipeline the first frame: a file or an image of PIL's, which
             the pipeline resizes to the size of the video.
@@ -134,36 +142,105 @@ def generate(
         **overrides: Fields of `Settings` by name, e.g. `sampler="lightning"`, `height=480`.
 
     Returns:
-        Latents, float frames, times and peak memory.
+        Float frames, latents, times and peak memory.
 
     Raises:
         ConfigError: A setting has another value, or the pipeline does not take it.
+        DTypeError: The VAE is not in fp32.
         SamplingError: The pipeline takes no image, or needs one, or the video is not finite.
     """
     settings = settings_for(pipe, settings, **overrides)
     check_seed(seed)
-    sources = sources_of(prompt, image)
-    if len(sources) != 1:
+    if not isinstance(prompt, str):
         remedy = "Call `generate` for each of them, or `compare`, which takes several"
-        raise ConfigError("prompt", expected="one prompt", got=str(len(sources)), remedy=remedy)
-    conditioning = encode(pipe, sources[0], settings)
-    sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
-    with Meter(pipe._execution_device) as decoding:
-        frames = decode_latents(pipe, sample.latents)[0]
-    if not frames.isfinite().all():
-        part = "latents" if not sample.latents.isfinite().all() else "frames"
+        raise ConfigError("prompt", expected="one prompt", got=str(len(prompt)), remedy=remedy)
+    source = sources_of(prompt, image)[0]
+    _check_pipeline(pipe, source, settings)
+    denoising, decoding = Meter(pipe._execution_device), Meter(pipe._execution_device)
+    latents = torch.empty(0)
+
+    def after_step(
+        _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        nonlocal latents
+        latents = tensors["latents"]
+        if step + 1 == pipe.num_timesteps:
+            latents = latents.to(pipe.vae.dtype)  # CogVideoX's pipelines do not cast them.
+            denoising.stop()
+            decoding.start()
+        if on_step is not None:
+            on_step(step + 1, settings.steps)
+        return {"latents": latents}
+
+    with _prepared(pipe, settings, seed):
+        denoising.start()
+        frames = pipe(
+            prompt=source.prompt,
+            latents=initial_noise(pipe, settings, seed),
+            output_type="np",
+            callback_on_step_end=after_step,
+            **_call_arguments(pipe, source, settings),
+        ).frames[0]
+        decoding.stop()
+    if not np.isfinite(frames).all():
+        part = "latents" if not latents.isfinite().all() else "frames"
         what, got = "the video holds NaN or infinity", f"{part} that are not finite"
         remedy = "Look for NaN in the weights and in what is given, and try another dtype: fp16 "
         remedy += "overflows where bf16 does not"
         raise SamplingError(what, expected="finite numbers", got=got, remedy=remedy)
     return Generation(
-        **{one.name: getattr(sample, one.name) for one in fields(Sample)},
-        prompt=sources[0].prompt,
+        prompt=source.prompt,
         seed=seed,
         settings=settings,
-        frames=frames,
+        frames=torch.from_numpy(frames),
+        latents=latents.to("cpu", torch.float32),
+        seconds=denoising.seconds,
         decode_seconds=decoding.seconds,
+        peak_bytes=denoising.peak_bytes,
     )
+
+
+def _call_arguments(pipe: VideoPipeline, source: Source, settings: Settings) -> dict[str, object]:
+    """Return the arguments of a pipeline's call that settings and image decide."""
+    call: dict[str, object] = {
+        "negative_prompt": settings.negative_prompt,
+        "height": settings.height,
+        "width": settings.width,
+        # The pipelines round a number that their VAE cannot make to another one.
+        "num_frames": min(frames_made(pipe, settings.num_frames), settings.num_frames),
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "max_sequence_length": settings.max_sequence_length,
+    }
+    if settings.guidance_scale_2 is not None:
+        call["guidance_scale_2"] = settings.guidance_scale_2
+    if source.image is not None:
+        call["image"] = source.read()
+    return call
+
+
+def _check_pipeline(pipe: VideoPipeline, source: Source, settings: Settings) -> None:
+    """Refuse what a pipeline cannot make, before anything is made."""
+    given = {source.prompt: source.image is not None}
+    check_images(kind_of(pipe), type(pipe).__name__, given)
+    check_one_image(pipe)
+    if pipe.vae.dtype != torch.float32:
+        got, remedy = str(pipe.vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"
+        raise DTypeError("the VAE's dtype", expected="torch.float32", got=got, remedy=remedy)
+    _check_size(pipe, settings)
+
+
+@contextmanager
+def _prepared(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
+    """Give a pipeline its sampler, no progress bar, and generators of its own for one call."""
+    encode_image = pipe.vae.encode
+    with (
+        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
+        # CogVideoX's pipelines encode an image in the network's dtype.
+        _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
+        _private_rng(pipe._execution_device, seed),
+    ):
+        yield
 
 
 def folder_of(pipe: VideoPipeline) -> Path | None:
@@ -574,16 +651,24 @@ class Meter:
         self.seconds = 0.0
         self.peak_bytes: int | None = None
 
-    def __enter__(self) -> Meter:
+    def start(self) -> None:
+        """Start the clock, and forget the peak memory so far."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         self._start = time.perf_counter()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After a fault on the device, waiting would hide the first error.
-        if self.device.type == "cuda" and kind is None:
+    def stop(self) -> None:
+        """Read the clock and the peak memory since `start`."""
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.seconds = time.perf_counter() - self._start
+
+    def __enter__(self) -> Meter:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # After a fault on the device, waiting would hide the first error.
+            self.stop()

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.checkpoints.read import Progress, read_archive
 from turbo_rcm_patch.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from turbo_rcm_patch.errors import (
     TurboRCMError,
 )
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.video.clips import Clip, Outcome, show
 from turbo_rcm_patch.video.environment import code_digest, versions

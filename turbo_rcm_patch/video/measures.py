@@ -18,7 +18,9 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
+from turbo_rcm_patch.ops import AttentionSpec, attention_skip
+from turbo_rcm_patch.ops.attention.api import attend_and_project
+from turbo_rcm_patch.ops.formats import AttentionInputs, Skip
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.video.generation import Conditioning, OnStep, Sample, recorded_calls
@@ -443,9 +445,8 @@ def fusion_number(
         impl=config.impl,
     )
     with highest_precision():
-        fused = attention_project_skip(
-            q, k, v, weight, bias, spec, residual=residual, c_out=gate, form=config.form
-        )
+        inputs = AttentionInputs(q, k, v, spec, q.dtype, skip=Skip(residual, 1.0, gate))
+        fused = attend_and_project(inputs, weight, bias, form=config.form)
         attention = attention_skip(q, k, v, spec)
         unfused = residual + gate * (attention @ weight.T + bias)
     return relative_l2(fused, unfused)

@@ -13,7 +13,7 @@ import torch
 
 from turbo_rcm_patch.errors import NotAModelError, SamplingError
 from turbo_rcm_patch.patching.find import VAE, parts_of
-from turbo_rcm_patch.video.settings import WAN_OWN
+from turbo_rcm_patch.video.settings import WAN_OWN, Settings
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -139,6 +139,29 @@ def draw(shape: Sequence[int], seed: int) -> torch.Tensor:
     """Draw standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+
+
+def initial_noise(pipe: Any, settings: Settings, seed: int) -> torch.Tensor:
+    """Draw the noise of a seed as fp32 on the CPU, in the form of a pipeline's `latents`.
+
+    The pipelines of CogVideoX draw another one in the network's dtype, and those of Wan do not
+    scale theirs, as few-step samplers need it.
+    """
+    spatial, config = pipe.vae_scale_factor_spatial, network_of(pipe).config
+    frames = min(frames_made(pipe, settings.num_frames), settings.num_frames)
+    frames = (frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
+    if kind_of(pipe).cogvideox:
+        frames += -frames % (config.patch_size_t or 1)
+        size = (settings.height // spatial, settings.width // spatial)
+        noise = draw((1, frames, pipe.vae.config.latent_channels, *size), seed)
+        return noise.to(pipe.text_encoder.dtype)
+    _, rows, columns = config.patch_size  # The pipelines round a size to whole patches.
+    size = (
+        settings.height // (spatial * rows) * rows,
+        settings.width // (spatial * columns) * columns,
+    )
+    noise = draw((1, pipe.vae.config.z_dim, frames, *size), seed)
+    return (noise.double() * getattr(pipe.scheduler, "init_noise_sigma", 1)).float()
 
 
 def trimmed(pipe: Any, latents: torch.Tensor, frames: int) -> torch.Tensor:

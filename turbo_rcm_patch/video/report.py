@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turbo_rcm_patch.output import atomic, write_json, write_text
+from turbo_rcm_patch.files import atomic, write_json, write_text
 from turbo_rcm_patch.video import verdict
 from turbo_rcm_patch.video.filters import FLIP_FRAMES, FLIP_PPD
 from turbo_rcm_patch.video.generation import trajectory_steps

@@ -15,15 +15,16 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from turbo_rcm_patch import files
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
+from turbo_rcm_patch.files import atomic, check_writable, remove_leftovers, try_json, write_json
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import atomic, check_writable, locked, remove_leftovers, write_json
 from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.video import find_ffmpeg
 
@@ -187,25 +188,14 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     return folder
 
 
-@contextmanager
-def lock_folder(out: str | Path) -> Iterator[None]:
+def lock_folder(out: str | Path) -> AbstractContextManager[None]:
     """Lock a folder against other runs, on file systems that support locks.
 
     Raises:
         OutputExistsError: Another process does.
     """
     folder = Path(out).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as state:
-        if state == "taken":
-            what, expected = f"{folder} is in use by another run", "a folder of its own"
-            remedy = "Wait until it is done, or choose another folder"
-            raise OutputExistsError(what, expected=expected, remedy=remedy)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # It holds something.
-                folder.rmdir()
+    return files.lock_folder(folder, f"{folder} is in use by another run")
 
 
 @contextmanager
@@ -270,23 +260,15 @@ def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -
     note = video.with_suffix(".json")
     if not (video.is_file() and _made_by_us(note)):
         return False
-    found, wanted = _read(note), json.loads(json.dumps(identity))
+    found, wanted = try_json(note), json.loads(json.dumps(identity))
     found = {name: value for name, value in found.items() if name not in ("frames", but_for)}
     remedy = "Leave --resume out to replace it, or choose another --out"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def _made_by_us(path: Path) -> bool:
-    found = _read(path)
-    made_by = found.get("made by") if isinstance(found, dict) else None
+    made_by = try_json(path).get("made by")
     return str(made_by).startswith(_MADE_BY["made by"])
 
 

@@ -1,23 +1,22 @@
 """Attention whose epilogue closes a skip: `c_skip * residual + c_out * softmax(q k^T) v`.
 
-`attend` is what patched blocks call. `attention_skip`, `attention_lse` and
-`attention_project_skip` are public, and check their arguments. The tables `KERNELS` and
-`PROLOGUES` say which implementation runs.
+`attend` is what patched blocks call. `attention_skip` is public. It checks its arguments, as do
+`attend_checked` and `attend_and_project`, which take them as a record. The tables `KERNELS` and
+`PROLOGUE_KERNELS` say which implementation runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.config import CHOICES, Form, check_choice
-from turbo_rcm_patch.errors import ConfigError, MaskError, OpError
+from turbo_rcm_patch.config import CHOICES, Form, Impl, check_choice
+from turbo_rcm_patch.errors import ConfigError, MaskError, MissingPackageError, OpError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
     aligned_to_16_bytes,
@@ -37,16 +36,16 @@ from turbo_rcm_patch.ops.checks import (
     check_same_device,
     check_spec,
     check_weight,
+    checked_coefficients,
     rotary_parts,
-    skip_parts,
 )
 from turbo_rcm_patch.ops.dispatch import (
     Implementation,
     always,
+    choose,
     quantises,
     resolve_impl,
     resolved,
-    run_first,
 )
 from turbo_rcm_patch.ops.formats import (
     NO_NORMS,
@@ -64,15 +63,13 @@ from turbo_rcm_patch.ops.formats import (
     scale_block,
 )
 from turbo_rcm_patch.ops.register import (
-    decode,
-    encode,
     needs_registered,
     refuse_gradient,
     register,
 )
 from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.residual.api import close_skip
-from turbo_rcm_patch.skip import Cast, Coefficient
+from turbo_rcm_patch.skip import Coefficient
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.launch import Target
@@ -114,9 +111,8 @@ def attend(
     """
     skip = None if residual is None else Skip(residual)
     if needs_registered(q):
-        traced = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary, skip)
-        out: Tensor = _registered(**_packed(traced))[0]
-        return out
+        a = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary, skip)
+        return _registered_attention(a)[0]
     spec = resolved(spec, q.device, q.shape[1], k.shape[1])
     a = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary, skip)
     if spec.impl == "triton" and spec.attention in QMAX:
@@ -145,13 +141,8 @@ def norm_rotate(
         eps: Epsilon of the norm.
         impl: "triton", "reference" or "auto".
     """
-    if needs_registered(x):
-        made: Tensor = _registered_norm_rotate(
-            x=x, weight=weight, bias=bias, rotary=list(rotary or ()), heads=heads, eps=eps,
-            impl=impl,
-        )  # fmt: skip
-        return made
-    return _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
+    compute = _registered_norm_rotate if needs_registered(x) else _norm_rotated
+    return compute(x, weight, bias, rotary, heads, eps, impl)
 
 
 # --- what ranks that share a sequence write to each other's memory -------------------------------
@@ -182,9 +173,9 @@ def norm_rotate_to(
         launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, to=to)
         return
     if weight is not None or rotary is not None:
-        x = _norm_rotated(x, weight, bias, rotary or (), heads, eps, impl)
-    for one, part in zip(to, x.chunk(len(to), 2), strict=True):
-        one.copy_(part)
+        x = _norm_rotated(x, weight, bias, rotary, heads, eps, impl)
+    for of_rank, part in zip(to, x.chunk(len(to), 2), strict=True):
+        of_rank.copy_(part)
 
 
 def attend_to(
@@ -262,72 +253,33 @@ def attention_skip(
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
             gradient is wanted (`GradientError`).
     """
-    inputs = _checked(
-        AttentionInputs(
-            q, k, v, spec, _or_own(out_dtype, q),
-            norms=Norms(norm_q, norm_k, norm_q_bias, norm_k_bias), rotary=rotary,
-            skip=Skip(residual, c_skip, c_out), kv_lengths=kv_lengths,
-        )
-    )  # fmt: skip
-    return _computed(inputs)[0]
+    check_spec(spec)
+    norms = Norms(norm_q, norm_k, norm_q_bias, norm_k_bias, spec.eps)
+    skip = Skip(residual, c_skip, c_out)
+    dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
+    a = AttentionInputs(q, k, v, spec, dtype, norms, rotary, skip, kv_lengths)
+    return attend_checked(a)[0]
 
 
-def attention_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    norm_q: Tensor | None = None,
-    norm_k: Tensor | None = None,
-    norm_q_bias: Tensor | None = None,
-    norm_k_bias: Tensor | None = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    kv_lengths: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute softmax(sm_scale * q k^T) v and the logsumexp of its logits.
+def attend_checked(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute `attention_skip` of a record, and the logsumexp of its logits.
 
-    The arguments are those of `attention_skip`. Smoothing k shifts every logit of a row by
-    sm_scale * q · mean(k). The shift is computed in fp32 and added back, so the logsumexp is that
-    of the unsmoothed logits.
+    Smoothing k shifts every logit of a row by sm_scale * q · mean(k). The shift is computed in
+    fp32 and added back, so the logsumexp is that of the unsmoothed logits.
 
     Returns:
-        Output [B, Nq, H*D] and natural-log logsumexp fp32 [B, H, Nq], -inf where a query sees no
-        key.
+        Output [B, Nq, H*D] and, with `want_lse`, natural-log logsumexp fp32 [B, H, Nq], -inf where
+        a query sees no key; else an empty tensor.
     """
-    check_spec(spec)
-    if spec.attention == "sage":
-        raise OpError(
-            'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
-        )
-    inputs = _checked(
-        AttentionInputs(
-            q, k, v, spec, _or_own(out_dtype, q),
-            norms=Norms(norm_q, norm_k, norm_q_bias, norm_k_bias), rotary=rotary,
-            skip=NO_SKIP, kv_lengths=kv_lengths, want_lse=True,
-        )
-    )  # fmt: skip
-    return _computed(inputs)
+    a = _checked(a)
+    if not a.q.shape[0]:  # the kernels do not take an empty batch
+        return _empty_attention(a)
+    registered = needs_registered(a.q, a.k, a.v, *_tensors_of(a).values())
+    return (_registered_attention if registered else _attention)(a)
 
 
-def attention_project_skip(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: AttentionSpec,
-    *,
-    residual: Tensor | None,
-    c_skip: Coefficient = 1.0,
-    c_out: Coefficient = 1.0,
-    norms: Norms = NO_NORMS,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    kv_lengths: Tensor | None = None,
-    form: Form = "auto",
-    cast: Cast = "fp32",
-    out_dtype: torch.dtype | None = None,
+def attend_and_project(
+    a: AttentionInputs, weight: Tensor, bias: Tensor | None, *, form: Form = "auto"
 ) -> Tensor:
     """Compute c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
 
@@ -335,70 +287,39 @@ def attention_project_skip(
     rounds the product of the projection to it.
 
     Args:
-        q: [B, Nq, H*D]. Of the arguments that `attention_skip` also has, details are there.
-        k: [B, Nk, H*D].
-        v: [B, Nk, H*D].
+        a: The attention; the residual and the coefficients of its skip have Cout channels.
         weight: [Cout, H*D], dtype of q.
         bias: [Cout] or None.
-        spec: How the attention is computed.
-        residual: [B, Nq, Cout] or None.
-        c_skip: Float or tensor [B], [B, 1, Cout] or [B, Nq, Cout].
-        c_out: Float or tensor, as c_skip.
-        norms: Weights, biases and epsilon of the norms of q and k.
-        rotary: (cos, sin).
-        kv_lengths: int32 [B].
         form: "one-launch" (the attention kernel also projects; int8 and int4 only), or
             "two-launch" and "auto" (attention, cuBLAS's product, and a pass that closes the skip).
-        cast: Cast policy of the skip, "fp32" or "model"; see `skip`.
-        out_dtype: dtype of the result; q's by default.
 
     Returns:
         [B, Nq, Cout], contiguous.
     """
     check_choice("form", form, CHOICES["form"])
-    check_choice("cast", cast, get_args(Cast))
-    check_attention(q, k, v, spec)
-    if form == "one-launch" and not quantises(spec.attention):
+    check_attention(*a[:4])
+    if form == "one-launch" and not quantises(a.spec.attention):
         raise ConfigError(
             'form="one-launch"',
             expected='attention="int8" or "int4"',
-            got=repr(spec.attention),
+            got=repr(a.spec.attention),
             remedy='Use form="two-launch"',
         )
-    check_weight(q, weight, bias)
-    if not isinstance(norms, Norms):
-        raise ConfigError("norms", expected="a Norms", got=type(norms).__name__)
-    skip = Skip(residual, c_skip, c_out)
-    a = AttentionInputs(
-        q, k, v, spec, _or_own(out_dtype, q), norms, rotary, skip, kv_lengths=kv_lengths
-    )
-    a = _checked(a, features=weight.shape[0], eps=norms.eps)
+    check_weight(a.q, weight, bias)
+    a = _checked(a, features=weight.shape[0])
     refuse_gradient("attention_project_skip", (weight, bias))
-    if not q.shape[0]:
-        return q.new_empty((*q.shape[:2], weight.shape[0]), dtype=a.out_dtype)
-    if needs_registered(a.q, a.k, a.v, weight, bias, *_tensors_of(a).values()):
-        made: Tensor = _registered_project(
-            weight=weight, bias=bias, **_packed(a, form=form, cast=cast)
-        )
-        return made
-    return _projected(a, weight, bias, form, cast)
+    if not a.q.shape[0]:
+        return _empty_projected(a, weight, bias, form)
+    registered = needs_registered(a.q, a.k, a.v, weight, bias, *_tensors_of(a).values())
+    return (_registered_projected if registered else _projected)(a, weight, bias, form)
 
 
-def _or_own(out_dtype: torch.dtype | None, q: Tensor) -> Any:
-    """Return the dtype of the result; that of q by default. Checks come later."""
-    return getattr(q, "dtype", None) if out_dtype is None else out_dtype
-
-
-def _checked(
-    a: AttentionInputs, *, features: int | None = None, eps: float | None = None
-) -> AttentionInputs:
-    """Check the arguments of an attention as a caller gave them, and return them as launchers take
-    them.
+def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInputs:
+    """Check the arguments of an attention, and return them as launchers take them.
 
     Args:
         a: The arguments.
         features: Channels of the residual if a projection comes between; those of q by default.
-        eps: Epsilon of the norms; that of the spec by default.
     """
     q, k, v, spec = a[:4]
     check_attention(q, k, v, spec)
@@ -409,6 +330,10 @@ def _checked(
     check_norm("norm_k", norms.k, norms.k_bias, channels, spec.heads)
     cos, sin = rotary_parts(a.rotary, n_q, k.shape[1], head_dim)
     check_lengths(a.kv_lengths, batch)
+    if spec.attention == "sage" and a.want_lse:
+        raise OpError(
+            'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
+        )
     if spec.attention == "sage" and a.kv_lengths is not None:
         raise MaskError(
             'kv_lengths with attention="sage"',
@@ -416,25 +341,21 @@ def _checked(
             remedy='Use attention="int8"',
         )
     check_out_dtype(a.out_dtype)
-    assert a.skip is not None
-    skip = _checked_skip(a.skip, (batch, n_q, channels if features is None else features))
+    skip_shape = (batch, n_q, channels if features is None else features)
+    skip = None if a.skip is None else _checked_skip(a.skip, skip_shape)
     a = a._replace(rotary=None if cos is None or sin is None else (cos, sin), skip=skip)
     tensors = _tensors_of(a)
     check_same_device(q.device, **tensors)
     refuse_gradient("attention", (q, k, v, *tensors.values()))
-    norms = norms._replace(eps=spec.eps if eps is None else eps)
-    return _with_positive_scale(a._replace(norms=norms))
+    return _with_positive_scale(a)
 
 
 def _checked_skip(skip: Skip, shape: tuple[int, int, int]) -> Skip | None:
     """Check a skip over [B, N, C]; return None if it changes nothing."""
-    c_skip, c_out, skip_value, out_value = skip_parts(*skip, shape)
-    if skip.residual is None and c_out is None and out_value == 1.0:
+    c_skip, c_out = checked_coefficients(*skip, shape)
+    if skip.residual is None and isinstance(c_out, float) and c_out == 1.0:
         return None
-    return Skip(
-        skip.residual, skip_value if c_skip is None else c_skip,
-        out_value if c_out is None else c_out,
-    )  # fmt: skip
+    return Skip(skip.residual, c_skip, c_out)
 
 
 def _tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
@@ -455,11 +376,11 @@ def _with_positive_scale(a: AttentionInputs) -> AttentionInputs:
     The scales of int8 have to be positive, and torch's own attention computes NaN from a masked
     logit times 0. The sign moves into q, or into weight and bias of its norm.
     """
-    given, norms = a.spec.sm_scale, a.norms
-    if given is None or given > 0.0:
+    scale, norms = a.spec.sm_scale, a.norms
+    if scale is None or scale > 0.0:
         return a
-    sign, sm_scale = (-1.0, -given) if given < 0.0 else (0.0, 1.0)
-    a = a._replace(spec=replace(a.spec, sm_scale=sm_scale))
+    sign, scale = (-1.0, -scale) if scale < 0.0 else (0.0, 1.0)
+    a = a._replace(spec=replace(a.spec, sm_scale=scale))
     if norms.q is None:
         return a._replace(q=a.q * sign)
     bias = None if norms.q_bias is None else norms.q_bias * sign
@@ -469,28 +390,34 @@ def _with_positive_scale(a: AttentionInputs) -> AttentionInputs:
 # --- which implementation runs -------------------------------------------------------------------
 
 
-def _kernel_for_hopper() -> ModuleType:
-    from turbo_rcm_patch.ops.attention import hopper
-
-    return hopper
-
-
-def _kernel_for_all() -> ModuleType:
-    from turbo_rcm_patch.ops.attention import triton
-
-    return triton
+#: Writes an attention over quantised operands into tensors, and its logsumexp.
+AttentionKernel = Callable[
+    [AttentionInputs, QuantizedOperands, tuple[Tensor, ...], Tensor | None], None
+]
 
 
-def _prologue_for_hopper() -> ModuleType:
-    from turbo_rcm_patch.ops.attention import prologue_hopper
+def _hopper() -> AttentionKernel:
+    from turbo_rcm_patch.ops.attention.hopper import launch_kernel
 
-    return prologue_hopper
+    return launch_kernel
 
 
-def _prologue_for_all() -> ModuleType:
-    from turbo_rcm_patch.ops.attention import prologue_triton
+def _triton() -> AttentionKernel:
+    from turbo_rcm_patch.ops.attention.triton import launch_kernel
 
-    return prologue_triton
+    return launch_kernel
+
+
+def _prologue_hopper() -> Callable[[Prologue], None]:
+    from turbo_rcm_patch.ops.attention.prologue_hopper import run_prologue
+
+    return run_prologue
+
+
+def _prologue_triton() -> Callable[[Prologue], None]:
+    from turbo_rcm_patch.ops.attention.prologue_triton import run_prologue
+
+    return run_prologue
 
 
 def _plain_on_hopper(target: Target, a: AttentionInputs) -> bool:
@@ -510,37 +437,52 @@ def _copied_on_hopper(target: Target, a: AttentionInputs) -> bool:
     )
 
 
-#: The attention itself, over quantised operands: a module has `launch_kernel`.
+#: The attention itself, over quantised operands.
 KERNELS: Final = (
     Implementation(
         "hopper", _plain_on_hopper,
         "sm_90, heads of 64 or 128, no skip in the kernel, not causal; lengths with fp8 alone",
-        _kernel_for_hopper, "attention",
+        _hopper, "attention",
     ),
-    Implementation("triton", always, "everything else", _kernel_for_all, "attention"),
+    Implementation("triton", always, "everything else", _triton, "attention"),
 )  # fmt: skip
-#: The quantisation before it: a module has `run_prologue`.
-PROLOGUES: Final = (
+#: The quantisation before it.
+PROLOGUE_KERNELS: Final = (
     Implementation(
         "prologue_hopper", _copied_on_hopper,
         "sm_90, heads of 64 or 128, 16 bits in rows of whole copies of 16 bytes",
-        _prologue_for_hopper, "prologue",
+        _prologue_hopper, "prologue",
     ),
-    Implementation(
-        "prologue_triton", always, "everything else", _prologue_for_all, "prologue"
-    ),
+    Implementation("prologue_triton", always, "everything else", _prologue_triton, "prologue"),
 )  # fmt: skip
 
 
-def import_kernels(device: torch.device) -> None:
-    """Import the implementations for a GPU, so that no forward waits for them."""
-    from turbo_rcm_patch.ops.gluon import hopper_module
-    from turbo_rcm_patch.ops.launch import target_of
+def load_kernels(impl: Impl, device: torch.device) -> None:
+    """Import the kernels that run on a GPU, so that no forward waits for them.
 
-    for *special, portable in (KERNELS, PROLOGUES):
+    Raises:
+        MissingPackageError: Triton is installed and cannot be imported.
+    """
+    if device.type != "cuda" or resolve_impl(impl, device) != "triton":
+        return
+    try:
+        from turbo_rcm_patch.ops.gluon import hash_compiler, hopper_function
+        from turbo_rcm_patch.ops.launch import target_of
+        from turbo_rcm_patch.ops.residual import triton as residual
+    except ImportError as error:
+        raise MissingPackageError(
+            'impl="triton"',
+            expected="a Triton that can be imported",
+            got=f"{type(error).__name__}: {error}",
+            remedy='Install the Triton that your torch asks for, or use impl="reference"',
+        ) from error
+    assert residual
+    tables: Any = (KERNELS, PROLOGUE_KERNELS)
+    for *special, portable in tables:
         portable.load()
-        for one in special if target_of(device) == ("cuda", 90) else ():
-            hopper_module(one.load, one.what)
+        for row in special if target_of(device) == ("cuda", 90) else ():
+            hopper_function(row.load, row.what)
+    hash_compiler()
 
 
 @replayed
@@ -563,14 +505,12 @@ def launch_attention(
     lse = None
     if a.want_lse:
         lse = torch.empty(batch, a.spec.heads, n_q, dtype=torch.float32, device=a.q.device)
-    run_first(KERNELS, a.q.device, a, lambda own: own.launch_kernel(a, operands, ys, lse))
+    choose(KERNELS, a.q.device, a)(a, operands, ys, lse)
     return ys[0], lse
 
 
 @replayed
-def launch_projected(
-    inputs: AttentionInputs, weight: Tensor, bias: Tensor | None, *, cast: str
-) -> Tensor:
+def launch_projected(inputs: AttentionInputs, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Launch the prologue, and attention, projection and skip in one kernel: [B, Nq, Cout].
 
     The projection has a weight [Cout, H*D] and a bias [Cout].
@@ -580,7 +520,9 @@ def launch_projected(
     tile = one_launch.tile_of(inputs)
     counters = one_launch.empty_counters(inputs, tile)
     operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
-    return one_launch.launch_kernel(inputs, operands, counters, weight, bias, cast=cast, tile=tile)
+    return one_launch.launch_kernel(
+        inputs, operands, counters, weight, bias, cast="fp32", tile=tile
+    )
 
 
 @replayed
@@ -628,7 +570,7 @@ def quantize(
             empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(3, head_pad)
         )
     job = Prologue(a, queries, keys, values, counters, counter_rows)
-    run_first(PROLOGUES, device, a, lambda own: own.run_prologue(job))
+    choose(PROLOGUE_KERNELS, device, a)(job)
     wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 
@@ -636,23 +578,25 @@ def quantize(
 # --- one call ------------------------------------------------------------------------------------
 
 
-def _computed(a: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Compute a checked attention and its logsumexp, which is empty without `want_lse`."""
-    if not a.q.shape[0]:  # the kernels do not take an empty batch
-        return _fake(**_packed(a))
-    if needs_registered(a.q, a.k, a.v, *_tensors_of(a).values()):
-        made: tuple[Tensor, Tensor] = _registered(**_packed(a))
-        return made
-    return _run(a)
-
-
-def _run(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+def _attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compute an attention: y, and its logsumexp, which is empty without `want_lse`."""
     spec = resolved(a.spec, a.q.device, a.q.shape[1], a.k.shape[1], a.want_lse)
     a = a._replace(spec=spec)
     quantised = spec.impl == "triton" and spec.attention in QMAX
     out, lse = launch_attention(a) if quantised else _in_torch(a)
     return out, a.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _empty_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    lse_shape = (a.q.shape[0], a.spec.heads, a.q.shape[1]) if a.want_lse else (0,)
+    return (
+        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
+        a.q.new_empty(lse_shape, dtype=torch.float32),
+    )
+
+
+_RECORDS: Final = (AttentionInputs, AttentionSpec, Norms, Skip)
+_registered_attention = register("attention", _attention, _empty_attention, *_RECORDS)
 
 
 def _in_torch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
@@ -677,8 +621,8 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if spec.impl != "triton" or not one_pass or a.want_lse:
         qh, kh = prepared(a)
     elif a.rotary is None and (norms.q is None or norms.k is None):
-        qh = _rotated(a.q, *of_q, (), heads, norms.eps)
-        kh = _rotated(a.k, *of_k, (), heads, norms.eps)
+        qh = _rotated(a.q, *of_q, None, heads, norms.eps)
+        kh = _rotated(a.k, *of_k, None, heads, norms.eps)
     else:
         # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
         from turbo_rcm_patch.ops.residual.triton import norm_rotate_both
@@ -719,7 +663,7 @@ def _rotated(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    rotary: Sequence[Tensor],
+    rotary: Rotary | None,
     heads: int,
     eps: float,
     *,
@@ -729,7 +673,7 @@ def _rotated(
 
     The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
     """
-    if weight is None and not rotary:
+    if weight is None and rotary is None:
         return split_heads(x, heads) if by_head else x
     from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
 
@@ -751,7 +695,7 @@ def _norm_rotated(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    rotary: Sequence[Tensor],
+    rotary: Rotary | None,
     heads: int,
     eps: float,
     impl: str,
@@ -759,16 +703,19 @@ def _norm_rotated(
     if resolve_impl(cast("Any", impl), x.device) == "triton" and _in_one_pass(
         x, weight, bias, heads
     ):
-        made = _rotated(x, weight, bias, rotary, heads, eps, by_head=False)
-        return made.clone() if made is x else made
+        y = _rotated(x, weight, bias, rotary, heads, eps, by_head=False)
+        return y.clone() if y is x else y
     cos, sin = rotary or (None, None)
-    made = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
-    return made.transpose(1, 2).flatten(2).to(x.dtype)
+    y = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+    return y.transpose(1, 2).flatten(2).to(x.dtype)
 
 
-def _projected(
-    a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: str, cast: Cast
-) -> Tensor:
+_registered_norm_rotate = register(
+    "norm_rotate", _norm_rotated, lambda x, *_: x.new_empty(x.shape)
+)
+
+
+def _projected(a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
     """Compute an attention, its projection and its skip, in one launch or in three."""
     spec = a.spec
     if form == "one-launch" and spec.attention == "auto":
@@ -776,124 +723,20 @@ def _projected(
     spec = resolved(spec, a.q.device, a.q.shape[1], a.k.shape[1])
     a = a._replace(spec=spec)
     if form == "one-launch" and spec.impl == "triton" and spec.attention in QMAX:
-        return launch_projected(a, weight, bias, cast=cast)
-    branch = _run(a.without_skip())[0]
+        return launch_projected(a, weight, bias)
+    branch = _attention(a.without_skip())[0]
     if spec.impl == "triton":
         branch = F.linear(branch, weight, bias)
     else:
         branch = project(branch, weight, bias)
     skip = a.skip or NO_SKIP
     return close_skip(
-        skip.residual, branch, skip.c_skip, skip.c_out,
-        cast=cast, impl=spec.impl, out_dtype=a.out_dtype,
-    )  # fmt: skip
-
-
-# --- as torch sees it ----------------------------------------------------------------------------
-
-
-def _packed(a: AttentionInputs, **options: str) -> dict[str, Any]:
-    """Return the arguments of a registered attention by name; `_unpacked` is the way back."""
-    spec, tensors = a.spec, _tensors_of(a)
-    _, *factors = a.skip or NO_SKIP
-    return {
-        "q": a.q,
-        "k": a.k,
-        "v": a.v,
-        "norms": list(a.norms[:4]),
-        "rotary": list(a.rotary or ()),
-        "skip": [tensors[name] for name in ("residual", "c_skip", "c_out")],
-        "kv_lengths": a.kv_lengths,
-        "heads": spec.heads,
-        "eps": a.norms.eps,
-        # The numbers of the skip's coefficients, and the factor on logits; -1 for D**-0.5.
-        "numbers": [
-            *[1.0 if isinstance(c, Tensor) else c for c in factors],
-            -1.0 if spec.sm_scale is None else spec.sm_scale,
-        ],
-        "options": encode(
-            attention=spec.attention, pv=spec.pv, impl=spec.impl, smooth_k=spec.smooth_k,
-            causal=spec.causal, want_lse=a.want_lse, **options,
-        ),
-        "out_dtype": a.out_dtype,
-    }  # fmt: skip
-
-
-def _unpacked(
-    options: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms: list[Tensor | None],
-    rotary: list[Tensor],
-    skip: list[Tensor | None],
-    kv_lengths: Tensor | None,
-    heads: int,
-    eps: float,
-    numbers: list[float],
-    out_dtype: torch.dtype,
-) -> AttentionInputs:
-    given = decode(options)
-    *values, sm_scale = numbers
-    residual, *factors = skip
-    c_skip, c_out = (
-        number if factor is None else factor
-        for factor, number in zip(factors, values, strict=True)
-    )
-    plain = residual is None and isinstance(c_out, float) and c_out == 1.0
-    fields = {name: given[name] for name in ("attention", "pv", "impl", "smooth_k", "causal")}
-    spec = AttentionSpec(heads=heads, sm_scale=None if sm_scale < 0 else sm_scale, **fields)
-    return AttentionInputs(
-        q, k, v, spec, out_dtype, norms=Norms._make([*norms, eps]),
-        rotary=cast("Any", tuple(rotary) or None), kv_lengths=kv_lengths,
-        skip=None if plain else Skip(residual, c_skip, c_out), want_lse=given["want_lse"],
-    )  # fmt: skip
-
-
-_ATTENTION: Final = (
-    "str options, Tensor q, Tensor k, Tensor v, Tensor?[] norms, Tensor[] rotary, Tensor?[] skip, "
-    "Tensor? kv_lengths, SymInt heads, float eps, float[] numbers, ScalarType out_dtype"
-)
-
-
-def _body(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    return _run(_unpacked(*args, **named))
-
-
-def _fake(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    a = _unpacked(*args, **named)
-    # With dynamic=True a compiler turns even the number of heads into a symbol.
-    lse_shape = (a.q.shape[0], a.spec.heads, a.q.shape[1]) if a.want_lse else (0,)
-    return (
-        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
-        a.q.new_empty(lse_shape, dtype=torch.float32),
+        skip.residual, branch, skip.c_skip, skip.c_out, impl=spec.impl, out_dtype=a.out_dtype
     )
 
 
-_registered = register(f"attention({_ATTENTION}) -> (Tensor, Tensor)", _body, _fake)
-
-
-def _project_body(
-    weight: Tensor, bias: Tensor | None, options: str, *args: Any, **named: Any
-) -> Tensor:
-    given = decode(options)
-    a = _unpacked(options, *args, **named)
-    return _projected(a, weight, bias, given["form"], given["cast"])
-
-
-def _project_fake(weight: Tensor, bias: Tensor | None, *args: Any, **named: Any) -> Tensor:
-    a = _unpacked(*args, **named)
+def _empty_projected(a: AttentionInputs, weight: Tensor, *_: object) -> Tensor:
     return a.q.new_empty((*a.q.shape[:2], weight.shape[0]), dtype=a.out_dtype)
 
 
-_registered_project = register(
-    f"attention_project_skip(Tensor weight, Tensor? bias, {_ATTENTION}) -> Tensor",
-    _project_body,
-    _project_fake,
-)
-_registered_norm_rotate = register(
-    "norm_rotate(Tensor x, Tensor? weight, Tensor? bias, Tensor[] rotary, SymInt heads, float eps,"
-    " str impl) -> Tensor",
-    _norm_rotated,
-    lambda x, *args, **named: x.new_empty(x.shape),
-)
+_registered_projected = register("attention_project_skip", _projected, _empty_projected, *_RECORDS)

@@ -1,19 +1,20 @@
 """The convolution of a video autoencoder on channels-last activations.
 
-`IMPLEMENTATIONS` is the dispatch table: the first implementation that serves a call runs it.
+`KERNELS` is the dispatch table: the first implementation that serves a call runs it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
+from turbo_rcm_patch.ops.conv3d.formats import Call, Stride
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolve_impl
 from turbo_rcm_patch.ops.register import refuse_gradient
 
 if TYPE_CHECKING:
@@ -21,26 +22,6 @@ if TYPE_CHECKING:
 
 #: What the implementations compute, for the report and a warning.
 _WHAT: Final = "convolution of a VAE"
-#: Strides over time, height and width.
-Stride = tuple[int, int, int]
-
-
-class Call(NamedTuple):
-    """What the choice of an implementation depends on.
-
-    Attributes:
-        x: Activations, as in `conv3d`.
-        weight: Packed weight, as in `conv3d`.
-        stride: Strides.
-        padding: Zeros above and below, left and right.
-        impl: As `PatchConfig.impl`.
-    """
-
-    x: Tensor
-    weight: Tensor
-    stride: Stride
-    padding: tuple[int, int]
-    impl: Impl = "auto"
 
 
 def pack_weight(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -82,16 +63,16 @@ def pack_phases(packed: Tensor) -> Tensor:
     return pack_weight(torch.cat(phases), packed.dtype)
 
 
-def _load_torch() -> ModuleType:
-    from turbo_rcm_patch.ops.conv3d import reference
+def _reference() -> Callable[..., Tensor]:
+    from turbo_rcm_patch.ops.conv3d.reference import conv3d
 
-    return reference
+    return conv3d
 
 
-def _load_hopper() -> ModuleType:
-    from turbo_rcm_patch.ops.conv3d import hopper
+def _hopper() -> Callable[..., Tensor]:
+    from turbo_rcm_patch.ops.conv3d.hopper import conv3d
 
-    return hopper
+    return conv3d
 
 
 def _on_hopper(target: Target, call: Call) -> bool:
@@ -111,18 +92,14 @@ def _on_hopper(target: Target, call: Call) -> bool:
     return chosen and target == ("cuda", 90)
 
 
-IMPLEMENTATIONS: Final = (
+KERNELS: Final = (
     Implementation(
         "hopper", _on_hopper,
         "sm_90: up to 2.6 times as fast as cuDNN where Cout is no multiple of its 256 columns",
-        _load_hopper, _WHAT,
+        _hopper, _WHAT,
     ),
-    Implementation("torch", always, "cuDNN's kernels, channels-last", _load_torch, _WHAT),
+    Implementation("torch", always, "cuDNN's kernels, channels-last", _reference, _WHAT),
 )  # fmt: skip
-
-
-def _on_kernels(call: Call) -> bool:
-    return call.x.is_cuda and resolve_impl(call.impl, call.x.device) == "triton"
 
 
 def conv3d(
@@ -160,13 +137,9 @@ def conv3d(
     assert x.is_contiguous() and weight.is_contiguous()
     refuse_gradient("conv3d", (x, weight, bias, residual))
     call = Call(x, weight, stride, padding, impl)
-
-    def run(own: Any) -> Tensor:
-        made: Tensor = own.conv3d(call, bias, residual, out_dtype=dtype or x.dtype)
-        return made
-
-    if _on_kernels(call):
-        return run_first(IMPLEMENTATIONS, x.device, call, run, counts)
-    if counts is not None:
-        counts[IMPLEMENTATIONS[-1].name] += 1
-    return run(_load_torch())
+    kernel = _reference()
+    if x.is_cuda and resolve_impl(impl, x.device) == "triton":
+        kernel = choose(KERNELS, x.device, call, counts)
+    elif counts is not None:
+        counts[KERNELS[-1].name] += 1
+    return kernel(call, bias, residual, out_dtype=dtype or x.dtype)

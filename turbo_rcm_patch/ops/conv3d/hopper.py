@@ -52,7 +52,6 @@ In TF32 it reaches 327, 312 and 361, where cuDNN reaches 141, 243 and 210.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +66,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from turbo_rcm_patch.ops.conv3d.formats import Call
 from turbo_rcm_patch.ops.hopper_common import (
     cta_barrier,
     pieces_of,
@@ -75,9 +75,6 @@ from turbo_rcm_patch.ops.hopper_common import (
     unpermuted,
 )
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.ops.conv3d.api import Call
 
 _GROUPS = gl.constexpr(3)
 _ROWS = gl.constexpr(2)  # of a group

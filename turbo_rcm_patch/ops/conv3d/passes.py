@@ -6,50 +6,12 @@ fp32 and rounds once. On a GPU they are Triton kernels (`triton.py`), elsewhere 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turbo_rcm_patch.ops.conv3d.formats import LEAST_NORM, Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.dispatch import resolve_impl
-
-
-class RMSNorm(NamedTuple):
-    """Wan's norm: x / max(|x|, 1e-12) * sqrt(C) * weight + bias over the channels of a pixel.
-
-    Attributes:
-        weight: [C], or any shape of that many elements.
-        bias: The same, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-class GroupNorm(NamedTuple):
-    """A group norm over all frames given, and CogVideoX's modulation by the latent.
-
-    Attributes:
-        weight: [C].
-        bias: [C].
-        groups: Number of groups.
-        eps: Epsilon.
-        scale: [B, t, h, w, C], multiplies the norm of the pixels that the latent's pixel covers;
-            None for 1. T is 1 + (t - 1) * r or t * r, H is h * s and W is w * s.
-        shift: The same, added afterwards, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    groups: int
-    eps: float
-    scale: Tensor | None = None
-    shift: Tensor | None = None
-
-
-#: The smallest norm of a pixel that Wan's norm divides by (`torch.nn.functional.normalize`).
-LEAST_NORM = 1e-12
 
 
 def norm_silu(
@@ -128,25 +90,6 @@ def frames_of(n_frames: int, n_latent: int, device: torch.device) -> Tensor:
     odd = n_frames > 1 and n_frames % 2
     repeat = (n_frames - odd) // (n_latent - odd)
     return (torch.arange(n_frames, device=device) + odd * (repeat - 1)) // repeat
-
-
-class Duplicate(NamedTuple):
-    """Wan 2.2's shortcut around an enlarging level (`DupUp3D`): its input, repeated.
-
-    A pixel of the input becomes times * 4 phases (in time, row, column). Channel c of phase p is
-    its channel (c * times * 4 + p) // repeats.
-
-    Attributes:
-        x: [B, t, H, W, C'], any strides with contiguous channels.
-        times: Frames that each becomes.
-        repeats: Number of phases that share a channel.
-        first: True if the first frame becomes one.
-    """
-
-    x: Tensor
-    times: int
-    repeats: int
-    first: bool
 
 
 def enlarge(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turbo_rcm_patch.ops.conv3d.formats import Call
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.ops.conv3d.api import Call
 
 
 def conv3d(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.conv3d.passes import LEAST_NORM, Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.formats import LEAST_NORM, Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.launch import cdiv, launch, target_of
 from turbo_rcm_patch.ops.replay import replayed
 

@@ -5,10 +5,10 @@ The numeric contract, which the kernels follow too:
 - A row (all its channels) is quantised symmetrically, with the scale max |row| / 127, and values
   are rounded half to even. Rows whose values are all smaller than `TINY` become zeros. A row with
   a NaN or an infinity has the scale NaN.
-- Activations have a scale per row. Weights have a scale per output channel, per output channel and
-  128 input channels, or per block of 128 x 128.
+- Activations have a scale per row. Weights have a scale per output channel, or per block of
+  128 x 128.
 - The product of the integers is exact (int32). It is multiplied by both scales, and the bias is
-  added, in fp32. With a scale per 128 channels, the product over each 128 is exact, and these
+  added, in fp32. With a scale per block, the product over each 128 channels is exact, and these
   products are scaled and added in fp32.
 - The activation function is computed in fp32.
 
@@ -18,9 +18,8 @@ A scale per output channel is finer than TurboDiffusion's scales per block of 12
 
 from __future__ import annotations
 
-import math
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +35,14 @@ from turbo_rcm_patch.ops.checks import (
     check_tensor,
     check_weight,
 )
-from turbo_rcm_patch.ops.dispatch import Implementation, always, resolve_impl, run_first
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolve_impl
 from turbo_rcm_patch.ops.formats import (
     ALIGNED,
     INT8_MAX,
+    LARGE,
     TINY,
     Int8Tensor,
+    LinearInputs,
     int8_rows,
     padded_channels,
 )
@@ -53,13 +54,8 @@ if TYPE_CHECKING:
 
 #: Number of products that an int32 can add without overflow.
 MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
-#: Input channels that share a scale if a row of the weight has several. With scales per block, the
-#: same number of output channels shares it.
+#: Rows and columns of a block of the weight that share a scale.
 GROUP: Final = 128
-#: Least number of outputs for which tiles of 128x256 fill the card: 192 of them on the H200's 132
-#: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
-#: 1,536 outputs of 1,536 channels, 76 against 148 of 8,960).
-LARGE: Final = 3 * 2**21
 #: Rows of a weight that are held in fp32 at once; a multiple of `GROUP`.
 _ROWS_AT_ONCE: Final = 1024
 
@@ -92,9 +88,8 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def quantize_rows(x: Tensor, impl: str) -> Int8Tensor:
     """Quantise x [B, N, K], with its rows padded as in `Int8Tensor`."""
-    if needs_registered(x):
-        return int8_rows(*_registered_rows(x, impl))
-    return int8_rows(*_quantize_rows(x, impl))
+    compute = _registered_rows if needs_registered(x) else _quantize_rows
+    return int8_rows(*compute(x, impl))
 
 
 def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
@@ -107,14 +102,12 @@ def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return F.pad(data, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
 
-def _quantize_rows_fake(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def _empty_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], x.shape[1], padded_channels(x.shape[2]))
     return x.new_empty(shape, dtype=torch.int8), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
-_registered_rows = register(
-    "quantize_rows(Tensor x, str impl) -> (Tensor, Tensor)", _quantize_rows, _quantize_rows_fake
-)
+_registered_rows = register("quantize_rows", _quantize_rows, _empty_rows)
 
 
 def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
@@ -126,18 +119,14 @@ def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return quantized_rows(weight)
 
 
-def _quantize_weight_fake(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def _empty_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return (
         weight.new_empty(weight.shape, dtype=torch.int8),
         weight.new_empty(weight.shape[:1], dtype=torch.float32),
     )
 
 
-_registered_weight = register(
-    "quantize_weight(Tensor weight, str impl) -> (Tensor, Tensor)",
-    _quantize_weight,
-    _quantize_weight_fake,
-)
+_registered_weight = register("quantize_weight", _quantize_weight, _empty_weight)
 
 
 def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
@@ -160,10 +149,8 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
         raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
     check_channels(weight.shape[1])
     weight = weight.detach()
-    if needs_registered(weight):
-        made: tuple[Tensor, Tensor] = _registered_weight(weight, impl)
-        return made
-    return _quantize_weight(weight, impl)
+    compute = _registered_weight if needs_registered(weight) else _quantize_weight
+    return compute(weight, impl)
 
 
 def check_channels(channels: int) -> None:
@@ -180,22 +167,6 @@ def check_channels(channels: int) -> None:
 # --- products ------------------------------------------------------------------------------------
 
 
-class LinearInputs(NamedTuple):
-    """The product of an int8 linear with everything after it.
-
-    Attributes:
-        weight: int8 [Cout, K].
-        scale: fp32, in one of the three shapes that `int8_linear` takes.
-        bias: [Cout] or None.
-        activation: "" or "gelu-tanh".
-    """
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    activation: str
-
-
 def linear_int8(
     x: Tensor | Int8Tensor,
     *,
@@ -207,12 +178,15 @@ def linear_int8(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Compute `int8_linear` without its checks, for patched blocks."""
-    of, x_scale = x if isinstance(x, Int8Tensor) else (x, None)
     linear = LinearInputs(weight, scale, bias, activation)
-    if needs_registered(of):
-        made: Tensor = _registered_linear(of, x_scale, *linear, impl, out_dtype)
-        return made
+    if needs_registered(x.data if isinstance(x, Int8Tensor) else x):
+        return _registered_linear(_plain_rows(x), linear, impl, out_dtype)
     return _linear(x, linear, impl, out_dtype)
+
+
+def _plain_rows(x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
+    """Return rows in the class that the registered operation takes."""
+    return Int8Tensor(*x) if isinstance(x, Int8Tensor) else x
 
 
 def _linear(
@@ -233,30 +207,15 @@ def _linear(
     return branch.to(out_dtype).contiguous()
 
 
-def _linear_body(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    impl: str,
-    out_dtype: torch.dtype,
+def _empty_linear(
+    x: Tensor | Int8Tensor, linear: LinearInputs, impl: str, out_dtype: torch.dtype
 ) -> Tensor:
-    rows = x if x_scale is None else Int8Tensor(x.contiguous(), x_scale.contiguous())
-    return _linear(rows, LinearInputs(weight, scale, bias, activation), impl, out_dtype)
+    data = x.data if isinstance(x, Int8Tensor) else x
+    shape = (data.shape[0], data.shape[1], linear.weight.shape[0])
+    return data.new_empty(shape, dtype=out_dtype)
 
 
-def _linear_fake(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=args[-1])
-
-
-_registered_linear = register(
-    "int8_linear(Tensor x, Tensor? x_scale, Tensor weight, Tensor scale, Tensor? bias, "
-    "str activation, str impl, ScalarType out_dtype) -> Tensor",
-    _linear_body,
-    _linear_fake,
-)
+_registered_linear = register("int8_linear", _linear, _empty_linear, Int8Tensor, LinearInputs)
 
 
 # --- which implementation runs -------------------------------------------------------------------
@@ -270,16 +229,20 @@ class Product(NamedTuple):
     scale: Tensor
 
 
-def _kernel_for_hopper() -> ModuleType:
-    from turbo_rcm_patch.ops.int8_linear import hopper
-
-    return hopper
+#: Writes the product of rows into its first argument.
+LinearKernel = Callable[[Tensor, Int8Tensor, LinearInputs], None]
 
 
-def _kernel_for_all() -> ModuleType:
-    from turbo_rcm_patch.ops.int8_linear import triton
+def _hopper() -> LinearKernel:
+    from turbo_rcm_patch.ops.int8_linear.hopper import launch_kernel
 
-    return triton
+    return launch_kernel
+
+
+def _triton() -> LinearKernel:
+    from turbo_rcm_patch.ops.int8_linear.triton import launch_kernel
+
+    return launch_kernel
 
 
 def _large_on_hopper(target: Target, call: Product) -> bool:
@@ -296,21 +259,20 @@ def _by_row(target: Target, call: Product) -> bool:
 
 
 def _by_block(target: Target, call: Product) -> bool:
-    blocks = call.scale.dim() == 2 and call.scale.shape[0] != call.weight.shape[0]
-    return _large_on_hopper(target, call) and blocks
+    return _large_on_hopper(target, call) and call.scale.dim() == 2
 
 
-#: The product: a module has `launch_kernel`.
+#: The product.
 KERNELS: Final = (
     Implementation(
         "hopper", _by_row, f"sm_90, {LARGE:,} outputs or more, a scale per row of the weight",
-        _kernel_for_hopper, "int8 linear",
+        _hopper, "int8 linear",
     ),
     Implementation(
         "hopper", _by_block, f"sm_90, {LARGE:,} outputs or more, a scale per block of the weight",
-        _kernel_for_hopper, "int8 linear with a scale per block",
+        _hopper, "int8 linear with a scale per block",
     ),
-    Implementation("triton", always, "everything else", _kernel_for_all, "int8 linear"),
+    Implementation("triton", always, "everything else", _triton, "int8 linear"),
 )  # fmt: skip
 
 
@@ -329,7 +291,7 @@ def launch_linear(
         from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
         x = launch(x)
-    rows = x
+    rows = Int8Tensor(x.data.contiguous(), x.scale.contiguous())
     batch, n_tokens, channels = rows.data.shape  # channels are padded
     weight = linear.weight
     if weight.shape[1] != channels:  # padding by 0 would copy
@@ -338,31 +300,23 @@ def launch_linear(
     linear = linear._replace(weight=weight.contiguous(), bias=bias)
     y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
     if y.numel():  # Triton refuses a descriptor without rows.
-        run_first(
-            KERNELS, y.device, Product(y, linear.weight, linear.scale),
-            lambda own: own.launch_kernel(y, rows, linear),
-        )  # fmt: skip
+        choose(KERNELS, y.device, Product(y, linear.weight, linear.scale))(y, rows, linear)
     return y
 
 
 # --- the public function -------------------------------------------------------------------------
 
 
-def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
-    """Expand scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], to each of Cout rows.
-
-    Returns:
-        fp32 [Cout, ceil(K / 128)]; the scales of a group are contiguous, as a kernel reads them.
-    """
-    return scale.t().repeat_interleave(GROUP, 1)[:, :rows].contiguous().t()
+def _scales_of_rows(scale: Tensor, rows: int) -> Tensor:
+    """Expand scales of blocks [ceil(Cout / 128), ceil(K / 128)] to each of Cout rows."""
+    return scale.repeat_interleave(GROUP, 0)[:rows]
 
 
 def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Compute x @ (weight * scale)^T of integers x in fp32, one group of channels at a time."""
-    if weight_scale.shape[0] != weight.shape[0]:
-        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
+    scales = _scales_of_rows(weight_scale, weight.shape[0])
     x_parts, w_parts = torch.split(x, GROUP, -1), torch.split(weight, GROUP, -1)
-    groups = zip(x_parts, w_parts, weight_scale.unbind(1), strict=True)
+    groups = zip(x_parts, w_parts, scales.unbind(1), strict=True)
     parts = [integer_product(x_part, w_part) * scale for x_part, w_part, scale in groups]
     return sum(parts[1:], parts[0])
 
@@ -371,9 +325,8 @@ def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Multiply an int8 weight by its scales: fp32 [Cout, K]."""
     if weight_scale.dim() == 1:
         return weight.float() * weight_scale.unsqueeze(1)
-    if weight_scale.shape[0] != weight.shape[0]:
-        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
-    return weight.float() * weight_scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    scales = _scales_of_rows(weight_scale, weight.shape[0])
+    return weight.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
 def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -381,7 +334,7 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
 
     Args:
         weight: int8 [Cout, K].
-        weight_scale: fp32, in one of the three shapes that `int8_linear` takes.
+        weight_scale: fp32, in one of the two shapes that `int8_linear` takes.
         dtype: Any float dtype.
 
     Returns:
@@ -390,13 +343,13 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     rows = weight.shape[0]
     if dtype == torch.float32 or rows <= _ROWS_AT_ONCE or torch.compiler.is_compiling():
         return _multiplied_weight(weight, weight_scale).to(dtype)
-    by_row = weight_scale.shape[0] == rows
-    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    by_row = weight_scale.dim() == 1
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for start in range(0, rows, _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
         blocks = slice(start // GROUP, (start + _ROWS_AT_ONCE) // GROUP)
-        made[part] = _multiplied_weight(weight[part], weight_scale[part if by_row else blocks])
-    return made
+        out[part] = _multiplied_weight(weight[part], weight_scale[part if by_row else blocks])
+    return out
 
 
 def int8_linear(
@@ -416,10 +369,8 @@ def int8_linear(
     Args:
         x: [B, N, K], bf16, fp16 or fp32, or `Int8Tensor` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
-        weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
-            for every 128 channels (fastest if the first dimension is contiguous); or
-            [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128, which is
-            faster on Hopper.
+        weight_scale: fp32 [Cout], also from `quantize_weight`; or
+            [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128.
         bias: [Cout], any of these float dtypes, or None.
         activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
             None.
@@ -448,10 +399,9 @@ def int8_linear(
         out_dtype = source.dtype
     scale = None if rows is None else rows.scale
     linear = LinearInputs(weight_int8, weight_scale, bias, activation or "")
-    if needs_registered(source, scale, weight_int8, weight_scale, bias):
-        made: Tensor = _registered_linear(source, scale, *linear, impl, out_dtype)
-        return made
-    return _linear_body(source, scale, *linear, impl, out_dtype)
+    registered = needs_registered(source, scale, weight_int8, weight_scale, bias)
+    compute = _registered_linear if registered else _linear
+    return compute(_plain_rows(x), linear, impl, out_dtype)
 
 
 def _check_linear(
@@ -500,12 +450,11 @@ def _check_linear(
     check_channels(weight.shape[1])
     if scale.dtype != torch.float32:
         raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
-    grouped = (weight.shape[0], math.ceil(weight.shape[1] / GROUP))
-    blocks = (math.ceil(weight.shape[0] / GROUP), grouped[1])
-    if tuple(scale.shape) not in ((weight.shape[0],), grouped, blocks):
+    blocks = tuple(-(-size // GROUP) for size in weight.shape)
+    if tuple(scale.shape) not in ((weight.shape[0],), blocks):
         raise ShapeError(
             "weight_scale",
-            expected=f"[{weight.shape[0]}], {list(grouped)} or {list(blocks)}",
+            expected=f"[{weight.shape[0]}] or {list(blocks)}",
             got=str(list(scale.shape)),
         )
     if bias is not None:
@@ -525,21 +474,16 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
-def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _empty_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
 
 
-_registered_gelu = register(
-    "linear_gelu(Tensor x, Tensor weight, Tensor bias) -> Tensor", _linear_gelu, _linear_gelu_fake
-)
+_registered_gelu = register("linear_gelu", _linear_gelu, _empty_gelu)
 
 
 def gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute `linear_gelu` without its checks, for patched blocks."""
-    if needs_registered(x):
-        made: Tensor = _registered_gelu(x, weight, bias)
-        return made
-    return _linear_gelu(x, weight, bias)
+    return (_registered_gelu if needs_registered(x) else _linear_gelu)(x, weight, bias)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -564,7 +508,5 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     check_weight(x, weight, bias)
     refuse_gradient("linear_gelu", (x, weight, bias))
     bias = bias.to(x.dtype)
-    if needs_registered(x, weight, bias):
-        made: Tensor = _registered_gelu(x, weight, bias)
-        return made
-    return _linear_gelu(x, weight, bias)
+    compute = _registered_gelu if needs_registered(x, weight, bias) else _linear_gelu
+    return compute(x, weight, bias)

@@ -66,7 +66,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_rcm_patch.ops.formats import Int8Tensor
+from turbo_rcm_patch.ops.formats import Int8Tensor, LinearInputs
 from turbo_rcm_patch.ops.hopper_common import (
     cta_barrier,
     pieces_of,
@@ -74,7 +74,6 @@ from turbo_rcm_patch.ops.hopper_common import (
     tma_load,
     unpermuted,
 )
-from turbo_rcm_patch.ops.int8_linear.api import LinearInputs
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.numerics import gelu_tanh
 

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.formats import ALIGNED, Int8Tensor
-from turbo_rcm_patch.ops.int8_linear.api import LARGE, LinearInputs
+from turbo_rcm_patch.ops.formats import ALIGNED, LARGE, Int8Tensor, LinearInputs
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,

@@ -9,8 +9,7 @@ both, in one pass over memory. `skip` takes any coefficients. `norm_modulate` an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,17 +24,11 @@ from turbo_rcm_patch.ops.checks import (
     check_out_dtype,
     check_same_device,
     check_tensor,
-    skip_parts,
+    checked_coefficients,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.formats import Int8Tensor, Streams, int8_rows, padded_channels
-from turbo_rcm_patch.ops.register import (
-    decode,
-    encode,
-    needs_registered,
-    refuse_gradient,
-    register,
-)
+from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
 from turbo_rcm_patch.ops.residual import reference
 from turbo_rcm_patch.skip import Cast, Coefficient
 
@@ -89,15 +82,21 @@ def skip_norm(
     Returns:
         y, a pair for two streams, None without a branch; and the norm [B, N, C], or None.
     """
-    first = x[0] if isinstance(x, tuple) else x
-    if norm is not None or isinstance(x, tuple):
-        how: Any = {"dtype": dtype, "norm_dtype": norm_dtype, "impl": impl}
-        return _pass(needs_registered(first), x, branch, gate, norm, **how)
-    assert branch is not None and not isinstance(gate, tuple)
-    if needs_registered(first):
-        options = encode(cast="fp32", impl=impl)
-        return _skip_operation(first, branch, None, gate, 1.0, 1.0, dtype, options), None
-    return close_skip(first, branch, 1.0, _either(gate, 1.0), impl=impl, out_dtype=dtype), None
+    registered = needs_registered(x[0] if isinstance(x, tuple) else x)
+    if norm is None and not isinstance(x, tuple):
+        assert branch is not None and not isinstance(gate, tuple)
+        close = _registered_skip if registered else close_skip
+        return close(x, branch, 1.0, 1.0 if gate is None else gate, impl, dtype, "fp32"), None
+    compute = _registered_skip_norm if registered else _skip_norm
+    results = compute(x, branch, gate, norm, dtype, norm_dtype, impl)
+    y: Any = None
+    if branch is not None:
+        streams = 2 if isinstance(x, tuple) else 1
+        y = results[:2] if isinstance(x, tuple) else results[0]
+        results = results[streams:]
+    if norm is None or norm_dtype is None:
+        return y, None
+    return y, int8_rows(*results) if norm_dtype == torch.int8 else results[0]
 
 
 def close_skip(
@@ -105,7 +104,6 @@ def close_skip(
     branch: Tensor,
     c_skip: float | Tensor,
     c_out: float | Tensor,
-    *,
     impl: str,
     out_dtype: torch.dtype,
     cast: Cast = "fp32",
@@ -129,121 +127,65 @@ def close_skip(
     return reference.close_skip(residual, branch, c_skip, c_out, **how).contiguous()
 
 
-def _pass(
-    registered: bool,
+def _skip_norm(
     x: Streams,
     branch: Tensor | None,
     gate: Streams | None,
     norm: Norm | None,
-    *,
     dtype: torch.dtype,
     norm_dtype: torch.dtype | None,
     impl: str,
-) -> tuple[Any, Any]:
-    factor, offset, weight, bias, eps = norm or _NO_NORM
+) -> tuple[Tensor, ...]:
+    """Compute `skip_norm`: y of each stream if there is a branch, then the norm if there is one,
+    as int8 with its scales or as one tensor."""
+    factor, offset, weight, bias, eps = norm or Norm()
     one = 1.0
     if factor is None and offset is None:  # a norm with weights and without modulation
         factor, offset, weight, bias, one = weight, bias, None, None, 0.0
-    norm_dtype = None if norm is None else norm_dtype
-    if registered:
-        made = _skip_norm_operation(
-            _each(x), branch, _each(gate), _each(factor), _each(offset), weight, bias,
-            one=one, eps=eps, dtype=dtype, norm_dtype=norm_dtype, impl=impl,
-        )  # fmt: skip
-    else:
-        made = _implementation(impl, x)(
-            x, branch, gate=gate, factor=factor, offset=offset, weight=weight, bias=bias, one=one,
-            eps=eps, dtype=dtype, norm_dtype=norm_dtype,
-        )  # fmt: skip
-    y: Any = None
-    if branch is not None:
-        y, made = (tuple(made[:2]), made[2:]) if isinstance(x, tuple) else (made[0], made[1:])
-    if norm_dtype is None:
-        return y, None
-    return y, int8_rows(*made) if norm_dtype == torch.int8 else made[0]
-
-
-_NO_NORM: Final = Norm()
-
-
-def _implementation(impl: str, x: Streams) -> Callable[..., tuple[Tensor, ...]]:
+    launch = reference.skip_norm
     first = x[0] if isinstance(x, tuple) else x
     if resolve_impl(impl, first.device) == "triton":
-        from turbo_rcm_patch.ops.residual.triton import skip_norm as launch
+        from turbo_rcm_patch.ops.residual import triton
 
-        return launch
-    return reference.skip_norm
-
-
-def _each(values: Streams | None) -> list[Tensor]:
-    """Return the tensors of one stream or two, as a schema takes them."""
-    return [] if values is None else list(values) if isinstance(values, tuple) else [values]
-
-
-def _either(tensor: Tensor | None, value: float) -> float | Tensor:
-    return value if tensor is None else tensor
-
-
-# --- registration --------------------------------------------------------------------------------
-
-
-def _skip_norm_body(x: list[Tensor], branch: Tensor | None, *tensors: Any) -> list[Tensor]:
-    gate, factor, offset, weight, bias, one, eps, dtype, norm_dtype, impl = tensors
-    given: list[Any] = [None if not part else part[0] if len(part) == 1 else tuple(part)
-             for part in (x, gate, factor, offset)]  # fmt: skip
-    return list(
-        _implementation(impl, given[0])(
-            given[0], branch, gate=given[1], factor=given[2], offset=given[3], weight=weight,
-            bias=bias, one=one, eps=eps, dtype=dtype, norm_dtype=norm_dtype,
-        )
+        launch = triton.skip_norm
+    return launch(
+        x, branch, gate=gate, factor=factor, offset=offset, weight=weight, bias=bias, one=one,
+        eps=eps, dtype=dtype, norm_dtype=None if norm is None else norm_dtype,
     )  # fmt: skip
 
 
-def _skip_norm_fake(x: list[Tensor], branch: Tensor | None, *rest: Any) -> list[Tensor]:
-    dtype, norm_dtype = rest[-3:-1]
-    made = [] if branch is None else [x[0].new_empty(one.shape, dtype=dtype) for one in x]
-    if norm_dtype is None:
-        return made
-    shape = [x[0].shape[0], sum([one.shape[1] for one in x]), x[0].shape[2]]
-    if norm_dtype != torch.int8:
-        return [*made, x[0].new_empty(shape, dtype=norm_dtype)]
-    int8 = x[0].new_empty([*shape[:2], padded_channels(shape[2])], dtype=torch.int8)
-    return [*made, int8, x[0].new_empty(shape[:2], dtype=torch.float32)]
-
-
-_skip_norm_operation = register(
-    "skip_norm(Tensor[] x, Tensor? branch, Tensor[] gate, Tensor[] factor, Tensor[] offset, "
-    "Tensor? weight, Tensor? bias, float one, float eps, ScalarType dtype, "
-    "ScalarType? norm_dtype, str impl) -> Tensor[]",
-    _skip_norm_body,
-    _skip_norm_fake,
-)
-
-
-def _skip_body(
-    residual: Tensor,
-    branch: Tensor,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
+def _empty_skip_norm(
+    x: Streams,
+    branch: Tensor | None,
+    gate: Streams | None,
+    norm: Norm | None,
     dtype: torch.dtype,
-    options: str,
-) -> Tensor:
-    coefficients = _either(c_skip, c_skip_value), _either(c_out, c_out_value)
-    return close_skip(residual, branch, *coefficients, out_dtype=dtype, **decode(options))
+    norm_dtype: torch.dtype | None,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    streams = x if isinstance(x, tuple) else (x,)
+    first = streams[0]
+    ys = () if branch is None else tuple(first.new_empty(y.shape, dtype=dtype) for y in streams)
+    if norm is None or norm_dtype is None:
+        return ys
+    batch, tokens, channels = first.shape[0], sum([y.shape[1] for y in streams]), first.shape[2]
+    if norm_dtype != torch.int8:
+        return *ys, first.new_empty((batch, tokens, channels), dtype=norm_dtype)
+    int8 = first.new_empty((batch, tokens, padded_channels(channels)), dtype=torch.int8)
+    return *ys, int8, first.new_empty((batch, tokens), dtype=torch.float32)
 
 
-def _skip_fake(residual: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(residual.shape, dtype=rest[-2], device=residual.device)
+_registered_skip_norm = register("skip_norm", _skip_norm, _empty_skip_norm, Norm)
 
 
-_skip_operation = register(
-    "skip(Tensor residual, Tensor branch, Tensor? c_skip, Tensor? c_out, float c_skip_value, "
-    "float c_out_value, ScalarType dtype, str options) -> Tensor",
-    _skip_body,
-    _skip_fake,
-)
+def _empty_skip(
+    residual: Tensor | None, branch: Tensor, c_skip: object, c_out: object, impl: str,
+    out_dtype: torch.dtype, cast: str,
+) -> Tensor:  # fmt: skip
+    return branch.new_empty(branch.shape, dtype=out_dtype)
+
+
+_registered_skip = register("skip", close_skip, _empty_skip)
 
 
 # --- public functions ----------------------------------------------------------------------------
@@ -290,16 +232,12 @@ def skip(
             got=f"{list(residual.shape)} and {list(branch.shape)}",
         )
     shape = (residual.shape[0], residual.shape[1], residual.shape[2])
-    factors = skip_parts(residual, c_skip, c_out, shape)
-    check_same_device(residual.device, branch=branch, c_skip=factors[0], c_out=factors[1])
-    refuse_gradient("skip", (residual, branch, *factors[:2]))
-    dtype = residual.dtype if out_dtype is None else out_dtype
-    if needs_registered(residual, branch, *factors[:2]):
-        made: Tensor = _skip_operation(
-            residual, branch, *factors, dtype, encode(cast=cast, impl=impl)
-        )
-        return made
-    return _skip_body(residual, branch, *factors, dtype, encode(cast=cast, impl=impl))
+    c_skip, c_out = checked_coefficients(residual, c_skip, c_out, shape)
+    tensors = [branch, *(c for c in (c_skip, c_out) if isinstance(c, Tensor))]
+    check_same_device(residual.device, branch=branch, c_skip=c_skip, c_out=c_out)
+    refuse_gradient("skip", (residual, *tensors))
+    close = _registered_skip if needs_registered(residual, *tensors) else close_skip
+    return close(residual, branch, c_skip, c_out, impl, out_dtype or residual.dtype, cast)
 
 
 def norm_modulate(
@@ -333,12 +271,10 @@ def norm_modulate(
     """
     check_out_dtype(out_dtype)
     norm = _norm(x, scale, shift, form, eps, impl)
+    compute = _registered_skip_norm if needs_registered(x, scale, shift) else _skip_norm
     # The kernel does not take rows without channels.
-    how: Any = {"norm_dtype": out_dtype or x.dtype, "impl": impl if x.shape[2] else "reference"}
-    out: Tensor = _pass(
-        needs_registered(x, scale, shift), x, None, None, norm, dtype=x.dtype, **how
-    )[1]
-    return out
+    impl = impl if x.shape[2] else "reference"
+    return compute(x, None, None, norm, x.dtype, out_dtype or x.dtype, impl)[0]
 
 
 def norm_modulate_rows(
@@ -372,11 +308,8 @@ def norm_modulate_rows(
     norm = _norm(x, scale, shift, form, eps, impl)
     if not x.shape[2]:
         raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
-    how: Any = {"norm_dtype": torch.int8, "impl": impl}
-    rows: Int8Tensor = _pass(
-        needs_registered(x, scale, shift), x, None, None, norm, dtype=x.dtype, **how
-    )[1]
-    return rows
+    compute = _registered_skip_norm if needs_registered(x, scale, shift) else _skip_norm
+    return int8_rows(*compute(x, None, None, norm, x.dtype, torch.int8, impl))
 
 
 def _norm(

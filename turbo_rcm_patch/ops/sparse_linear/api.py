@@ -9,8 +9,8 @@ inference of SLA (arXiv 2509.24006) and of SageSLA in thu-ml/TurboDiffusion (arX
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
@@ -29,15 +29,9 @@ from turbo_rcm_patch.ops.checks import (
     check_same_device,
     rotary_parts,
 )
-from turbo_rcm_patch.ops.dispatch import Implementation, always, resolved, run_first
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolved
 from turbo_rcm_patch.ops.formats import NO_NORMS, QMAX, AttentionInputs, Norms, Rotary
-from turbo_rcm_patch.ops.register import (
-    decode,
-    encode,
-    needs_registered,
-    refuse_gradient,
-    register,
-)
+from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
 from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.sparse_linear import reference
 
@@ -136,32 +130,12 @@ def attend_sparse(
         [B, Nq, H*D], dtype of q.
     """
     a = AttentionInputs(q, k, v, spec, q.dtype, norms, rotary)
-    return _called(a, ProjL(*proj_l), _blocks(sparsity, k), needs_registered(q))
+    return (_registered if needs_registered(q) else _run)(a, ProjL(*proj_l), sparsity)
 
 
-def _blocks(sparsity: Sparsity, k: Tensor) -> Blocks:
-    return Blocks(sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k)
-
-
-def _called(a: AttentionInputs, proj_l: ProjL, blocks: Blocks, registered: bool) -> Tensor:
-    """Compute directly or as the registered operation."""
-    if not registered:
-        return _run(a, proj_l, blocks)
+def _run(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     spec = a.spec
-    made: Tensor = _registered(
-        options=encode(
-            attention=spec.attention, pv=spec.pv, impl=spec.impl, smooth_k=spec.smooth_k
-        ),
-        q=a.q, k=a.k, v=a.v, weight=proj_l.weight, bias=proj_l.bias, norms=list(a.norms[:2]),
-        rotary=list(a.rotary or ()), heads=spec.heads, 
-        sm_scale=-1.0 if spec.sm_scale is None else spec.sm_scale,
-        eps=a.norms.eps, blocks=list(blocks), out_dtype=a.out_dtype,
-    )  # fmt: skip
-    return made
-
-
-def _run(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
-    spec = a.spec
+    blocks = Blocks(sparsity.count(a.k.shape[1]), sparsity.block_q, sparsity.block_k)
     if spec.attention == "auto":  # there is no exact sparse kernel
         spec = replace(spec, attention="int8")
     spec = resolved(spec, a.q.device, a.q.shape[1], a.k.shape[1])
@@ -169,6 +143,15 @@ def _run(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
     if spec.attention in QMAX and spec.impl == "triton":
         return launch_sparse(a, proj_l, blocks)
     return _in_torch(a, proj_l, blocks)
+
+
+def _empty(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
+    return a.q.new_empty(a.q.shape, dtype=a.out_dtype)
+
+
+_registered = register(
+    "sparse_linear_attention", _run, _empty, AttentionInputs, AttentionSpec, Norms, ProjL, Sparsity
+)
 
 
 def _in_torch(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
@@ -198,7 +181,7 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
 # --- which implementation runs -------------------------------------------------------------------
 
 
-class KeyPass(NamedTuple):
+class KeysAndValues(NamedTuple):
     """The linear branch's pass over k and v [B, N, H*D], with contiguous channels."""
 
     k: Tensor
@@ -207,19 +190,19 @@ class KeyPass(NamedTuple):
     block_k: int
 
 
-def _key_sums_for_hopper() -> ModuleType:
-    from turbo_rcm_patch.ops.sparse_linear import hopper
+def _hopper() -> Callable[..., KeySums]:
+    from turbo_rcm_patch.ops.sparse_linear.hopper import launch_key_sums
 
-    return hopper
-
-
-def _key_sums_for_all() -> ModuleType:
-    from turbo_rcm_patch.ops.sparse_linear import triton
-
-    return triton
+    return launch_key_sums
 
 
-def _copied_on_hopper(target: Target, call: KeyPass) -> bool:
+def _triton() -> Callable[..., KeySums]:
+    from turbo_rcm_patch.ops.sparse_linear.triton import launch_key_sums
+
+    return launch_key_sums
+
+
+def _copied_on_hopper(target: Target, call: KeysAndValues) -> bool:
     k, v, heads, block_k = call
     dense = all(
         x.element_size() == 2
@@ -234,25 +217,22 @@ def _copied_on_hopper(target: Target, call: KeyPass) -> bool:
     return own and dense and k.dtype == v.dtype
 
 
-#: The pass over the keys: a module has `launch_key_sums`.
-KEY_SUMS: Final = (
+#: The pass over the keys.
+KERNELS: Final = (
     Implementation(
         "hopper", _copied_on_hopper,
         "sm_90, heads of 64 or 128, 16 bits in rows of whole copies of 16 bytes, blocks of 64 "
-        "keys or more", _key_sums_for_hopper, "linear branch",
+        "keys or more", _hopper, "linear branch",
     ),
-    Implementation("triton", always, "everything else", _key_sums_for_all, "linear branch"),
+    Implementation("triton", always, "everything else", _triton, "linear branch"),
 )  # fmt: skip
 
 
 @replayed
 def launch_key_sums(k: Tensor, v: Tensor, k_mean: Tensor, *, heads: int, block_k: int) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k."""
-    sums: KeySums = run_first(
-        KEY_SUMS, k.device, KeyPass(k, v, heads, block_k),
-        lambda own: own.launch_key_sums(k, v, k_mean, heads=heads, block_k=block_k),
-    )  # fmt: skip
-    return sums
+    kernel = choose(KERNELS, k.device, KeysAndValues(k, v, heads, block_k))
+    return kernel(k, v, k_mean, heads=heads, block_k=block_k)
 
 
 def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
@@ -289,47 +269,6 @@ def _launch_attended(
     from turbo_rcm_patch.ops.sparse_linear import triton as kernels
 
     return kernels.launch_kernel(a, quantize(a), lut, branch, block_q=block_q, block_k=block_k)
-
-
-# --- as torch sees it ----------------------------------------------------------------------------
-
-
-def _body(
-    options: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norms: list[Tensor | None],
-    rotary: list[Tensor],
-    heads: int,
-    sm_scale: float,
-    eps: float,
-    blocks: list[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    spec = AttentionSpec(
-        heads=heads, sm_scale=None if sm_scale < 0 else sm_scale, **decode(options)
-    )
-    tables = cast("Any", tuple(rotary) or None)
-    a = AttentionInputs(q, k, v, spec, out_dtype, Norms(norms[0], norms[1], eps=eps), tables)
-    return _run(a, ProjL(weight, bias), Blocks(*blocks))
-
-
-def _fake(
-    options: str, q: Tensor, *args: Any, out_dtype: torch.dtype | None = None, **named: Any
-) -> Tensor:
-    return q.new_empty(q.shape, dtype=args[-1] if out_dtype is None else out_dtype)
-
-
-_registered = register(
-    "sparse_linear_attention(str options, Tensor q, Tensor k, Tensor v, Tensor weight, "
-    "Tensor? bias, Tensor?[] norms, Tensor[] rotary, SymInt heads, float sm_scale, float eps, "
-    "SymInt[] blocks, ScalarType out_dtype) -> Tensor",
-    _body,
-    _fake,
-)
 
 
 # --- public function -----------------------------------------------------------------------------
@@ -404,9 +343,8 @@ def sparse_linear_attention(
         q, k, v, spec, q.dtype if out_dtype is None else out_dtype,
         Norms(norm_q, norm_k, eps=spec.eps), None if cos is None or sin is None else (cos, sin),
     )  # fmt: skip
-    proj_l = ProjL(weight, bias)
-    registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
-    return _called(a, proj_l, _blocks(sparsity, k), registered)
+    registered = needs_registered(q, k, v, weight, bias, norm_q, norm_k, cos, sin)
+    return (_registered if registered else _run)(a, ProjL(weight, bias), sparsity)
 
 
 def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:

@@ -37,15 +37,14 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import shared_rows
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
     KeptTables,
-    Notes,
-    Operands,
     called,
     feed_forward,
 )
-from turbo_rcm_patch.patching.plain import author_class, kernel_can_read, runs_only_its_forward
+from turbo_rcm_patch.patching.plain import kernel_can_read, original_class, runs_only_its_forward
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
@@ -101,7 +100,7 @@ class CogVideoXBlockForward(PatchedBlock):
 
         streams, h, gates = self.skip_norm(y, streams, gates, block.norm2, temb)
         if notes is not None:
-            notes.streams.append(streams)
+            notes.saw_streams(*streams)
 
         y = feed_forward(block.ff.net, h)
         (text, video), _ = residual.skip_norm(streams, y, gate=gates, dtype=dtype, impl=impl)
@@ -170,7 +169,7 @@ class CogVideoXBlockForward(PatchedBlock):
         tables = None if rotary is None else self.rotary(rotary, text)
         out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
         if notes is not None:
-            notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
+            notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
         return parts.project_out(attn, out)
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
@@ -324,7 +323,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         },
         "diffusers",
     )
-    consis = author_class(model).__name__ == "ConsisIDTransformer3DModel"
+    consis = original_class(model).__name__ == "ConsisIDTransformer3DModel"
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
     found = find_blocks(

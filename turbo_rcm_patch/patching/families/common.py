@@ -15,10 +15,10 @@ from torch import nn
 from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
-    author_class,
+    original_class,
     root_package,
     runs_only_its_forward,
 )
@@ -62,9 +62,9 @@ def check_coders(
     Raises:
         FamilyError: A function takes other parameters.
     """
-    cls = author_class(vae)
+    cls = original_class(vae)
     first = dict(zip([getattr(cls, one.caller) for one in coders], callers, strict=True))
-    for own in {author_class(module) for module in vae.modules()}:
+    for own in {original_class(module) for module in vae.modules()}:
         if own.__name__ in coders[0].forwards and root_package(own) == root_package(cls):
             first[own.forward] = coders[0].forwards[own.__name__]
     expected = {}
@@ -127,9 +127,9 @@ def branch_pair(
         cast: Cast policy of the author's skip.
         heads: True if the branch is an attention.
     """
-    reasons = [why or LEVEL_WORDS.get(block.level, ""), block.reason]
+    reasons = [why or LEVEL_DESCRIPTIONS.get(block.level, ""), block.reason]
     runs: Residual = "two-launch"
-    if why or block.level == Level.AUTHOR:
+    if why or block.level == Level.ORIGINAL:
         runs = "as-written"
     elif block.config.form == "one-launch" and kind == "self" and not block.level:
         runs = "one-launch"

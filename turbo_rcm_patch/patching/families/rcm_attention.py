@@ -10,12 +10,11 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import NO_NORMS
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Skip
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
-from turbo_rcm_patch.patching.pieces import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -35,9 +34,8 @@ class RCMBlock(PatchedBlock):
         Returns:
             [B, N, C], dtype of x.
         """
-        inputs = x, t
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        other = self.instead_of_fast(x, t)
+        out: Tensor = self.fast(None, x, t) if other is None else other(x, t)
         return out
 
     def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:
@@ -48,21 +46,20 @@ class RCMBlock(PatchedBlock):
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
         one_launch = config.form == "one-launch" and ops.quantises(spec.attention)
         if one_launch and plain_linear(module.proj, module.proj.weight):
-            return ops.attention_project_skip(
-                q, k, v, module.proj.weight, module.proj.bias, spec, residual=x, c_skip=c_skip,
-                c_out=c_out, form="one-launch",
-            )  # fmt: skip
+            inputs = AttentionInputs(q, k, v, spec, q.dtype, skip=Skip(x, c_skip, c_out))
+            return attention.attend_and_project(
+                inputs, module.proj.weight, module.proj.bias, form="one-launch"
+            )
         branch = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.attention = Operands(q, k, v, NO_NORMS, None, spec.heads, branch)
+            notes.saw_attention(Operands(q, k, v, NO_NORMS, None, spec.heads, branch))
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def why_inputs(self, x: Tensor, t: Any) -> str:
         return "" if x.dim() == 3 and x.numel() else "the input is not [B, N, C]"
 
     def linears(self) -> dict[str, Any]:
-        module = self.block
-        return {"qkv": module.qkv} | ({} if module.proj is None else {"proj": module.proj})
+        return dict(self.block.named_children())
 
     def pairs(self) -> list[SkipPair]:
         stream = Stream("x", "c_skip(t)", "c_out(t)")
@@ -78,7 +75,6 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     Raises:
         OpError: The kernels do not take its heads or dtype.
     """
-    assert isinstance(model, RCMAttention)
     head_dim = model.dim // model.num_heads
     check_attention(path or "module", 2 * (head_dim // 2) or 2, {"qkv": model.qkv})
     return [RCMBlock(model, path, config, model.num_heads, head_dim)]

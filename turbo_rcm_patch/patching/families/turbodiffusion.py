@@ -30,12 +30,11 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     RMS_NORMS,
     KeptTables,
-    Notes,
-    Operands,
     feed_forward,
     norm,
     rms_norms,
@@ -44,8 +43,8 @@ from turbo_rcm_patch.patching.pieces import (
 )
 from turbo_rcm_patch.patching.plain import (
     Replacement,
-    author_class,
     hook_names,
+    original_class,
     replaced_by,
     runs_only_its_forward,
     torchs_own,
@@ -124,13 +123,13 @@ class TurboBlock(PatchedBlock):
         rows = takes_rows((cross.q,))
         x, h = skip_norm(x, y, gate1, block.norm3, None, None, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         y = self.cross_attention(cross, h, context)
         rows = takes_rows((ffn[0],))
         x, h = skip_norm(x, y, None, block.norm2, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         return skip(x, feed_forward(ffn, h), gate2, dtype, impl)
 
@@ -143,7 +142,7 @@ class TurboBlock(PatchedBlock):
         if not is_sparse(attn):
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
             out = sparse_linear.attend_sparse(
@@ -219,7 +218,7 @@ class TurboBlock(PatchedBlock):
         forward.
         """
         attn = self.block.self_attn
-        file = sys.modules.get(author_class(attn).__module__)
+        file = sys.modules.get(original_class(attn).__module__)
         lacks = file is not None and vars(file).get(_ROTARY, _ROTARY) is None
         return [(attn, RotaryForward(attn))] if lacks else []
 
@@ -261,7 +260,7 @@ def _tables(angles: Tensor) -> Rotary:
 
 def has_image(attn: Any) -> bool:
     """Return True if a cross-attention has an image branch (image-to-video of Wan 2.1)."""
-    return author_class(attn).__name__ == "WanI2VCrossAttention"
+    return original_class(attn).__name__ == "WanI2VCrossAttention"
 
 
 def is_sparse(attn: Any) -> bool:
@@ -286,7 +285,7 @@ def _exchanges(op: Any) -> bool:
 
 def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     """Return why the fast path cannot run an attention, or ""."""
-    if author_class(attn).__name__ not in classes:
+    if original_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
     if not runs_only_its_forward(attn) and replaced_by(attn) is not RotaryForward:
         return f"{name} is called as a module: {hook_names(attn)}"
@@ -339,7 +338,7 @@ def recognises(model: nn.Module) -> bool:
     blocks: Any = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         return False
-    found = (one for one in blocks.modules() if author_class(one).__name__ == _BLOCK)
+    found = (one for one in blocks.modules() if original_class(one).__name__ == _BLOCK)
     block: Any = next(found, None)
     if not all(hasattr(block, name) for name in _LAYOUT):
         return False
@@ -354,7 +353,9 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FamilyError: A forward takes other parameters than this was written for.
         OpError: The kernels do not take the model's heads or dtype.
     """
-    known: dict[str, Any] = {author_class(m).__name__: author_class(m) for m in model.modules()}
+    known: dict[str, Any] = {
+        original_class(m).__name__: original_class(m) for m in model.modules()
+    }
     found_forwards = {known[n].forward: _FORWARDS[n] for n in known if n in _FORWARDS}
     check_parameters(found_forwards, "TurboDiffusion")
     # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048). Our
@@ -370,7 +371,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 def _heads_of(block: Any, path: str) -> tuple[int, int]:
     """Check a block's attentions, and return their heads and the channels of a head."""
     attn: Any = getattr(block, "self_attn", None)
-    if author_class(attn).__name__ != "WanSelfAttention":
+    if original_class(attn).__name__ != "WanSelfAttention":
         return 1, 0
     for name in ("self_attn", "cross_attn"):
         one = getattr(block, name)

@@ -21,7 +21,7 @@ from turbo_rcm_patch.ops.conv3d.api import pack_weight
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder, kind_of
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 from turbo_rcm_patch.skip import SkipPair
 
@@ -91,7 +91,7 @@ class _Original(WanCoder):
         return kind_of(self.vae.decoder.upsamples[0]) == "Up_ResidualBlock"
 
     def knows(self, module: nn.Module) -> bool:
-        cls = author_class(module)
+        cls = original_class(module)
         casts = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
         return casts or super().knows(module)
 
@@ -153,7 +153,7 @@ class OriginalEncoder(_Original, Encoder):
 
 def _file_of(vae: Any) -> Any:
     """Return the module in which a VAE's class was written."""
-    return sys.modules[author_class(vae).__module__]
+    return sys.modules[original_class(vae).__module__]
 
 
 def _per_channel(value: Any) -> Any:
@@ -178,7 +178,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     Raises:
         FamilyError: A forward takes other parameters than this was written for.
     """
-    model_class: Any = author_class(model)
+    model_class: Any = original_class(model)
     original = not hasattr(model_class, "_decode")
     scaled = original and len(inspect.signature(model_class.decode).parameters) > 2
     scale = ("scale",) if scaled else ()

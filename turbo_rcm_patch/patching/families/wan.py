@@ -25,7 +25,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
-from turbo_rcm_patch.ops.formats import NO_NORMS, Rotary
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Rotary, Skip
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.block import PatchedBlock
@@ -39,10 +39,9 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
-    Notes,
-    Operands,
     feed_forward,
     gelu_linear,
     norm,
@@ -50,12 +49,12 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, compiling, hooked
+from turbo_rcm_patch.patching.plain import compiling, hooked, original_class
 from turbo_rcm_patch.patching.sla import SLAForward, attached_proj_l
 from turbo_rcm_patch.patching.ulysses import (
-    author_attention,
     context_parallel,
     exchanges_itself,
+    original_attention,
     tokens_of_ranks,
     ulysses_of,
 )
@@ -108,31 +107,33 @@ class WanBlock(PatchedBlock):
         temb: Tensor,
         rotary_emb: Rotary,
         mask: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
         attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
         int8 = len(self.int8) > 0  # torch 2.11 cannot trace `bool` of a list
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
 
-        rows = int8 and mask is None and takes_rows(parts.qkv_linears(attn1))
+        plain = mask is None and cache is None
+        rows = int8 and plain and takes_rows(parts.qkv_linears(attn1))
         h = norm(block.norm1, hidden_states, scale1, shift1, dtype, impl, rows=rows)
         rows = int8 and takes_rows((attn2.to_q,))
-        if self.one_launch(attn1, mask):
+        if plain and self.one_launch(attn1):
             x = self.self_attention_skip(attn1, h, rotary_emb, hidden_states, gate1)
             h = norm(block.norm2, x, None, None, dtype, impl, rows=rows)
         else:
-            y = self.self_attention(notes, attn1, h, rotary_emb, mask)
+            y = self.self_attention(notes, attn1, h, rotary_emb, mask, cache)
             x, h = skip_norm(
                 hidden_states, y, gate1, block.norm2, None, None, dtype, impl, rows=rows
             )
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         y = self.cross_attention(attn2, h, encoder_hidden_states)
         rows = int8 and takes_rows((gelu_linear(ffn.net)[0],))
         x, h = skip_norm(x, y, None, block.norm3, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
-            notes.streams.append((x,))
+            notes.saw_streams(x)
 
         return skip(x, feed_forward(ffn.net, h), gate2, dtype, impl)
 
@@ -147,9 +148,18 @@ class WanBlock(PatchedBlock):
         return tuple([row.squeeze(2) for row in rows])
 
     def self_attention(
-        self, notes: Notes | None, attn: Any, h: Any, rotary: Rotary, mask: Tensor | None
+        self,
+        notes: Notes | None,
+        attn: Any,
+        h: Any,
+        rotary: Rotary,
+        mask: Tensor | None,
+        cache: Any,
     ) -> Tensor:
-        """Run self-attention and its output projection: [B, N, C]."""
+        """Run self-attention and its output projection: [B, N, C].
+
+        Only AnyFlow's causal block has a cache of keys.
+        """
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             return self.call_attention(attn, h, None, mask, rotary)
         spec, own = self.spec, self.tables(rotary)
@@ -180,7 +190,7 @@ class WanBlock(PatchedBlock):
         else:
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.attention = Operands(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
         if ulysses is not None:
             out = ulysses.to_tokens(out) if made is None else made
             if not compiling() and any(map(hooked, attn.to_out[0].modules())):
@@ -229,9 +239,9 @@ class WanBlock(PatchedBlock):
 
     # --- attention, projection and skip in one launch --------------------------------------------
 
-    def one_launch(self, attn: Any, mask: Tensor | None) -> bool:
+    def one_launch(self, attn: Any) -> bool:
         """Return True if `form="one-launch"` was asked for and supports this attention."""
-        if self.config.form != "one-launch" or self.level or mask is not None:
+        if self.config.form != "one-launch" or self.level:
             return False
         return (
             parts.plain_projection(attn)
@@ -246,10 +256,11 @@ class WanBlock(PatchedBlock):
         linear = attn.to_out[0]
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        return ops.attention_project_skip(
-            q, k, v, linear.weight, linear.bias, self.spec, residual=residual, c_out=gate,
-            norms=norms, rotary=self.tables(rotary), form="one-launch", out_dtype=torch.float32,
-        )  # fmt: skip
+        skip = Skip(residual, c_out=gate)
+        inputs = AttentionInputs(
+            q, k, v, self.spec, torch.float32, norms, self.tables(rotary), skip
+        )
+        return attention.attend_and_project(inputs, linear.weight, linear.bias, form="one-launch")
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -296,8 +307,8 @@ class WanBlock(PatchedBlock):
             temb = take(temb)
         return take(x), text, temb, *rest
 
-    def author_members(self) -> dict[str, Any]:
-        return {"attn1": author_attention(self, self.block.attn1)}
+    def original_members(self) -> dict[str, Any]:
+        return {"attn1": original_attention(self, self.block.attn1)}
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
         attn = self.block.attn1
@@ -396,7 +407,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FamilyError: A forward takes other parameters than this was written for.
         OpError: The kernels do not take the model's heads or dtype.
     """
-    file: Any = sys.modules[author_class(model).__module__]
+    file: Any = sys.modules[original_class(model).__module__]
     prefix = "SkyReelsV2" if hasattr(file, "SkyReelsV2TransformerBlock") else "Wan"
     block, attn, processor = (
         getattr(file, prefix + name) for name in ("TransformerBlock", "Attention", "AttnProcessor")

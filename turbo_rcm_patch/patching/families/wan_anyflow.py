@@ -27,14 +27,13 @@ from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock, heads_of
 from turbo_rcm_patch.patching.find import find_blocks
+from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     RMS_NORMS,
     KeptTables,
-    Notes,
-    Operands,
     called,
 )
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.skip import SkipPair
 
@@ -152,19 +151,19 @@ class AnyFlowFARBlock(AnyFlowBlock):
     """Replaces the forward of a causal `AnyFlowTransformerBlock`."""
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
-        x, text, temb, rotary, _, *cached = inputs
-        cache: Any = Cache(*cached)
-        return super().fast(notes, x, text, temb, rotary, cache)
+        x, text, temb, rotary, mask, *cached = inputs
+        return super().fast(notes, x, text, temb, rotary, mask, cache=Cache(*cached))
 
     def self_attention(
-        self, notes: Notes | None, attn: Any, h: Any, rotary: Any, mask: Any
+        self, notes: Notes | None, attn: Any, h: Any, rotary: Any, mask: Any, cache: Cache
     ) -> Tensor:
         if self.config.attention == "exact":
-            made: Tensor = attn(h, rotary_emb=rotary, kv_cache=mask.held, kv_cache_flag=mask.flags)
-            return made
+            cached = {"kv_cache": cache.held, "kv_cache_flag": cache.flags}
+            out: Tensor = attn(h, rotary_emb=rotary, **cached)
+            return out
         spec = self.spec
         q, k, v = parts.qkv(attn, h)
-        k, v = mask.joined(0, called(attn.norm_k, k)), mask.joined(1, v)
+        k, v = cache.joined(0, called(attn.norm_k, k)), cache.joined(1, v)
         rest: Any = {"weight": None, "heads": spec.heads, "impl": spec.impl}
         q = called(attn.norm_q, q)
         q = attention.norm_rotate(q, rotary=self.tables(rotary), **rest)
@@ -172,7 +171,7 @@ class AnyFlowFARBlock(AnyFlowBlock):
         k, v = (F.pad(x, (0, 0, 0, -q.shape[1] % _PADDED_TO)) for x in (k, v))
         out = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.attention = Operands(q, k, v, NO_NORMS, None, spec.heads, out)
+            notes.saw_attention(Operands(q, k, v, NO_NORMS, None, spec.heads, out))
         return parts.project_out(attn, out)
 
     def lengths(self, *inputs: Any) -> tuple[int, int]:
@@ -209,7 +208,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         FamilyError: A forward takes other parameters than this was written for.
         OpError: The kernels do not take the model's heads or dtype.
     """
-    file: Any = sys.modules[author_class(model).__module__]
+    file: Any = sys.modules[original_class(model).__module__]
     causal = getattr(file, "AnyFlowCausalAttnProcessor", None)
     block, attn = file.AnyFlowTransformerBlock, file.AnyFlowAttention
     own, cross = causal or file.AnyFlowAttnProcessor, file.AnyFlowCrossAttnProcessor

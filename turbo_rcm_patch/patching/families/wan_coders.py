@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 
 #: Frames of full resolution that run at once, as in the author's decoder. At half the resolution
@@ -332,7 +332,7 @@ class Encoder(WanCoder):
 
 def kind_of(module: Any) -> str:
     """Return the name of a module's class, without the prefix that diffusers gives it."""
-    return author_class(module).__name__.removeprefix("Wan")
+    return original_class(module).__name__.removeprefix("Wan")
 
 
 def _inside(module: Any) -> Iterator[Any]:

@@ -17,8 +17,8 @@ from turbo_rcm_patch.patching.families import wan
 from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.pieces import Notes
-from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.patching.measure import Notes
+from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.skip import SkipPair
 
 _CONTROL: Final = (
@@ -90,7 +90,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         OpError: The kernels do not take the model's heads or dtype.
     """
     plain = wan.blocks_of(model, path, config)
-    control: Any = sys.modules[author_class(model).__module__].WanVACETransformerBlock
+    control: Any = sys.modules[original_class(model).__module__].WanVACETransformerBlock
     check_parameters({control.forward: _CONTROL}, "diffusers")
     where = f"{path}.vace_blocks"
     return find_blocks(model.vace_blocks, where, control, VACEBlock, config, wan.heads_of) + plain

@@ -11,14 +11,16 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.skip import Coefficient, apply_skip, broadcast_coefficient
 
+__all__ = ["RCMAttention"]
+
 #: A coefficient as a function of time. It gets t as the caller gave it (float or tensor [B]).
-CoefficientOfTime = Callable[[float], float] | Callable[[torch.Tensor], torch.Tensor]
+CoefficientOfTime = Callable[[float], float] | Callable[[Tensor], Tensor]
 
 
 class RCMAttention(nn.Module):
@@ -32,12 +34,9 @@ class RCMAttention(nn.Module):
         sigma_data: Standard deviation of the data in the default coefficients (those of EDM):
             c_skip = sd^2 / (t^2 + sd^2), c_out = sd t / sqrt(sd^2 + t^2).
         projection: Put an output projection between attention and skip.
-        bias: Give the Linears a bias.
         c_skip: Function that replaces the default. It takes t and returns a float or a tensor
             [B], [B, 1, C] or [B, N, C].
         c_out: Function that replaces the default c_out, with the same arguments and results.
-        device: Device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -47,49 +46,24 @@ class RCMAttention(nn.Module):
         sigma_data: float = 0.5,
         *,
         projection: bool = True,
-        bias: bool = True,
         c_skip: CoefficientOfTime | None = None,
         c_out: CoefficientOfTime | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ConfigError(
-                "dim and num_heads",
-                expected="positive, with dim a multiple of num_heads",
-                got=f"dim={dim}, num_heads={num_heads}",
-            )
-        for name, given in (("c_skip", c_skip), ("c_out", c_out)):
-            if given is not None and not callable(given):
-                raise ConfigError(name, expected="a function of t", got=repr(given))
-        default = EDM(sigma_data)
-        self.dim = dim
-        self.num_heads = num_heads
-        self.sigma_data = sigma_data
+            expected = "positive, with dim a multiple of num_heads"
+            got = f"dim={dim}, num_heads={num_heads}"
+            raise ConfigError("dim and num_heads", expected=expected, got=got)
+        self.dim, self.num_heads, default = dim, num_heads, EDM(sigma_data)
         self.c_skip: CoefficientOfTime = default.c_skip if c_skip is None else c_skip
         self.c_out: CoefficientOfTime = default.c_out if c_out is None else c_out
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
-        self.proj: nn.Linear | None = (
-            nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype) if projection else None
-        )
+        for name, function in (("c_skip", self.c_skip), ("c_out", self.c_out)):
+            if not callable(function):
+                raise ConfigError(name, expected="a function of t", got=repr(function))
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim) if projection else None
 
-    def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute F(x), the branch without the skip.
-
-        Args:
-            x: [B, N, C], dtype of the parameters.
-
-        Returns:
-            [B, N, C], dtype of the parameters.
-        """
-        batch, tokens, _ = x.shape
-        heads = self.qkv(x).view(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return self.proj(out) if self.proj is not None else out
-
-    def forward(self, x: torch.Tensor, t: float | torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, t: float | Tensor) -> Tensor:
         """Compute attention, projection and skip.
 
         The skip is computed in fp32 (fp64 for fp64 inputs) and rounded once. Where c_out(t) is 0
@@ -103,12 +77,13 @@ class RCMAttention(nn.Module):
             [B, N, C], dtype of x.
         """
         c_skip, c_out = self.coefficients(x, t)
+        heads = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(*heads.unbind(0)).transpose(1, 2).reshape(x.shape)
+        branch = out if self.proj is None else self.proj(out)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return apply_skip(x, self.branch(x), c_skip, c_out, dtype=wide)
+        return apply_skip(x, branch, c_skip, c_out, dtype=wide)
 
-    def coefficients(
-        self, x: torch.Tensor, t: float | torch.Tensor
-    ) -> tuple[Coefficient, Coefficient]:
+    def coefficients(self, x: Tensor, t: float | Tensor) -> tuple[Coefficient, Coefficient]:
         """Return (c_skip, c_out) at t, after checking that x and t fit this module and each other.
 
         Args:
@@ -122,25 +97,19 @@ class RCMAttention(nn.Module):
             raise ShapeError("x", expected=f"[B, N, {self.dim}]", got=str(list(x.shape)))
         if not x.dtype.is_floating_point:
             raise DTypeError("x", expected="a floating point tensor", got=str(x.dtype))
-        if isinstance(t, torch.Tensor):
+        if isinstance(t, Tensor):
             if t.shape not in ((), (1,), (x.shape[0],)):
                 raise ShapeError("t", expected=f"[] or [{x.shape[0]}]", got=str(list(t.shape)))
             if t.is_complex() or t.dtype == torch.bool:
                 raise DTypeError("t", expected="real numbers", got=str(t.dtype))
         elif isinstance(t, bool) or not isinstance(t, (int, float)):
             raise DTypeError("t", expected="a number or a tensor [B]", got=type(t).__name__)
-        else:
-            t = float(t)
-        pair = []
-        for name, of in (("c_skip", self.c_skip), ("c_out", self.c_out)):
-            value = of(t)  # type: ignore[arg-type]
-            if not isinstance(value, (torch.Tensor, int, float)):
-                raise DTypeError(
-                    f"{name}(t)", expected="a number or a tensor", got=type(value).__name__
-                )
-            broadcast_coefficient(value, x, f"{name}(t)")
-            pair.append(value.to(x.device) if isinstance(value, torch.Tensor) else float(value))
-        return pair[0], pair[1]
+        return self._coefficient("c_skip", x, t), self._coefficient("c_out", x, t)
 
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, num_heads={self.num_heads}, sigma_data={self.sigma_data}"
+    def _coefficient(self, name: str, x: Tensor, t: float | Tensor) -> Coefficient:
+        value = getattr(self, name)(t if isinstance(t, Tensor) else float(t))
+        name = f"{name}(t)"
+        if not isinstance(value, (Tensor, int, float)):
+            raise DTypeError(name, expected="a number or a tensor", got=type(value).__name__)
+        broadcast_coefficient(value, x, name)
+        return value.to(x.device) if isinstance(value, Tensor) else float(value)
