@@ -29,7 +29,7 @@ from tests.processes import run_fresh
 from tools.sparse_blocks import one_call
 from tools.sparse_blocks import options as settings
 from tools.what_it_teaches import of_network
-from turbo_rcm_patch import PatchConfig, ops, patch_model, report_of, unpatch_model
+from turbo_rcm_patch import PatchConfig, ops, patch_model, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
@@ -1037,20 +1037,16 @@ def test_without_a_guard_nothing_is_compared() -> None:
 
 def test_keys_that_are_not_smoothed_are_an_error_the_guard_measures() -> None:
     """Outlier channels of k cost accuracy without smoothing: the measured share of int8 grows."""
-    one = named("t2v")
     predictions = []
     for smooth in (True, False):
-        model, inputs = one.model(BF16), one.inputs(dtype=BF16)
+        model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
         for block in model.blocks:
             block.attn1.to_k.bias.data[::16] += 8
             block.attn1.norm_k.weight.data[::16] *= 4
         report = patch_model(model, attention="int8", smooth_k=smooth, fidelity=100.0)
         run(model, inputs)
         predictions.append(report.guard.prediction)
-        assert report_of(model).config.smooth_k is smooth
-    assert predictions[0] is not None
-    assert predictions[1] is not None
-    assert predictions[1] > predictions[0]
+    assert predictions[0] < predictions[1]
 
 
 def test_cross_attention_is_exact_over_few_keys() -> None:
