@@ -20,9 +20,10 @@ out = Path("outputs/turbowan/video.mp4")
 
 folder = checkpoint.with_suffix("")
 if not folder.exists():
-    convert_pipeline(checkpoint, folder, base=base)  # once
+    quantised = "-quant" in checkpoint.name
+    convert_pipeline(checkpoint, folder, base=base, int8_only=quantised)  # once
 
-pipe = load_pipeline(folder)  # with SLA's projection and the checkpoint's own int8 weights
+pipe = load_pipeline(folder)  # with SLA's projection
 print(patch_model(pipe.transformer, linear="int8"))
 
 video = generate(pipe, prompt, seed=0)  # four steps of the rCM sampler

@@ -22,8 +22,8 @@ from tests.files import stub_ffmpeg
 from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.cli.exit_codes import run_command
 from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.interrupts import held_back, reraise_interrupts
-from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.video import video
 from turbo_rcm_patch.video.loading import loading
 

@@ -1,14 +1,15 @@
 """Train the models that ship: `python -m training train --family wan --out DIR`.
 
 The same command goes on where an earlier one stopped. Over several GPUs of a machine it is
-`torchrun --nproc-per-node N -m training train ...`. `record` makes clips of a recorded world in
-advance. `install` puts a trained student where the package looks for it; `evaluate` judges its
-videos. Steps, sizes and learning rates are each model's `recipe` in training/families.py.
+`torchrun --nproc-per-node N -m training train ...`. `install` puts a trained student where the
+package looks for it. Steps, sizes and learning rates are in training/recipes.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,15 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from training.loop import OutOfTimeError, Run, TrainingError
+from training.networks import SETTINGS_FILE
+from training.recipes import RECIPES, Recipe
+from training.stages import STAGES, Training
 from turbo_rcm_patch.cli.exit_codes import OK, run_command
-from turbo_rcm_patch.errors import ConfigError
-
-_COMMANDS = {
-    "record": "record the clips of --family world",
-    "train": "train a model in all stages",
-    "install": "put the student of --out where the package looks for it",
-    "evaluate": "judge the videos of a model",
-}
+from turbo_rcm_patch.errors import ConfigError, ModelFolderError
+from turbo_rcm_patch.files import atomic_folder, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,60 +32,100 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser("python -m training", description=__doc__, formatter_class=raw)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a model in all stages").add_argument
+    install = commands.add_parser("install", help="put the student where the package looks for it")
+    for add in (train, install.add_argument):
+        add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
+        add("--family", choices=RECIPES, default="wan", help="default: %(default)s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, text in _COMMANDS.items():
-        add = commands.add_parser(name, help=text, description=text).add_argument
-        add("--out", type=Path, required=True, metavar="DIR", help="of the run, or of results")
-        if name == "evaluate":
-            add("--model", default="tiny", metavar="PATH_OR_NAME",
-                help="a pipeline folder, or a shipped one by name (default: tiny)")  # fmt: skip
-            add("--teacher", type=Path, metavar="DIR", help="its teacher, to be judged as well")
-            add("--count", type=int, default=400, metavar="N",
-                help="held-out prompts (default: 400)")  # fmt: skip
-        else:
-            choices = ("wan", "cogvideox", "world")[2 * (name == "record") :]
-            add("--family", choices=choices, default=choices[0],
-                help="which model (default: %(default)s)")  # fmt: skip
-        if name != "install":
-            add("--seed", type=int, default=7 if name == "evaluate" else 0, metavar="N",
-                help="of everything (default: %(default)s)")  # fmt: skip
-        if name == "record":
-            add("--processes", type=int, default=0, metavar="N", help="default: one a core")
-        if name in ("train", "evaluate"):
-            add("--device", default=device, help="cpu, cuda or cuda:N (default: %(default)s)")
-        if name == "train":
-            add("--minutes", type=float, default=0.0, metavar="M",
-                help="save and stop after so many; the same command goes on")  # fmt: skip
-            add("--steps", action="append", default=[], metavar="STAGE=N",
-                help="another number of steps than the recipe's; may be repeated")  # fmt: skip
-            add("--micro", action="store_true", help="a model of toy size, to try the command")
-            add("--no-compile", action="store_true", help="run the transformers' blocks eagerly")
+    train("--seed", type=int, default=0, metavar="N", help="of everything (default: %(default)s)")
+    train("--device", default=device, help="cpu, cuda or cuda:N (default: %(default)s)")
+    train("--minutes", type=float, default=0.0, metavar="M",
+          help="save and stop after so many; the same command goes on")  # fmt: skip
+    train("--steps", action="append", default=[], metavar="STAGE=N",
+          help="another number of steps than the recipe's; may be repeated")  # fmt: skip
+    train("--no-compile", action="store_true", help="run the transformers' blocks eagerly")
     return top
 
 
-def _train(given: argparse.Namespace) -> None:
-    from training.families import FAMILIES, small
-    from training.stage import OutOfTimeError, Run
-    from training.train import train
+def train(run: Run, recipe: Recipe) -> None:
+    """Train a model in all stages, or go on where an earlier call with the same folder stopped.
 
-    family = FAMILIES[given.family]()
-    recipe = small(family.recipe) if given.micro else family.recipe
+    The folder receives `log.jsonl`, `state/`, `latents/` and the pipelines `<name>_teacher` and
+    `<name>_student`.
+
+    Raises:
+        TrainingError: The folder is that of another run, or a stage diverged.
+        OutOfTimeError: The minutes of this piece are over.
+    """
+    path = run.out / "config.json"
+    sizes = [list(recipe.latent_shape(bucket)) for bucket in recipe.buckets]
+    config = {"family": recipe.name, "seed": run.seed, "sizes": sizes}
+    if path.exists() and path.read_text() != json.dumps(config, indent=1) + "\n":
+        raise TrainingError(
+            f"{path} is that of another run", expected=str(config),
+            got=path.read_text()[:200], remedy="Choose another --out",
+        )  # fmt: skip
+    if not run.rank:
+        write_json(path, config)
+    torch.set_float32_matmul_precision("high")
+    source = recipe.source(run.out / "frames", run.device, run.seed)
+    training = Training(run, recipe, source)
+    for i, name in enumerate(recipe.stages):
+        torch.manual_seed(run.seed + i)
+        STAGES[name](training)
+    if not run.rank:
+        vae, encoder = training.models["vae"], training.models["text_encoder"]
+        for name in ("teacher", "student"):
+            folder = run.out / f"{recipe.name}_{name}"
+            network = training.models[name]
+            recipe.networks.export(folder, vae, encoder, network, recipe.licence)
+    run.log(event="finished")
+
+
+def install(recipe: Recipe, student: Path, target: Path | None = None) -> Path:
+    """Put a trained pipeline folder where the package looks for it; the model card stays.
+
+    Raises:
+        ModelFolderError: There is no such folder, or with the card it is too large to ship.
+    """
+    target = target or recipe.shipped
+    if not (student / SETTINGS_FILE).is_file():
+        raise ModelFolderError(
+            "model", expected=f"a folder with {SETTINGS_FILE}", got=str(student),
+            remedy="Train it first",
+        )  # fmt: skip
+    files = [path for path in student.rglob("*") if path.is_file()]
+    kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
+    size = sum(path.stat().st_size for path in files + kept)
+    if size > recipe.most_bytes:
+        expected = f"at most {recipe.most_bytes} bytes"
+        raise ModelFolderError("size of the model", expected=expected, got=str(size))
+    with atomic_folder(target, force=True) as copied:
+        shutil.copytree(student, copied, dirs_exist_ok=True)
+        for card in kept:
+            shutil.copy2(card, copied)
+    return target
+
+
+def _train(options: argparse.Namespace) -> None:
+    recipe = RECIPES[options.family]
     stages = dict(recipe.stages)
-    for name, _, steps in (one.partition("=") for one in given.steps):
+    for name, _, steps in (text.partition("=") for text in options.steps):
         if name not in stages or not steps.isdecimal():
             expected = f"STAGE=N with a stage of {', '.join(stages)}"
             raise ConfigError("--steps", expected=expected, got=f"{name}={steps}")
         stages[name] = replace(stages[name], steps=int(steps))
-    device = torch.device(given.device)
+    device = torch.device(options.device)
     several = dist.is_torchelastic_launched()
     if several:
         dist.init_process_group()
         if device.type == "cuda":
             device = torch.device("cuda", dist.get_node_local_rank())
             torch.cuda.set_device(device)
-    run = Run(given.out, device, given.seed, given.minutes, not given.no_compile)
+    run = Run(options.out, device, options.seed, options.minutes, not options.no_compile)
     try:
-        train(run, family, replace(recipe, stages=stages))
+        train(run, replace(recipe, stages=stages))
     except OutOfTimeError as over:
         run.log(event="out of time", says=str(over))
     finally:
@@ -96,36 +135,14 @@ def _train(given: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit codes are those of `exit_codes`."""
-    given = parser().parse_args(argv)
+    options = parser().parse_args(argv)
 
     def run() -> int:
-        if given.command == "evaluate":
-            from training.evaluate import evaluate
-            from turbo_rcm_patch.video.load import resolve_model
-
-            evaluate(
-                Path(resolve_model(given.model)), given.out, teacher=given.teacher,
-                count=given.count, seed=given.seed, device=given.device,
-            )  # fmt: skip
-        elif given.command == "train":
-            _train(given)
-        elif given.command == "record":
-            from training import world
-            from training.families import FAMILIES
-
-            buckets = FAMILIES[given.family].recipe.buckets
-            shards = [world.Shard(b, i, given.seed) for b in buckets for i in range(b.shards)]
-            shards.append(world.Shard(buckets[0], 0, given.seed, held_out=True))
-            for i, path in enumerate(
-                world.record(shards, given.out / "frames", given.processes), 1
-            ):
-                print(f"{i} of {len(shards)}: {path}", flush=True)
+        if options.command == "train":
+            _train(options)
         else:
-            from training.families import FAMILIES
-            from training.train import install
-
-            family = FAMILIES[given.family]()
-            print(f"installed {install(family, given.out / f'{family.name}_student')}")
+            recipe = RECIPES[options.family]
+            print(f"installed {install(recipe, options.out / f'{recipe.name}_student')}")
         return OK
 
     return run_command(run, interrupted="Interrupted. The same command goes on from the last "

@@ -1,19 +1,19 @@
 """Where clips come from: shapes that are rendered when they are needed, or a recorded world.
 
-Shapes are rendered on whatever device trains: seeded, batched, unlimited. A scene is a handful of
-numbers per clip; `render` turns scenes into pixels with signed distance functions and one pixel of
-antialiasing. Scenes are drawn on the CPU, so that a seed means the same videos on every device.
+Shapes are rendered on whatever device trains: seeded, batched, unlimited. A scene is a clip's
+words and four numbers; `render` turns scenes into pixels with signed distance functions and one
+pixel of antialiasing. Scenes are drawn on the CPU, so that a seed means the same videos on every
+device. Held-out combinations of shape, colour and motion are never drawn.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,141 +23,140 @@ from torch import Tensor
 from training import world
 from training.world import Bucket, Shard
 from turbo_rcm_patch.tiny import prompts
-from turbo_rcm_patch.tiny.detector import motion_path, signed_distance
-from turbo_rcm_patch.tiny.prompts import (
-    BACKGROUNDS,
-    COLOURS,
-    MOTIONS,
-    SHAPES,
-    SIZES,
-    Clip,
-    caption,
-    clips,
-)  # fmt: skip
+from turbo_rcm_patch.tiny.prompts import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, Clip
 
 REFERENCE_SIZE: Final = 128  # every length below is in pixels of a video of this size
 _RADIUS: Final = {"small": (16.0, 18.0), "large": (24.0, 26.5)}
 _TRAVEL: Final = (44.0, 52.0)
 _JITTER: Final = 5.0
+#: Factors on the radius between which an object grows or shrinks.
+_GROWTH: Final = (0.6, 1.4)
 
 
-@dataclass(slots=True)
-class Scenes:
-    """A batch of clips as numbers; every tensor is [B].
+class Scenes(NamedTuple):
+    """A batch of clips: their words, and fp32 tensors [B].
 
-    Attributes:
-        shape, colour, motion, size, background: int64 indices into the tuples of `prompts`.
-        x, y: fp32, the middle of the path, in pixels of the reference size.
-        radius: fp32 pixels.
-        travel: fp32 pixels, the length of the path.
+    x and y are the middle of the path; they, the radius and the length of the path (`travel`) are
+    in pixels of the reference size.
     """
 
-    shape: Tensor
-    colour: Tensor
-    motion: Tensor
-    size: Tensor
-    background: Tensor
+    clips: list[Clip]
     x: Tensor
     y: Tensor
     radius: Tensor
     travel: Tensor
 
-    def __len__(self) -> int:
-        return self.shape.shape[0]
 
-    def to(self, device: torch.device | str) -> Scenes:
-        """The same scenes on another device."""
-        return Scenes(*(getattr(self, f.name).to(device) for f in fields(self)))
-
-    def clips(self) -> list[Clip]:
-        """The scenes in words."""
-        colours, motions = tuple(COLOURS), tuple(MOTIONS)
-        columns = (self.shape, self.colour, self.motion, self.size, self.background)
-        return [
-            Clip(SHAPES[s], colours[c], motions[m], SIZES[z], BACKGROUNDS[b])
-            for s, c, m, z, b in zip(*(column.tolist() for column in columns), strict=True)
-        ]
-
-    def captions(self) -> list[str]:
-        """One caption per scene."""
-        return [caption(clip) for clip in self.clips()]
-
-
-@cache
-def _table(held_out: bool) -> Tensor:
-    colours, motions = tuple(COLOURS), tuple(MOTIONS)
-    names = SHAPES, colours, motions, SIZES, BACKGROUNDS
-    every = ((c.shape, c.colour, c.motion, c.size, c.background) for c in clips(held_out=held_out))
-    rows = [[own.index(word) for own, word in zip(names, c, strict=True)] for c in every]
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def sample_scenes(count: int, generator: torch.Generator, *, held_out: bool = False) -> Scenes:
-    """Draw scenes uniformly over the allowed combinations.
+def sample_scenes(count: int, generator: torch.Generator) -> Scenes:
+    """Draw scenes uniformly over the combinations that training may see.
 
     Args:
         count: Number of clips B.
-        generator: A CPU generator; its state alone decides what comes out.
-        held_out: Draw from the combinations that training never sees instead of from the others.
+        generator: A CPU generator; its state alone decides the scenes.
     """
-    table = _table(held_out)
-    rows = table[torch.randint(len(table), (count,), generator=generator)]
+    allowed = prompts.clips(held_out=False)
+    picked = torch.randint(len(allowed), (count,), generator=generator).tolist()
+    chosen = [allowed[i] for i in picked]
     uniform = torch.rand(4, count, generator=generator)
-    ranges = torch.tensor([_RADIUS[name] for name in SIZES])[rows[:, 3]]
-    middle = REFERENCE_SIZE / 2
-    shape, colour, motion, size_word, background = rows.unbind(1)
-    x, y = (middle + _JITTER * (2 * one - 1) for one in uniform[:2])
-    radius = ranges[:, 0] + (ranges[:, 1] - ranges[:, 0]) * uniform[2]
+    least, most = torch.tensor([_RADIUS[clip.size] for clip in chosen]).T
+    x, y = REFERENCE_SIZE / 2 + _JITTER * (2 * uniform[:2] - 1)
     travel = _TRAVEL[0] + (_TRAVEL[1] - _TRAVEL[0]) * uniform[3]
-    return Scenes(shape, colour, motion, size_word, background, x, y, radius, travel)
+    return Scenes(chosen, x, y, least + (most - least) * uniform[2], travel)
 
 
-def render(scenes: Scenes, *, frames: int = 17, size: int = REFERENCE_SIZE) -> Tensor:
+def render(scenes: Scenes, device: torch.device, *, frames: int, size: int) -> Tensor:
     """Render scenes.
 
     Args:
-        scenes: B clips, on the device that renders.
+        scenes: B clips.
+        device: Where to render them.
         frames: Number of frames F.
         size: Height and width of the picture in pixels.
 
     Returns:
-        [B, 3, F, H, W] fp32 in 0..1, on the scenes' device.
+        [B, 3, F, H, W] fp32 in 0..1.
     """
-    device = scenes.x.device
     unit = REFERENCE_SIZE / size
-    grid = (torch.arange(size, device=device, dtype=torch.float32) + 0.5) * unit
-    rows = cols = grid.expand(len(scenes), size)  # in reference pixels
-
-    dx, dy, scale = (table[scenes.motion] for table in motion_path(frames, device))  # [B, F]
-    radius = (scenes.radius[:, None] * scale)[:, :, None, None]
-    cx = scenes.x[:, None] + dx * scenes.travel[:, None]
-    cy = scenes.y[:, None] + dy * scenes.travel[:, None]
-    px = (cols[:, None, None, :] - cx[:, :, None, None]) / radius
-    py = (rows[:, None, :, None] - cy[:, :, None, None]) / radius
-    px, py = px.expand(-1, -1, size, -1), py.expand(-1, -1, -1, size)
+    grid = (torch.arange(size, device=device) + 0.5) * unit
+    x, y, radius, travel = (values.to(device)[:, None] for values in scenes[1:])
+    paths = motion_paths(frames, device)
+    dx, dy, scale = torch.stack([paths[clip.motion] for clip in scenes.clips], 1)  # [B, F]
+    radius = (radius * scale)[:, :, None, None]
+    px = (grid - (x + dx * travel)[:, :, None, None]) / radius  # [B, F, 1, W]
+    py = (grid[:, None] - (y + dy * travel)[:, :, None, None]) / radius  # [B, F, H, 1]
+    px, py = torch.broadcast_tensors(px, py)
     distance = torch.empty_like(px)
-    for shape in range(len(SHAPES)):
-        member = scenes.shape == shape
-        distance[member] = signed_distance(shape, px[member], py[member])
+    for shape in SHAPES:
+        members = torch.tensor([clip.shape == shape for clip in scenes.clips], device=device)
+        distance[members] = signed_distance(shape, px[members], py[members])
     cover = (0.5 - distance * radius / unit).clamp(0, 1)[:, None]  # [B, 1, F, H, W]
+    palette = torch.tensor([COLOURS[clip.colour] for clip in scenes.clips], device=device)
+    pictures = _backgrounds(grid)
+    backdrop = torch.stack([pictures[clip.background] for clip in scenes.clips])[:, :, None]
+    return backdrop + cover * (palette[:, :, None, None, None] - backdrop)
 
-    palette = torch.tensor(list(COLOURS.values()), device=device)
-    colour = palette[scenes.colour][:, :, None, None, None]
-    backdrop = _background(scenes.background, rows, cols)[:, :, None]
-    return backdrop + cover * (colour - backdrop)
+
+def motion_paths(frames: int, device: torch.device) -> dict[str, Tensor]:
+    """Path [3, F] of each motion: dx and dy in units of the travel, factor on the radius."""
+    u = torch.linspace(0, 1, frames, device=device)
+    zero, one = torch.zeros_like(u), torch.ones_like(u)
+    hop = 0.7 * (0.5 - torch.sin(2 * math.pi * u).abs())
+    low, high = _GROWTH
+    paths = {
+        "right": (u - 0.5, zero, one),
+        "left": (0.5 - u, zero, one),
+        "up": (zero, 0.5 - u, one),
+        "down": (zero, u - 0.5, one),
+        "grow": (zero, zero, low + (high - low) * u),
+        "shrink": (zero, zero, high - (high - low) * u),
+        "circle": (0.42 * torch.sin(2 * math.pi * u), -0.42 * torch.cos(2 * math.pi * u), one),
+        "bounce": (zero, hop, one),
+    }
+    return {name: torch.stack(paths[name]) for name in MOTIONS}
 
 
-def _background(kind: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """[B, 3, H, W]; all of them darker than 0.3, so that no object can hide in them."""
-    stripe = torch.remainder(torch.floor(cols / 8), 2)[:, None, :].expand(-1, rows.shape[1], -1)
-    checker = torch.remainder(
-        torch.floor(rows / 16)[:, :, None] + torch.floor(cols / 16)[:, None, :], 2
-    )
-    low = torch.tensor([[0.05] * 3, [0.05, 0.07, 0.28], [0.10] * 3, [0.09, 0.14, 0.12]])
-    high = torch.tensor([[0.05] * 3, [0.05, 0.07, 0.28], [0.24] * 3, [0.20, 0.28, 0.24]])
-    low, high = (table.to(rows.device)[kind][:, :, None, None] for table in (low, high))
-    pattern = torch.where((kind == BACKGROUNDS.index("striped"))[:, None, None], stripe, checker)
-    return low + pattern[:, None] * (high - low)
+def signed_distance(shape: str, x: Tensor, y: Tensor) -> Tensor:
+    """Distance to the outline of a shape of radius 1 around the origin; y points down.
+
+    Negative inside; exact along the edges, which is where a pixel is neither inside nor outside.
+    """
+    if shape == "circle":
+        return torch.hypot(x, y) - 1.0
+    if shape == "ring":
+        return (torch.hypot(x, y) - 0.82).abs() - 0.26
+    if shape == "square":
+        return torch.maximum(x.abs(), y.abs()) - 0.9
+    if shape == "cross":
+        bars = [torch.maximum(a.abs() - 1.1, b.abs() - 0.36) for a, b in ((x, y), (y, x))]
+        return torch.minimum(*bars)
+    if shape == "triangle":
+        return torch.maximum(y - 0.6, x.abs() * math.sqrt(3) / 2 - y * 0.5 - 0.6)
+    # star: fold the plane into half a point, then one straight edge from the tip to the notch
+    tip, notch, fold = 1.25, 0.55, math.pi / 5
+    rho, angle = torch.hypot(x, y), torch.atan2(x, -y)
+    angle = (torch.remainder(angle + fold, 2 * fold) - fold).abs()
+    px, py = rho * torch.cos(angle), rho * torch.sin(angle)
+    ex, ey = notch * math.cos(fold) - tip, notch * math.sin(fold)
+    return ((px - tip) * (-ey) + py * ex) / -math.hypot(ex, ey)
+
+
+def _backgrounds(grid: Tensor) -> dict[str, Tensor]:
+    """[3, H, W] by name; all of them darker than 0.3, so that no object can hide in them."""
+    stripes = torch.remainder(torch.floor(grid / 8), 2).expand(len(grid), -1)
+    squares = torch.floor(grid / 16)
+    checks = torch.remainder(squares[:, None] + squares, 2)
+    colours = {
+        "black": ([0.05] * 3, [0.05] * 3, stripes),
+        "navy": ([0.05, 0.07, 0.28], [0.05, 0.07, 0.28], stripes),
+        "striped": ([0.10] * 3, [0.24] * 3, stripes),
+        "checkered": ([0.09, 0.14, 0.12], [0.20, 0.28, 0.24], checks),
+    }
+    pictures = {}
+    for name in BACKGROUNDS:
+        dark, light, pattern = colours[name]
+        low, high = (grid.new_tensor(colour)[:, None, None] for colour in (dark, light))
+        pictures[name] = low + pattern * (high - low)
+    return pictures
 
 
 class Source:
@@ -172,12 +171,7 @@ class Source:
     def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
         self._folder, self._device, self._seed = folder, device, seed
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Make what all ranks read, on one of them."""
-
-    def shards(
-        self, bucket: Bucket, indices: Sequence[int], *, held_out: bool = False
-    ) -> Iterator[tuple[Tensor, list[str]]]:
+    def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
         """Yield whole shards: videos [n, 3, F, H, W] in 0..1 on the device, and prompts."""
         raise NotImplementedError
 
@@ -187,27 +181,25 @@ class Source:
 
 
 class Shapes(Source):
-    """Rendered shapes. Held out are combinations of shape, colour and motion."""
+    """Rendered shapes."""
 
     words = prompts.words()
 
-    def shards(
-        self, bucket: Bucket, indices: Sequence[int], *, held_out: bool = False
-    ) -> Iterator[tuple[Tensor, list[str]]]:
+    def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
         for index in indices:
             generator = torch.Generator().manual_seed((self._seed * 1000 + 4) * 10**6 + index)
-            scenes = sample_scenes(bucket.clips, generator, held_out=held_out)
-            yield self._render(bucket, scenes), scenes.captions()
+            scenes = sample_scenes(bucket.clips, generator)
+            yield self._render(bucket, scenes), [prompts.caption(clip) for clip in scenes.clips]
 
     def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
         return self._render(bucket, sample_scenes(count, generator))
 
     def _render(self, bucket: Bucket, scenes: Scenes) -> Tensor:
-        return render(scenes.to(self._device), frames=bucket.frames, size=bucket.height)
+        return render(scenes, self._device, frames=bucket.frames, size=bucket.height)
 
 
 class World(Source):
-    """Recorded clips. Frames of the first shards stay in `folder`, for the autoencoder."""
+    """Recorded clips. Frames of a bucket's first shards stay in `folder`, for the autoencoder."""
 
     words = world.words()
     #: Shards of a bucket whose frames stay.
@@ -217,36 +209,26 @@ class World(Source):
         super().__init__(folder, device, seed)
         self._frames: dict[str, list[Tensor]] = {}
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        kept = [shard for bucket in buckets for shard in self._kept(bucket)]
-        for _ in world.record([*kept, Shard(buckets[0], 0, self._seed, True)], self._folder):
-            pass
-
-    def _kept(self, bucket: Bucket) -> list[Shard]:
-        return [Shard(bucket, i, self._seed) for i in range(min(self.keeps, bucket.shards))]
-
-    def shards(
-        self, bucket: Bucket, indices: Sequence[int], *, held_out: bool = False
-    ) -> Iterator[tuple[Tensor, list[str]]]:
-        wanted = [Shard(bucket, index, self._seed, held_out) for index in indices]
+    def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
+        wanted = [Shard(bucket, index, self._seed) for index in indices]
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         processes = max(1, len(os.sched_getaffinity(0)) // ranks)
         paths = world.record(wanted, self._folder, processes)
         for shard, path in zip(wanted, paths, strict=True):
             facts = json.loads(path.with_suffix(".json").read_text())
             yield self._as_video(_frames(path)), [fact["prompt"] for fact in facts]
-            if not held_out and shard.index >= self.keeps:
+            if shard.index >= self.keeps:
                 path.unlink()
 
     def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
         if bucket.name not in self._frames:
-            paths = world.record(self._kept(bucket), self._folder)
+            kept = range(min(self.keeps, bucket.shards))
+            paths = world.record([Shard(bucket, i, self._seed) for i in kept], self._folder)
             self._frames[bucket.name] = [_frames(path).to(self._device) for path in paths]
         files = self._frames[bucket.name]
-        pick = torch.randint(len(files) * bucket.clips, (count,), generator=generator).tolist()
-        return self._as_video(
-            torch.stack([files[i // bucket.clips][i % bucket.clips] for i in pick])
-        )
+        picked = torch.randint(len(files) * bucket.clips, (count,), generator=generator).tolist()
+        clips = [files[i // bucket.clips][i % bucket.clips] for i in picked]
+        return self._as_video(torch.stack(clips))
 
     def _as_video(self, frames: Tensor) -> Tensor:
         return frames.to(self._device).permute(0, 4, 1, 2, 3).float() / 255

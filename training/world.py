@@ -3,7 +3,7 @@
 A clip is drawn by a policy (walk, turn, strafe, fight, stand) from a random place of a map. Its
 prompt says what was done, and what frames, depth and the camera's angle say of place and motion.
 A shard is one process' work: its seed alone decides its bytes, and a shard that is there is not
-recorded again. Every fifth map of a game is kept for evaluation.
+recorded again. Every fifth map of a game is left out, for evaluation.
 
 Needs the package `vizdoom`, which brings both Freedoom files (see training/ARTWORK.md).
 """
@@ -31,7 +31,7 @@ from PIL import Image
 
 from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.extras import missing as not_installed
-from turbo_rcm_patch.output import atomic, write_json
+from turbo_rcm_patch.files import atomic, write_json
 
 Picture = np.ndarray[Any, Any]
 
@@ -94,17 +94,15 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one process records: the shard with this number, in maps of training or evaluation."""
+    """What one process records: the shard with this number."""
 
     bucket: Bucket
     index: int
     seed: int = 0
-    held_out: bool = False
 
     def path(self, folder: Path) -> Path:
         """Frames, uint8 [n, F, H, W, 3]; facts and prompts are beside them, in JSON."""
-        kind = "eval" if self.held_out else "train"
-        return folder / f"{self.bucket.name}-{kind}-{self.seed}-{self.index:05}.npy"
+        return folder / f"{self.bucket.name}-train-{self.seed}-{self.index:05}.npy"
 
 
 def words() -> list[str]:
@@ -133,10 +131,9 @@ def look(frames: Picture) -> tuple[str, str]:
     return light, "grey" if saturation < 0.15 else colour
 
 
-def maps_of(game: str, *, held_out: bool) -> list[str]:
-    """The maps of a game that are for training, or for evaluation."""
-    every = enumerate(_CAMPAIGNS[game], 1)
-    return [name for i, name in every if (i % _HELD_OUT_EVERY == 0) == held_out]
+def maps_of(game: str) -> list[str]:
+    """The maps of a game that are for training."""
+    return [name for i, name in enumerate(_CAMPAIGNS[game], 1) if i % _HELD_OUT_EVERY]
 
 
 def record(shards: Sequence[Shard], folder: Path, processes: int = 0) -> Iterator[Path]:
@@ -169,10 +166,10 @@ def record_shard(folder: Path, shard: Shard) -> Path:
     path, bucket = shard.path(folder.resolve()), shard.bucket
     if path.exists():
         return path
-    rng = random.Random(f"{shard.seed} {bucket.name} {shard.index} {shard.held_out}")
+    rng = random.Random(f"{shard.seed} {bucket.name} {shard.index} False")
     game, scenario, place = rng.choice(list(_CAMPAIGNS)), "", "base"
-    maps = rng.sample(maps_of(game, held_out=shard.held_out), min(4, bucket.clips))
-    if not shard.held_out and rng.random() < _SCENARIO_SHARE:
+    maps = rng.sample(maps_of(game), min(4, bucket.clips))
+    if rng.random() < _SCENARIO_SHARE:
         game, maps = "freedoom2.wad", ["map01"]
         scenario, place = rng.choice(list(_SCENARIOS.items()))
     frames = np.empty((bucket.clips, bucket.frames, bucket.height, bucket.width, 3), np.uint8)

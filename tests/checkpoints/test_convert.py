@@ -1,4 +1,4 @@
-"""Names, shapes and bits of a converted checkpoint, for every option, and back again.
+"""Names, shapes and bits of a converted checkpoint, for every kind of checkpoint and route.
 
 The oracle for names is diffusers itself: its own converter of Wan's original files, and its class,
 which has to find every weight it asks for.
@@ -14,12 +14,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.checkpoints import wan_model
 from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, converted, save, state_dict
-from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint, write_checkpoint
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.folder import folder_bytes
 from turbo_rcm_patch.checkpoints.keys import sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
@@ -34,42 +35,78 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o.name)
-def test_every_option_becomes_what_diffusers_makes_of_it_and_back(options, tmp_path) -> None:
+def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By diffusers' names, as its converter gives them."""
+    named = convert_wan_transformer_to_diffusers(dict(state))
+    # It does not know the image positions of FLF2V.
+    return {
+        k.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): v
+        for k, v in named.items()
+    }
+
+
+def expected_weights(options: Options, state: Any, int8_only: bool) -> dict[str, torch.Tensor]:
+    others = {k: v for k, v in state.items() if "proj_l" not in k}
+    int8, scales, products = {}, {}, {}
+    for key in [k for k in others if k.endswith(".int8_weight")]:
+        module = key.removesuffix(".int8_weight")
+        weight = f"{module}.weight"
+        int8[weight], scales[weight] = others.pop(key), others.pop(f"{module}.scale")
+        products[weight] = dequantized(int8[weight], scales[weight], options.dtype)
+    if not int8_only:
+        return renamed(others | products)
+    whole, bits = renamed(others | int8), renamed(others | scales)
+    of_int8 = [key for key in whole if whole[key].dtype == torch.int8]
+    result = {key: tensor for key, tensor in whole.items() if key not in of_int8}
+    for key in of_int8:
+        result[f"{key}_int8"] = whole[key]
+        result[f"{key}_scale_bits"] = bits[key].view(torch.int32)
+    return result
+
+
+ROUTES = [(o, only) for o in OPTIONS for only in (False, True) if o.quant or not only]
+
+
+@pytest.mark.parametrize(
+    ("options", "int8_only"), ROUTES, ids=[f"{o.name}{'-only' * only}" for o, only in ROUTES]
+)
+def test_every_checkpoint_becomes_what_diffusers_makes_of_it(
+    options: Options, int8_only: bool, tmp_path: Path
+) -> None:
     state = save(options, tmp_path / "in.pth")
-    written = convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
-    model = load(tmp_path / "folder")
-    config = model.config
-    assert config.num_attention_heads * config.attention_head_dim == options.dim
-    assert config.attention_head_dim == options.head_dim
-    assert (config.in_channels, config.out_channels) == (options.inputs, options.outputs)
-    assert (config.image_dim, config.pos_embed_seq_len) == (options.image, options.image_tokens)
-    assert config.cross_attn_norm == options.cross_norm
-
-    stock = load_file(tmp_path / "folder" / "diffusion_pytorch_model.safetensors")
-    plain = {k: v for k, v in state.items() if "proj_l" not in k}
-    for name in [k for k in plain if k.endswith(".int8_weight")]:
-        module = name.removesuffix(".int8_weight")
-        scale = plain.pop(f"{module}.scale")
-        plain[f"{module}.weight"] = dequantized(plain.pop(name), scale, options.dtype)
-    named = convert_wan_transformer_to_diffusers(dict(plain))
-    # diffusers' converter does not know the image positions of FLF2V.
-    named = {k.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): v
-             for k, v in named.items()}  # fmt: skip
-    assert stock.keys() == named.keys()
+    folder = tmp_path / "folder"
+    written = convert_transformer(tmp_path / "in.pth", folder, int8_only=int8_only)
+    stock = load_file(folder / "diffusion_pytorch_model.safetensors")
+    expected = expected_weights(options, state, int8_only)
+    assert stock.keys() == expected.keys()
     for name, tensor in stock.items():
-        assert tensor.dtype == named[name].dtype, name
-        assert torch.equal(tensor, named[name].reshape(tensor.shape)), name
-    assert written.tensors == len(stock)
-    assert (tmp_path / "folder" / EXTRA_FILE).exists() == (options.sla or options.quant)
-    assert written.sla == (options.layers if options.sla else 0)
-    assert written.int8 == options.quant * options.layers * (12 if options.image else 10)
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name].reshape(tensor.shape)), name
+    extra = load_file(folder / EXTRA_FILE) if options.sla else {}
+    assert (folder / EXTRA_FILE).exists() == options.sla
+    for name, tensor in extra.items():
+        theirs = name.replace("attn1", "self_attn.attn_op.local_attn")
+        assert torch.equal(tensor, state[theirs])
 
-    write_checkpoint(tmp_path / "folder", tmp_path / "back.pth")
-    back = torch.load(tmp_path / "back.pth", weights_only=True)
-    assert back.keys() == state.keys()
-    for name, tensor in state.items():
-        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+    linears = options.quant * options.layers * (12 if options.image else 10)
+    counts = (len(stock), linears * int8_only, linears * (not int8_only))
+    assert (written.tensors, written.int8, written.dequantized) == counts
+    assert written.sla == (options.layers if options.sla else 0) == len(extra) / 2
+    assert ("--int8-only keeps" in str(written)) == (options.quant and not int8_only)
+    size = sum(tensor.nbytes for tensor in (*stock.values(), *extra.values()))
+    assert size == folder_bytes(read_checkpoint(tmp_path / "in.pth"), None, int8_only=int8_only)
+    if int8_only:
+        assert size == sum(tensor.nbytes for tensor in state.values()), "as the checkpoint"
+        with pytest.raises(ValueError, match="turbo_rcm_int8"):
+            load(folder)
+    else:
+        config = load(folder).config
+        assert config.num_attention_heads * config.attention_head_dim == options.dim
+        assert config.attention_head_dim == options.head_dim
+        assert (config.in_channels, config.out_channels) == (options.inputs, options.outputs)
+        image = (options.image, options.image_tokens)
+        assert (config.image_dim, config.pos_embed_seq_len) == image
+        assert config.cross_attn_norm == options.cross_norm
 
 
 #: Sizes of what TurboDiffusion publishes, and what diffusers' folders of the same Wan models say.
@@ -141,7 +178,7 @@ def test_prefixes_are_taken_off(wrap: str, container: str | None, tmp_path: Path
     assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
 
 
-def test_old_files_convolutions_and_views_are_read(tmp_path: Path) -> None:
+def test_old_files_convolutions_views_and_fp8_are_read(tmp_path: Path) -> None:
     state = save(Options(), tmp_path / "in.pth")
     both = torch.stack([state["head.head.bias"]] * 2)
     changed = state | {
@@ -153,6 +190,13 @@ def test_old_files_convolutions_and_views_are_read(tmp_path: Path) -> None:
     convert_transformer(tmp_path / "in.pth", tmp_path / "new")
     old, new = (load(tmp_path / name).state_dict() for name in ("old", "new"))
     assert all(torch.equal(old[name], new[name]) for name in new)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        weight = state["blocks.0.ffn.0.weight"].to(dtype)
+        torch.save(state | {"blocks.0.ffn.0.weight": weight}, tmp_path / "in.pth")
+        convert_transformer(tmp_path / "in.pth", tmp_path / "new", force=True)
+        stock = load_file(tmp_path / "new" / "diffusion_pytorch_model.safetensors")
+        written = stock["blocks.0.ffn.net.0.proj.weight"]
+        assert written.dtype == dtype and torch.equal(written.float(), weight.float())
 
 
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
@@ -187,51 +231,3 @@ def test_heads_are_told_or_asked_for(tmp_path: Path) -> None:
     save(Options(sla=True), tmp_path / "sla.pth")
     with pytest.raises(CheckpointError, match="expected 2, as the shape of proj_l shows"):
         read_checkpoint(tmp_path / "sla.pth", heads=4)
-
-
-def test_going_back_refuses_a_changed_weight(tmp_path: Path) -> None:
-    """It is not the product of its int8 weight any more; without those it goes back as it is."""
-    folder = converted(Options(quant=True, sla=True), tmp_path)
-    file = folder / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    tensors["blocks.0.attn1.to_q.weight"] *= 1.02
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match="blocks.0.attn1.to_q.weight is not the product"):
-        write_checkpoint(folder, tmp_path / "back.pth")
-    assert not list(tmp_path.glob("*back*"))
-    (folder / EXTRA_FILE).unlink()
-    write_checkpoint(folder, tmp_path / "back.pth")
-    back = read_checkpoint(tmp_path / "back.pth")
-    assert not back.quantised and not back.sizes.sla
-    assert torch.equal(
-        back.tensors["blocks.0.self_attn.q.weight"], tensors["blocks.0.attn1.to_q.weight"]
-    )
-
-
-def test_going_back_refuses_other_models(tmp_path: Path) -> None:
-    folder = converted(Options(sla=True), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    for change, text in (
-        ({"patch_size": [1, 1, 1]}, "patch_size"),
-        ({"_class_name": "WanVACETransformer3DModel"}, "_class_name"),
-        ({"num_layers": 3}, "missing"),
-        ({"_turbo_rcm_sla": ""}, "other weights have left them there"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=text):
-            write_checkpoint(folder, tmp_path / "back.pth")
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config.json"):
-        write_checkpoint(folder, tmp_path / "back.pth")
-    assert not list(tmp_path.glob("*back*"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_in_fp8_go_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    state = save(Options(layers=1), tmp_path / "in.pth")
-    key = "blocks.0.ffn.0.weight"
-    torch.save(state | {key: state[key].to(dtype)}, tmp_path / "in.pth")
-    convert_transformer(tmp_path / "in.pth", tmp_path / "out")
-    write_checkpoint(tmp_path / "out", tmp_path / "back.pth")
-    back = torch.load(tmp_path / "back.pth", weights_only=True)[key]
-    assert back.dtype == dtype and torch.equal(back.float(), state[key].to(dtype).float())

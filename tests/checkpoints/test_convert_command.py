@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.checkpoints.wan_model import Options, save
 from tests.files import everything
@@ -18,7 +23,9 @@ from tests.video import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline
+from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.video import generation, load, load_pipeline
 
@@ -51,7 +58,7 @@ def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
     assert config["rope_max_seq_len"] == 64  # which no weight shows
     pipe = load_pipeline(out, dtype=torch.float32, device="cpu")
     assert isinstance(pipe.scheduler, RCMScheduler) and pipe.scheduler.config.sigma_max == 80
-    assert attached_int8(pipe.transformer.blocks[0].attn1.to_q) is not None
+    assert attached_proj_l(pipe.transformer.blocks[0].attn1) is not None
     call = dict(
         prompt=PROMPT, num_inference_steps=2, guidance_scale=1.0, output_type="latent",
         **micro.SMALL,
@@ -70,9 +77,6 @@ def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
     given = micro.options(model=out, prompt=PROMPT, steps=1, linear="int8", out=video)
     assert main(["generate", *micro.QUICK, *given]) == 0
     assert video.stat().st_size > 500
-    loaded = load_pipeline(out, dtype=torch.float32, device="cpu", int8=False)
-    assert attached_int8(loaded.transformer.blocks[0].attn1.to_q) is None
-    assert attached_proj_l(loaded.transformer.blocks[0].attn1) is not None
 
 
 def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:
@@ -149,12 +153,15 @@ def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
     assert not out.exists() and (base / "vae").is_dir()
 
 
-@pytest.mark.parametrize(
-    "arguments", ["--back --dtype float16", "--copy", "--low-noise x", "--back --base x"]
-)
-def test_arguments_that_do_not_go_together(arguments: str, pth: Path, tmp_path, capsys) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.mark.parametrize("arguments", ["--copy", "--low-noise x"])
+def test_arguments_that_need_a_base(arguments: str, pth: Path, tmp_path, capsys) -> None:
     assert main(["convert", str(pth), str(tmp_path / "out"), *arguments.split()]) == 2
-    assert "expected: not to be given here" in capsys.readouterr().err
+    assert "expected: --base too" in capsys.readouterr().err
 
 
 def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsys) -> None:
@@ -174,13 +181,100 @@ def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsy
     assert main(["convert", str(pth), str(other), "--force"]) == 2
     assert "is not replaced" in capsys.readouterr().err
     assert main(["convert", str(pth), str(pth), "--force"]) == 2
-    assert main(["convert", "--back", str(out), str(out), "--force"]) == 2
-    assert "is not replaced" in capsys.readouterr().err and (out / "config.json").is_file()
+    shutil.copy(pth, out / "in.pth")  # beside a config.json, which makes the folder a model's
+    assert main(["convert", str(out / "in.pth"), str(out), "--force"]) == 2
+    assert (out / "in.pth").is_file()
     assert listing(other) == ["cat.png"] and listing(tmp_path) == ["in.pth", "out", "photos"]
 
 
-def test_of_two_experts_one_is_chosen(pth: Path, tmp_path: Path, capsys) -> None:
-    for part in ("transformer", "transformer_2"):
-        assert main(["convert", str(pth), str(tmp_path / "pipe" / part)]) == 0
-    assert main(["convert", "--back", str(tmp_path / "pipe"), str(tmp_path / "back.pth")]) == 2
-    assert "two experts" in capsys.readouterr().err
+def test_room_for_copies_and_links(
+    pth: Path, tmp_path: Path, whole: Path, monkeypatch: Any
+) -> None:
+    """Copies of the base need room too, and links none; a disk without links asks for copies."""
+    base = Path(shutil.copytree(whole, tmp_path / "base"))
+    (base / "vae" / "large.dat").touch()
+    os.truncate(base / "vae" / "large.dat", 2**40)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**36))
+    with pytest.raises(OutputExistsError, match="too little space for out"):
+        convert_pipeline(pth, tmp_path / "out", base=base, copy=True)
+    convert_pipeline(pth, tmp_path / "out", base=base)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EINVAL, "a required privilege is not held by the client")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    with pytest.raises(OutputExistsError, match="--copy"):
+        convert_pipeline(pth, tmp_path / "other", base=base)
+    assert listing(tmp_path) == ["base", "in.pth", "out"]
+
+
+@pytest.mark.parametrize("links", ["folders", "files"])
+def test_a_base_that_links_into_the_target_is_refused(links, whole, pth, tmp_path) -> None:
+    main_folder, other = tmp_path / "main", tmp_path / "other"
+    convert_pipeline(pth, main_folder, base=whole, copy=True)
+    weights = main_folder / "vae" / "diffusion_pytorch_model.safetensors"
+    if links == "folders":
+        convert_pipeline(pth, other, base=main_folder)
+    else:
+        shutil.copytree(whole, other)
+        (other / "vae" / weights.name).unlink()
+        (other / "vae" / weights.name).symlink_to(weights)
+    for copy in (False, True):
+        with pytest.raises(OutputExistsError, match="which is read"):
+            convert_pipeline(pth, main_folder, base=other, copy=copy, force=True)
+    assert load_file(weights) and not (main_folder / "vae").is_symlink()
+
+
+# Bases that are wrong.
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def words(path: Path) -> None:
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), "x")))
+
+
+def leads_out(path: Path) -> None:
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"../secret": ["diffusers", "AutoencoderKLWan"]}))
+
+
+WRONG: list[tuple[str, Callable[[Path], None]]] = [
+    ("model_index.json", gone), ("model_index.json", cut), ("model_index.json", words),
+    ("model_index.json", leads_out),
+    ("transformer/config.json", cut), ("transformer/config.json", words),
+    ("vae/config.json", gone), ("vae/config.json", cut),
+    ("vae/diffusion_pytorch_model.safetensors", gone),
+    ("vae/diffusion_pytorch_model.safetensors", cut),
+    ("text_encoder/config.json", gone), ("text_encoder/model.safetensors", cut),
+    ("tokenizer/tokenizer_config.json", cut),
+]  # fmt: skip
+
+
+def test_a_wrong_base_is_named(whole: Path, pth: Path, tmp_path: Path) -> None:
+    base, out = Path(shutil.copytree(whole, tmp_path / "base")), tmp_path / "out"
+    for file, damage in WRONG:
+        before = (base / file).read_bytes()
+        damage(base / file)
+        with pytest.raises(TurboRCMError) as caught:
+            convert_pipeline(pth, out, base=base)
+        assert str(base) in str(caught.value) and file.split("/")[0] in str(caught.value), file
+        assert not out.exists()
+        (base / file).write_bytes(before)
+    convert_pipeline(pth, out, base=base)
+
+
+def test_a_base_of_another_family(pth: Path, whole: Path, tmp_path: Path) -> None:
+    from turbo_rcm_patch.tiny import TINY_COGVIDEOX
+
+    with pytest.raises(ModelFolderError, match=r"_class_name.*the same Wan model.*CogVideoX"):
+        convert_pipeline(pth, tmp_path / "out", base=TINY_COGVIDEOX)
+    with pytest.raises(ModelFolderError, match="has no model_index.json"):
+        convert_pipeline(pth, tmp_path / "out", base=whole / "transformer")

@@ -1,30 +1,24 @@
-"""A `-quant` checkpoint with int8 weights alone: in the folder, in memory, and back."""
+"""Folders with int8 weights alone: of a `-quant` checkpoint, or of a model that dropped others."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints.wan_model import OPTIONS, QUANT, SLA, Options, converted, load, run
-from turbo_rcm_patch import load_extra, patch_model, patched
-from turbo_rcm_patch.checkpoints import (
-    EXTRA_FILE,
-    load_int8_only,
-    read_checkpoint,
-    write_checkpoint,
-)
-from turbo_rcm_patch.checkpoints.folder import folder_bytes
-from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from tests.checkpoints.wan_model import QUANT, SLA, Options, converted, load, run
+from tests.measures import relative_l2
+from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched
+from turbo_rcm_patch.checkpoints import load_int8_only
+from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import held_proj_l
 
-QUANTS = [option for option in OPTIONS if option.quant and option.name != "t2v-sla-quant"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -33,57 +27,62 @@ def storages(tensors: Iterable[torch.Tensor]) -> int:
     return sum(found.values())
 
 
-def tensor_bytes(folder: Path) -> int:
-    files = folder.glob("*.safetensors")
-    return sum(t.nbytes for path in files for t in load_file(path).values())
-
-
-@pytest.mark.parametrize("option", QUANTS, ids=lambda option: option.name)
-def test_a_folder_has_the_bytes_of_its_checkpoint_and_goes_back(option: Options, tmp_path) -> None:
-    folder = converted(option, tmp_path, int8_only=True)
-    state = torch.load(tmp_path / "in.pth", weights_only=True)
-    assert tensor_bytes(folder) == sum(tensor.nbytes for tensor in state.values())
-    source = read_checkpoint(tmp_path / "in.pth")
-    assert tensor_bytes(folder) == folder_bytes(source, None, int8_only=True)
-    assert (folder / EXTRA_FILE).is_file() == option.sla
-    written = write_checkpoint(folder, tmp_path / "back.pth")
-    back = torch.load(tmp_path / "back.pth", weights_only=True)
-    assert written.int8 == sum(key.endswith(".int8_weight") for key in state)
-    assert back.keys() == state.keys()
-    for name, tensor in state.items():
-        assert torch.equal(back[name].reshape(tensor.shape), tensor), name
-        assert back[name].dtype == tensor.dtype
+def load_only(folder: Path, dtype: torch.dtype, sla: bool) -> Any:
+    model = load_int8_only(folder, dtype)
+    if sla:
+        load_extra(model, folder)
+        assert len(held_proj_l(model)) == 2
+    return model
 
 
 @pytest.mark.parametrize("sla", [False, True], ids=["dense", "sla"])
-def test_it_runs_as_with_products_beside_them(sla: bool, tmp_path: Path) -> None:
-    """The same integers and scales, so the same bits; called, the same products."""
+def test_it_runs_as_its_products_and_is_saved_and_loaded(sla: bool, tmp_path: Path) -> None:
+    """Called or patched as it is, it has the bits of a plain folder; so has a saved one."""
     option, dtype = SLA if sla else QUANT, torch.bfloat16
-    beside = converted(option, tmp_path)
-    stock = load(beside, dtype)
-    load_extra(stock, beside)
-    expected = [run(stock, dtype)]
-    for linear in ("int8", "as-is"):
-        with patched(stock, linear=linear):
-            expected.append(run(stock, dtype))
+    plain = converted(option, tmp_path)
+    stock = load(plain, dtype)
+    if sla:
+        load_extra(stock, plain)
+    called = run(stock, dtype)
+    with patched(stock, linear="as-is"):
+        as_is = run(stock, dtype)
     dtypes = {name: p.dtype for name, p in stock.named_parameters()}
-    for folder in (beside, converted(option, tmp_path, "only", int8_only=True)):
-        model = load_int8_only(folder, dtype)
-        if sla:
-            load_extra(model, folder, int8=False)
-            assert len(held_proj_l(model)) == 2
-        assert torch.equal(run(model, dtype), expected[0])
-        for linear, truth in (("int8", 1), ("int8-only", 1), ("as-is", 2)):
-            with patched(model, linear=linear):
-                assert torch.equal(run(model, dtype), expected[truth])
-        for name, parameter in model.named_parameters():
+    folder = converted(option, tmp_path, "only", int8_only=True)
+    model = load_only(folder, dtype, sla)
+    model.save_pretrained(tmp_path / "saved")
+    if sla:  # It is not in the state dict.
+        (tmp_path / "saved" / "turbo_extra.safetensors").hardlink_to(
+            folder / "turbo_extra.safetensors"
+        )
+    in_int8 = []
+    for one in (model, load_only(tmp_path / "saved", dtype, sla)):
+        assert torch.equal(run(one, dtype), called)
+        with patched(one, linear="as-is"):
+            assert torch.equal(run(one, dtype), as_is)
+        for linear in ("int8", "int8-only"):
+            with patched(one, linear=linear):
+                in_int8.append(run(one, dtype))
+        for name, parameter in one.named_parameters():
             if "weight_int8" not in name and "scale_bits" not in name:
                 assert parameter.dtype == dtypes[name], name
+    assert all(torch.equal(out, in_int8[0]) for out in in_int8)
 
 
-@pytest.mark.parametrize("only", [False, True], ids=["with-products", "int8-only"])
-def test_no_product_is_kept_in_memory(only: bool, tmp_path: Path) -> None:
-    model = load_int8_only(converted(QUANT, tmp_path, int8_only=only))
+def test_their_scales_and_ours_err_alike(tmp_path: Path) -> None:
+    """Measured here against the dequantised weights, fp32: 0.0051 of the output with the file's
+    integers (activations alone are rounded), 0.0068 if they are quantised again by row."""
+    stock = load(converted(QUANT, tmp_path, dtype=torch.float32))
+    only = load_int8_only(converted(QUANT, tmp_path, "only", int8_only=True), torch.float32)
+    exact = run(stock)
+    assert torch.equal(run(only), exact)
+    config = PatchConfig(linear="int8", attention="exact", guard=False, impl="reference")
+    with patched(stock, config), patched(only, config):
+        again, direct = (relative_l2(run(model), exact) for model in (stock, only))
+    assert 0 < direct < 0.006 and direct < again < 0.008
+
+
+def test_no_product_is_kept_in_memory(tmp_path: Path) -> None:
+    model = load_int8_only(converted(QUANT, tmp_path, int8_only=True))
     linears = {name: m for name, m in model.named_modules() if type(m) is Int8Linear}
     assert len(linears) == 20
     state = torch.load(tmp_path / "in.pth", weights_only=True)
@@ -95,37 +94,6 @@ def test_no_product_is_kept_in_memory(only: bool, tmp_path: Path) -> None:
     )
 
 
-def test_stock_classes_refuse_such_a_folder(tmp_path: Path) -> None:
-    folder = converted(QUANT, tmp_path, int8_only=True)
-    with pytest.raises(ValueError, match="turbo_rcm_int8"):
-        WanTransformer3DModel.from_pretrained(folder, local_files_only=True)
-
-
-@pytest.mark.parametrize("sla", [False, True], ids=["dense", "sla"])
-def test_saved_and_loaded_again(sla: bool, tmp_path: Path) -> None:
-    folder = converted(SLA if sla else QUANT, tmp_path, int8_only=True)
-    model = load_int8_only(folder)
-    if sla:
-        load_extra(model, folder, int8=False)
-    model.save_pretrained(tmp_path / "saved")
-    again = load_int8_only(tmp_path / "saved")
-    if sla:
-        load_extra(again, tmp_path / "saved", int8=False)
-    ours = {"linear": "int8", "guard": False}
-    with patched(model, **ours), patched(again, **ours):  # type: ignore[typeddict-item]
-        assert torch.equal(run(again, torch.bfloat16), run(model, torch.bfloat16))
-    proj_l = [tensor for pair in held_proj_l(model).values() for tensor in pair]
-    assert tensor_bytes(tmp_path / "saved") == storages([*model.parameters(), *proj_l])
-    write_checkpoint(tmp_path / "saved", tmp_path / "back.pth")
-    state, back = (
-        torch.load(tmp_path / name, weights_only=True) for name in ("in.pth", "back.pth")
-    )
-    for name, tensor in state.items():  # The dtype of the others is that of the loaded model.
-        own = back[name].dtype
-        assert torch.equal(tensor.reshape(-1).to(own), back[name].reshape(-1)), name
-        assert own == tensor.dtype or not name.endswith((".int8_weight", ".scale"))
-
-
 def test_a_model_that_dropped_its_weights_is_saved_and_loaded(tmp_path: Path) -> None:
     """With scales per row, which the format of TurboDiffusion has no place for."""
     model = load(converted(Options(), tmp_path))
@@ -135,8 +103,6 @@ def test_a_model_that_dropped_its_weights_is_saved_and_loaded(tmp_path: Path) ->
     again = load_int8_only(tmp_path / "saved", torch.float32)
     patch_model(again, linear="int8", guard=False)
     assert torch.equal(run(again), expected)
-    with pytest.raises(CheckpointKeysError, match="weight_scale_bits"):
-        write_checkpoint(tmp_path / "saved", tmp_path / "back.pth")
 
 
 def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
@@ -153,6 +119,7 @@ def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
         ({f"{key}.weight_int8": None}, "missing"),
         ({f"{key}.bias": None}, "missing"),
         ({"blocks.9.bias": torch.zeros(2)}, "unexpected"),
+        ({f"{key}.weight": torch.zeros(2)}, "unexpected"),
         ({f"{key}.bias": torch.zeros(2)}, "mismatched"),
         ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "of the shape"),
     ):

@@ -21,15 +21,13 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.measures import relative_l2
 from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
 from tests.processes import run_fresh
-from tools.sparse_blocks import one_call
-from tools.sparse_blocks import options as settings
-from tools.what_it_teaches import of_network
-from turbo_rcm_patch import PatchConfig, ops, patch_model, unpatch_model
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
@@ -39,7 +37,7 @@ from turbo_rcm_patch.patching import guard, measure
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.measure import BUDGET, Operands, sample
-from turbo_rcm_patch.video import load_pipeline
+from turbo_rcm_patch.video import generate, load_pipeline
 
 Wrong = Callable[..., Any]
 
@@ -809,15 +807,32 @@ def test_the_prediction_is_the_networks_error(
 def test_a_trained_network_keeps_the_target(name: str, options: Any) -> None:
     """Its residual stream has channels of all sizes, and the last Linear reads few of them."""
     pipe: Any = load_pipeline(name, device="cpu")
-    size = ["--frames", "5", "--height", "96", "--width", "160", "--forward", "2"]
-    call = one_call(pipe, settings("").parse_args(["--out", "", *size]))
-    asked, kept = (
-        of_network(pipe.transformer, call, attention="int8", fidelity=fidelity, **options)
-        for fidelity in (100.0, 1.0)
+    model, calls = pipe.transformer, []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
-    assert kept["measured"] < 1.1
-    assert all(0.9 < one["predicted"] / one["measured"] < 1.5 for one in (asked, kept))
-    assert not options or asked["measured"] > 1.5 and kept["decisions"]
+    prompt = "a large red circle moving right on a black background"
+    generate(pipe, prompt, num_frames=5, height=96, width=160)
+    handle.remove()
+    args, kwargs = calls[2]
+
+    def forward(network: Any, dtype: torch.dtype | None = None) -> Tensor:
+        cast = lambda x: x.to(dtype) if dtype and x.is_floating_point() else x  # noqa: E731
+        inputs = tree_map_only(Tensor, cast, (args, kwargs))
+        output: Tensor = network(*inputs[0], **inputs[1])[0]
+        return output.float()
+
+    truth = forward(copy.deepcopy(model).float(), torch.float32)
+    unpatched = relative_l2(forward(model), truth)
+    for fidelity in (100.0, 1.0):
+        with patched(model, attention="int8", fidelity=fidelity, **options) as report:
+            forward(model)  # the guard decides
+            error = relative_l2(forward(model), truth) / unpatched
+            assert 0.9 < report.guard.prediction / error < 1.5
+            if fidelity == 1.0:
+                assert error < 1.1 and (not options or report.guard.decisions)
+            else:
+                assert not options or error > 1.5
 
 
 def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:

@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
-from turbo_rcm_patch.patching.int8_weights import Int8Linear, attach_int8
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 
 BF16 = torch.bfloat16
 
@@ -345,20 +345,6 @@ def test_a_gradient_runs_the_linear_as_it_is() -> None:
     assert torch.equal(made, nn.functional.linear(x, linear.weight, linear.bias))
 
 
-def test_weights_that_a_checkpoint_brought_are_multiplied_as_they_are() -> None:
-    model = WAN.model()
-    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
-    int8 = torch.randint(-127, 128, (128, 128), dtype=torch.int8)
-    scale = torch.full((1, 1), 0.002)
-    linear.weight.data = int8.float() * scale
-    attach_int8(linear, int8, scale)
-    patch_model(model, linear="int8")
-    with torch.no_grad():
-        assert torch.equal(linear(x), ops.int8_linear(x, int8, scale, linear.bias))
-        linear.weight.mul_(2)  # no longer the weight that they were attached to
-        assert torch.equal(linear(x), product(linear, x))
-
-
 # --- int8 weights alone --------------------------------------------------------------------------
 
 
@@ -495,18 +481,6 @@ def test_a_model_with_int8_alone_goes_with_its_last_reference() -> None:
     gc.disable()
     del model
     gc.enable()
-    assert gone() is None
-
-
-def test_weights_that_a_checkpoint_brought_are_kept_alone() -> None:
-    model = WAN.model()
-    linear, int8 = model.blocks[0].attn1.to_q, torch.randint(-127, 128, (128, 128)).to(torch.int8)
-    linear.weight.data = int8.float() * 0.002
-    attach_int8(linear, int8, torch.full((1, 1), 0.002))
-    gone = weakref.ref(linear.weight)
-    del linear
-    keep_int8_only(model)
-    assert torch.equal(model.blocks[0].attn1.to_q.int8[0], int8)
     assert gone() is None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.training.micro import micro, train_micro
 from training import world
-from training.__main__ import main
+from training.loop import OutOfTimeError
 from training.world import Bucket, Shard, caption, look, maps_of, record_shard, words
 from turbo_rcm_patch.errors import MissingPackageError
 from turbo_rcm_patch.video import generate, load_pipeline
@@ -36,10 +38,12 @@ def test_frames_say_their_light_and_colour(colour: tuple[int, ...], said: tuple[
     assert look(np.full((2, 4, 4, 3), colour, np.uint8)) == said
 
 
-@pytest.mark.parametrize("game", ["freedoom1.wad", "freedoom2.wad"])
-def test_maps_of_the_evaluation_are_unseen(game: str) -> None:
-    seen, unseen = (set(maps_of(game, held_out=held_out)) for held_out in (False, True))
-    assert not seen & unseen and len(unseen) >= 6 and len(seen) >= 25
+def test_maps_for_evaluation_are_left_out_and_its_prompts_speak_the_language_of_clips() -> None:
+    for game, count in (("freedoom1.wad", 36), ("freedoom2.wad", 32)):
+        assert 25 <= len(maps_of(game)) <= count - 6
+    prompts = (Path(world.__file__).parent / "world_prompts.txt").read_text().splitlines()
+    assert len(set(prompts)) == 20
+    assert {word for prompt in prompts for word in prompt.replace(",", "").split()} <= set(words())
 
 
 def test_without_the_package_only_what_is_there_is_read(tmp_path, monkeypatch) -> None:
@@ -54,30 +58,39 @@ def test_without_the_package_only_what_is_there_is_read(tmp_path, monkeypatch) -
 def test_a_shard_has_the_bytes_of_its_seed(tmp_path: Path) -> None:
     pytest.importorskip("vizdoom")
     path, again, other = (
-        record_shard(tmp_path / name, Shard(TOY, 0, seed, held_out=True))
+        record_shard(tmp_path / name, Shard(TOY, 0, seed))
         for name, seed in (("first", 3), ("second", 3), ("third", 4))
     )
     assert path.read_bytes() == again.read_bytes() != other.read_bytes()
     frames, facts = np.load(path), json.loads(path.with_suffix(".json").read_text())
     assert frames.shape == (4, 9, 64, 96, 3) and frames.mean((1, 2, 3, 4)).min() > 20
     assert {fact["map"].split()[1] for fact in facts} <= {
-        name for game in world._CAMPAIGNS for name in maps_of(game, held_out=True)
+        "map01",
+        *(name for game in world._CAMPAIGNS for name in maps_of(game)),
     }
     written = path.stat().st_mtime_ns
-    assert record_shard(tmp_path / "first", Shard(TOY, 0, 3, held_out=True)) == path
+    assert record_shard(tmp_path / "first", Shard(TOY, 0, 3)) == path
     assert path.stat().st_mtime_ns == written
 
 
-def test_a_world_is_learnt_in_pieces_and_generates(tmp_path, monkeypatch) -> None:
-    """Recorded, trained in pieces that are over at once, packaged in int8, and loaded."""
-    pytest.importorskip("vizdoom")
-    command = f"train --family world --micro --device cpu --out {tmp_path} --minutes 1e-9"
+def test_a_world_is_learnt_in_pieces_and_generates(tmp_path: Path) -> None:
+    """From shards that are there, trained in pieces, packaged in int8, and loaded."""
+    random = np.random.default_rng(0)
+    for bucket in micro("world").buckets:
+        for shard in (Shard(bucket, i) for i in range(bucket.shards)):
+            path = shard.path(tmp_path / "frames")
+            path.parent.mkdir(exist_ok=True)
+            shape = bucket.clips, bucket.frames, bucket.height, bucket.width, 3
+            np.save(path, random.integers(0, 256, shape, np.uint8))
+            facts = [FACTS | {"prompt": caption(FACTS)}] * bucket.clips
+            path.with_suffix(".json").write_text(json.dumps(facts))
     pieces = 0
-    while '"finished"' not in (log := tmp_path / "log.jsonl").read_text() if pieces else True:
-        assert main(command.split()) == 0 and (pieces := pieces + 1) < 40
-    assert pieces > 3 and '"out of time"' in log.read_text()
-    for name in ("vae", "teacher", "student", "curves"):
-        assert (tmp_path / f"{name}.png").is_file()
+    while not (tmp_path / "world_student").exists():
+        pieces += 1
+        with suppress(OutOfTimeError):
+            train_micro("world", tmp_path, minutes=1e-9)
+        assert pieces < 40
+    assert pieces > 3
     folder = tmp_path / "world_student"
     assert "Freedoom" in (folder / "ARTWORK.md").read_text()
     made = generate(load_pipeline(folder, device="cpu"), caption(FACTS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,17 @@ def lively(model: Any) -> Any:
             block.scale_shift_table[:, [2, 5]] += 0.3
             block.attn1.norm_q.weight *= 4.0
     return model.eval()
+
+
+#: Wan's pipelines that run with few steps.
+WAN_PIPES: dict[str, Callable[[], Any]] = {
+    "t2v": micro_pipe,
+    "t2v-two-experts": partial(micro_pipe, experts=True),
+    "t2v-token-times": partial(micro_token_time_pipe, image=False),
+    "i2v-clip": partial(micro_image_pipe, experts=False),
+    "i2v-two-experts": partial(micro_image_pipe, experts=True),
+    "i2v-token-times": partial(micro_token_time_pipe, image=True),
+}
 
 
 def save(pipe: WanPipeline, folder: Path) -> Path:

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.video.micro import QUICK, micro_pipe, options, save
+from tests.video.cases import picture
+from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Maker, read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import store
+from turbo_rcm_patch.video.source import digest_of
 from turbo_rcm_patch.video.video import read_frames
 
 
@@ -30,7 +32,7 @@ def command(micro_folder: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", "--no-patch"]
 
 
-def test_one_prompt_makes_a_file_and_many_a_folder(command: list[str], tmp_path, capsys) -> None:
+def test_one_prompt_makes_a_file_and_many_a_folder(command: list[str], tmp_path) -> None:
     one, many = tmp_path / "one.mp4", tmp_path / "many"
     assert main([*command, "--prompt", "a red circle", "--out", str(one)]) == 0
     assert read_frames(one)[0].size == (32, 32), "the size that was asked for"
@@ -40,8 +42,6 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command: list[str], tmp_path,
     listing.write_text("a red circle\n\n  a blue square  \n")
     assert main([*command, "--prompts", str(listing), "--out", str(many)]) == 0
     assert len(list(many.glob("*.mp4"))) == len(list(many.glob("*.json"))) == 2
-    assert main([*command, "--prompts", str(listing), "--out", str(one)]) == 2
-    assert "a folder, because there are 2 prompts" in capsys.readouterr().err
 
 
 def test_resume_keeps_a_video_that_was_made_from_the_same(command, tmp_path, capsys) -> None:
@@ -111,21 +111,92 @@ def test_a_video_that_is_not_finite_is_told(where, tmp_path, capsys) -> None:
     assert not any(out.iterdir())
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {
+        "text": save(micro_pipe(), place / "text"),
+        "image": save(micro_image_pipe(experts=False), place / "image"),
+        "video": save(micro_video_pipe(), place / "video"),
+    }
+
+
+#: Files that the commands below name.
+FILES = {
+    "text.png": b"not an image",
+    "tab.txt": b"a cat\tcat.png\n",
+    "empty.txt": b"\n \n",
+    "latin.txt": "un café".encode("latin-1"),
+}
+#: A model, what is given beside a prompt, and what is said.
+MISTAKES = [
+    ("text", ["--seed", str(2**64)], "seed"),
+    ("text", ["--seed", str(2**64 - 1), "--prompt", "a square"], "seed"),
+    ("text", ["--out", "circle.avi"], "a file that ends in one of"),
+    ("text", ["--out", "one.mp4", "--prompt", "a square"], "a folder, because there are 2"),
+    ("text", ["--prompts", "none.txt"], "No such file"),
+    ("text", ["--prompts", "tab.txt"], "a tab remedy: Run the command once for each image"),
+    ("text", ["--prompts", "empty.txt"], "no line with text"),
+    ("text", ["--prompts", "latin.txt"], "byte 0xe9 at position 6 remedy: Convert it"),
+    ("text", ["--prompt", " "], "an empty one"),
+    ("text", ["--prompt", "a \udcff"], "a text in UTF-8"),
+    ("image", [], "--image FILE"),
+    ("image", ["--image", "none.png"], "No such file"),
+    ("image", ["--image", "text.png"], "is no image that can be read"),
+    ("image", ["--image", "cut.png"], "cannot be read"),
+    ("image", ["--image", "small.png"], "at least 16 pixels a side"),
+    ("text", ["--image", "good.png"], "WanImageToVideoPipeline"),
+    ("video", [], "compare takes any with make="),
+    ("none", [], "no such folder: none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--seed", str(2**64)], "seed"),
-        (["--seed", str(2**64 - 1), "--prompt", "a square"], "seed"),
-        (["--guidance-scale-2", "3", "--sampler", "scheduler"], "no second expert"),
-        (["--out", "circle.avi"], "a file that ends in one of"),
-    ],
-    ids=["seed", "the second prompt's seed", "a scale for an expert that is not there", "avi"],
-)
-def test_what_cannot_be_is_told(given, words, command, tmp_path, monkeypatch, capsys) -> None:
+    ("command", "model", "given", "told"),
+    [*(("generate", *row) for row in MISTAKES),
+     *(("compare", *row) for row in MISTAKES if "--out" not in row[1])],
+)  # fmt: skip
+def test_mistakes_are_told_before_a_model_is_loaded(
+    command, model, given, told, folders, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    picture().save("good.png")
+    picture(size=8).save("small.png")
+    Path("cut.png").write_bytes(Path("good.png").read_bytes()[:60])
+    before = sorted(tmp_path.iterdir())
+    line = [command, "--model", str(folders.get(model, model)), *QUICK, "--prompt", "a circle"]
+    assert main([*line, "--out", "out", *given]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert told in said and "Traceback" not in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_scale_for_an_expert_that_is_not_there_is_told(command, tmp_path, capsys) -> None:
+    given = ["--guidance-scale-2", "3", "--sampler", "scheduler", "--out", str(tmp_path / "v.mp4")]
     assert main([*command, "--prompt", "a circle", *given]) == 2
-    error = capsys.readouterr().err
-    assert words in error and "Traceback" not in error and not any(tmp_path.iterdir())
+    assert "no second expert" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture().save(tmp_path / "one.png")
+    out = tmp_path / "out"
+    given = ["generate", "--model", str(folders["image"]), *QUICK, "--resume", "--out", str(out)]
+    given += ["--prompt", "a circle", "--prompt", "a square", "--image", str(tmp_path / "one.png")]
+    assert main(given) == 0
+    notes = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    assert [note["prompt"] for note in notes] == ["a circle", "a square"]
+    assert {note["inputs"] for note in notes} == {digest_of(picture())}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
+    capsys.readouterr()
+    picture(6).save(tmp_path / "one.png")
+    assert main(given) == 2
+    assert "inputs" in capsys.readouterr().err, "the other image is another video"
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
 def test_a_folder_may_have_a_dot_in_its_name(command: list[str], tmp_path: Path) -> None:
@@ -148,28 +219,6 @@ def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
     listing.write_text("a cat\u2028sits\r\n\n  a dog \n", "utf-8-sig", newline="")
     prompts = read_prompts(Generate(prompt=("first",), prompts=listing))
     assert prompts == ["first", "a cat\u2028sits", "a dog"]
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "told"),
-    [
-        (b"a cat\tcat.png\n", SamplingError, r"got a tab.*--image FILE"),
-        (b"", ConfigError, r"prompts\.txt; .* got no line with text"),
-        (b"\n \n", ConfigError, r"got no line with text"),
-        ("un café".encode("latin-1"), SamplingError, "a text in UTF-8; got byte 0xe9.*iconv"),
-    ],
-)
-def test_a_list_that_cannot_be_read_is_told(text, error, told, tmp_path) -> None:
-    listing = tmp_path / "prompts.txt"
-    listing.write_bytes(text)
-    with pytest.raises(error, match=told):
-        read_prompts(Generate(prompts=listing))
-
-
-@pytest.mark.parametrize(("prompt", "told"), [(" ", "an empty one"), ("a \udcff", "in UTF-8")])
-def test_a_prompt_that_is_no_text_is_told(prompt: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        read_prompts(Generate(prompt=(prompt,)))
 
 
 def test_100_000_prompts_start_at_once(tmp_path: Path) -> None:
@@ -216,7 +265,7 @@ def test_a_line_of_progress_says_what_is_left_by_the_time_since_its_stage_began(
 def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:
     """A process that is at work holds a lock on its unfinished file."""
     code = (
-        "import sys, time; from pathlib import Path; from turbo_rcm_patch.output import atomic\n"
+        "import sys, time; from pathlib import Path; from turbo_rcm_patch.files import atomic\n"
         "with atomic(Path(sys.argv[1])) as partial:\n"
         "    partial.write_bytes(b'half'); print(partial, flush=True)\n"
         "    time.sleep(60)\n"
@@ -267,12 +316,6 @@ def test_a_reader_that_has_gone_is_no_failed_video(command, tmp_path, capsys, mo
     monkeypatch.setattr("turbo_rcm_patch.cli.exit_codes._discard_stdout", lambda: None)
     assert main(given) == 141
     assert "failed" not in capsys.readouterr().err
-
-
-def test_a_size_beyond_the_models_positions_is_told(command: list[str], tmp_path, capsys) -> None:
-    given = [*command, "--prompt", "a circle", "--width", "1024", "--out", str(tmp_path)]
-    assert main(given) == 2
-    assert "width of this model" in (said := capsys.readouterr().err) and "at most 256" in said
 
 
 def test_generate_says_how_long_a_video_took(micro_folder: Path, tmp_path, capsys) -> None:

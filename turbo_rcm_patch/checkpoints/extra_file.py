@@ -1,10 +1,10 @@
-"""The files of a transformer folder: weights, and SLA's `proj_l` and int8 weights beside them.
+"""Read the files of a transformer folder: weights, and SLA's `proj_l` beside them.
 
-Stock classes have no place for `proj_l` and int8 weights, so these are in a file of their own,
-`EXTRA_FILE`, and the entry `MARK` of config.json says that there are `proj_l` and which. diffusers
-carries entries that begin with an underscore through `from_pretrained` and `save_pretrained`, so a
-model that lost its `proj_l` on the way is recognised. Folders that others converted have the
-`proj_l` among the weights, where stock classes drop them.
+Stock classes have no place for `proj_l`, so these are in a file of their own, `EXTRA_FILE`, and
+the entry `MARK` of config.json says how many there are, with a digest. diffusers carries entries
+that begin with an underscore through `from_pretrained` and `save_pretrained`, so a model that lost
+its `proj_l`, or has those of another expert, is recognised. Folders that others converted have
+the `proj_l` among the weights, where stock classes drop them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular, read_json
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.files import check_regular, read_json, try_json
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
 
 #: The file of everything that diffusers' class has no place for.
@@ -112,14 +111,6 @@ class StoredTensors:
         return result
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json; empty if there is none that can be read."""
-    try:
-        return read_json(folder / "config.json")
-    except CheckpointError:
-        return {}
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights; another variant may lie beside those that the index names.
 
@@ -155,9 +146,9 @@ def folder_proj_l(folder: Path) -> ProjL:
         CheckpointError: A file is damaged, or a weight lacks its bias.
     """
     extra = folder / EXTRA_FILE
-    found = StoredTensors(extra).proj_l() if extra.is_file() else {}
-    if found:
-        return found
+    proj_l = StoredTensors(extra).proj_l() if extra.is_file() else {}
+    if proj_l:
+        return proj_l
     files = [path for path in weight_files(folder) if path.is_file()]
     return StoredTensors(*(files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))).proj_l()
 
@@ -208,32 +199,19 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
     Raises:
         CheckpointError: They belong to other weights.
     """
-    own, there = mark_of_tensors(proj_l), mark_of(read_config(folder))
+    actual, of_folder = mark_of_tensors(proj_l), mark_of(try_json(folder / "config.json"))
     expected = ""
-    if there and there != own:
+    if of_folder and of_folder != actual:
         expected = "those that config.json beside it marks"
-    elif not there and (folder / EXTRA_FILE).is_file():
+    elif not of_folder and (folder / EXTRA_FILE).is_file():
         expected = "none: config.json marks none, so other weights have left them there"
-    elif isinstance(mark, Mapping) and mark != own:
+    elif isinstance(mark, Mapping) and mark != actual:
         expected = "those that the model's configuration marks; of two experts each has its own"
     if expected:
         raise CheckpointError(
             f"{folder}: proj_l of {len(proj_l)} attentions",
             expected=expected,
-            got=f"digest {own['digest']}",
+            got=f"digest {actual['digest']}",
             remedy="Pass the folder that the model was converted to, or convert it again. Remove "
             f"{EXTRA_FILE} if it does not belong to the weights",
         )
-
-
-def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the extra file, completely or not at all.
-
-    Args:
-        folder: The transformer folder.
-        tensors: By name, each in memory of its own.
-    """
-    from safetensors.torch import save_file
-
-    with atomic(folder / EXTRA_FILE) as partial:
-        save_file(dict(tensors), partial, metadata=EXTRA_METADATA)

@@ -1,6 +1,6 @@
 """The tensor names of TurboDiffusion's WanModel and of diffusers' Wan transformer.
 
-One table, read in both directions. The names differ, and one shape: TurboDiffusion embeds patches
+The names differ, and one shape: TurboDiffusion embeds patches
 with a Linear and diffusers with a convolution, over the same numbers in the same order.
 
 A configuration is read from shapes: everything but the number of heads, which no tensor of a model
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -45,8 +45,6 @@ _ENTRIES: Final = {
     "pos_embed_seq_len": "image_tokens",
     "text_dim": "text",
 }
-#: Entries that a configuration may leave out.
-_OPTIONAL: Final = {"cross_attn_norm": True, "image_dim": None, "pos_embed_seq_len": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +101,6 @@ class Sizes:
             "qk_norm": "rms_norm_across_heads",
             "rope_max_seq_len": 1024,
         }
-
-
-def sizes_of_config(config: Mapping[str, Any], *, sla: bool = False) -> Sizes:
-    """Read the sizes from a configuration of diffusers' WanTransformer3DModel, the inverse of
-    `Sizes.config`.
-
-    Raises:
-        KeyError: It lacks an entry.
-        TypeError: An entry is no number.
-    """
-    given = _OPTIONAL | dict(config)
-    sizes = {name: given[entry] for entry, name in _ENTRIES.items()}
-    sizes["outputs"] = sizes["outputs"] or sizes["inputs"]
-    return Sizes(dim=sizes.pop("heads") * sizes["head_dim"], sla=sla, **sizes)
 
 
 class _Row(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import stat
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, TurboRCMError
+from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.files import check_regular, read_json
 
 LAYOUT: Final = (
     "a diffusers WanPipeline or CogVideoXPipeline folder: model_index.json beside the folders "
@@ -19,29 +18,6 @@ LAYOUT: Final = (
 DEFAULTS_FILE: Final = "turbo_rcm.json"
 #: The beginning of a Git LFS pointer, and more bytes than one has.
 _LFS_MARK, _LFS_BYTES = b"version https://git-lfs", 1024
-
-
-#: More bytes than a JSON file of a model has; the largest are tokenizers of some 20 MB.
-MOST_JSON: Final = 1 << 27
-
-
-def check_regular(path: Path, error: type[TurboRCMError], most: int | None = None) -> None:
-    """Raise if a path is neither a regular file nor missing, so that no pipe is waited for and no
-    endless device read, or if it is a folder.
-
-    Args:
-        path: The file, or a link to it.
-        error: The class of the error.
-        most: Its largest plausible size in bytes.
-    """
-    try:
-        found = path.stat()
-    except OSError:
-        return  # Whoever opens it says why it cannot.
-    if not stat.S_ISREG(found.st_mode):
-        raise error(f"{path}", expected="a regular file", got="a folder, a pipe or a device")
-    if most is not None and found.st_size > most:
-        raise error(f"{path}", expected=f"at most {most} bytes", got=str(found.st_size))
 
 
 def check_part(folder: Path, name: str, *, weights: bool) -> None:
@@ -91,32 +67,6 @@ def _check_weights(path: Path) -> None:
             problem = f"damaged or incomplete ({error})"
     if problem:
         raise ModelFolderError(f"{path} is {problem}", remedy=remedy)
-
-
-def read_json(
-    path: Path,
-    error: type[TurboRCMError] = CheckpointError,
-    remedy: str = "Download the file again",
-) -> dict[str, Any]:
-    """Read a JSON object of a model folder.
-
-    Args:
-        path: The file.
-        error: The class of the error if it is none, or cannot be read.
-        remedy: The remedy of that error.
-    """
-    check_regular(path, error, MOST_JSON)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as why:
-        raise error(f"{path} is not valid JSON ({why})", remedy=remedy) from why
-    except OSError as why:
-        raise error(
-            f"{path} cannot be read ({why.strerror})", remedy="Check its permissions and the disk"
-        ) from why
-    if not isinstance(value, dict):
-        raise error(str(path), expected="a JSON object", got=type(value).__name__, remedy=remedy)
-    return value
 
 
 def stored_settings(folder: str | Path | None) -> dict[str, object]:

@@ -207,7 +207,6 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
         raise CheckpointError(
             f"{path} is a folder" if folder else f"no such file: {path}",
             expected="a TurboDiffusion .pth",
-            remedy="A folder of diffusers goes back to a .pth with --back" if folder else "",
         )
     try:
         with path.open("rb") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
-from turbo_rcm_patch.video.comparison import Observer, compare
+from turbo_rcm_patch.errors import ModelFolderError, SamplingError
+from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
 from turbo_rcm_patch.video.report import write_report
@@ -49,7 +48,7 @@ def demo(given: Demo) -> int:
         "another exact attention backend, all from the same noise."
     )
     with bars() as progress:
-        comparison = compare(
+        result = compare(
             pipe,
             DEMO_PROMPTS,
             out=out,
@@ -57,40 +56,21 @@ def demo(given: Demo) -> int:
             settings=settings,
             network_number=True,
             fresh=fresh,
-            observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
             command=given.command_line,
         )
-    print(comparison)
+    print(result)
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
-        return of_verdict(comparison.verdict)
+        return of_verdict(result.verdict)
     print("One attention through the Triton kernels ...")
     try:
         check = check_kernels()
     except SamplingError as error:
         print(error.block(), file=sys.stderr)
         return CHANGED
-    write_report(comparison, check)
+    write_report(result, check)
     word = "ok" if check.passed else "FAILED"
     print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
-    return of_verdict(comparison.verdict) if check.passed else CHANGED
-
-
-def shape_observer(prompts: Sequence[str]) -> Observer | None:
-    """Return the detector for prompts of the shipped models; None if one is unknown."""
-    from turbo_rcm_patch.tiny.detector import Detection, detect
-    from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse
-
-    def words(found: Clip | Detection) -> str:
-        return f"{found.colour} {found.shape}, {MOTIONS.get(found.motion, 'motion unclear')}"
-
-    try:
-        for prompt in prompts:
-            parse(prompt)
-    except ConfigError:
-        return None
-    return Observer(
-        asks=lambda prompt: words(parse(prompt)), sees=lambda frames: words(detect(frames)[0])
-    )
+    return of_verdict(result.verdict) if check.passed else CHANGED

@@ -55,9 +55,7 @@ class Model(Command):
     """
 
     model: str = field(default="tiny", metadata=_MODEL)
-    lora: tuple[str, ...] = field(
-        default=(), metadata={"repeated": True, "metavar": "PATH_OR_ID[:SCALE]"}
-    )
+    lora: tuple[str, ...] = field(default=(), metadata={"metavar": "PATH_OR_ID[:SCALE]"})
 
     @property
     def loras(self) -> dict[str, Any]:
@@ -82,7 +80,7 @@ class Run(Model):
         config: How the model is patched.
     """
 
-    prompt: tuple[str, ...] = field(default=(), metadata={"repeated": True, "metavar": "TEXT"})
+    prompt: tuple[str, ...] = field(default=(), metadata={"metavar": "TEXT"})
     prompts: Path | None = field(default=None, metadata=_FILE)
     seed: int = 0
     image: Path | None = field(default=None, metadata=_FILE)
@@ -151,7 +149,6 @@ class Compare(Run):
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
     blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
     metrics.json, report.html and report.md. If it was interrupted, the same command continues.
-    Under torchrun the processes share the sampling, and the first one writes.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\
@@ -242,12 +239,12 @@ class Pairs(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Command):
-    """Convert a TurboDiffusion .pth to a diffusers folder, and back.
+    """Convert a TurboDiffusion .pth to a diffusers folder.
 
     Writes a TurboDiffusion checkpoint (plain or -quant, with or without SLA) as a transformer
     folder of diffusers, or with --base as a whole pipeline with the rCM scheduler. Stock classes
-    have no place for proj_l and int8 weights; these are written to turbo_extra.safetensors beside
-    the weights. Nothing in a checkpoint is executed. If the conversion fails, nothing is left.
+    have no place for proj_l; these are written to turbo_extra.safetensors beside the weights.
+    Nothing in a checkpoint is executed. If the conversion fails, nothing is left.
 
     examples:
       turbo-rcm-patch convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer
@@ -255,11 +252,10 @@ class Convert(Command):
           --base Wan2.1-T2V-1.3B-Diffusers
       turbo-rcm-patch convert TurboWan2.2-I2V-A14B-high-720P.pth turbowan22 \\
           --low-noise TurboWan2.2-I2V-A14B-low-720P.pth --base Wan2.2-I2V-A14B-Diffusers
-      turbo-rcm-patch convert --back turbowan back.pth
 
     Attributes:
-        source: The .pth file; with --back the folder.
-        out: The folder to write; with --back the .pth file.
+        source: The .pth file.
+        out: The folder to write.
         base: Diffusers pipeline folder of the same model; makes OUT a whole pipeline.
         low_noise: The second expert of Wan 2.2 A14B; SOURCE is then the high-noise one.
         copy: Copy the base's VAE and text encoder instead of linking to them.
@@ -268,9 +264,9 @@ class Convert(Command):
         heads: Number of attention heads, if a head does not have 128 channels.
         network: The network to take from a file with several, e.g. net_ema. Without it the one
             that is not an average.
-        int8_only: Write the int8 weights of a -quant checkpoint alone: OUT is about as large as
-            SOURCE; this package loads it, and stock classes refuse it.
-        back: Convert a folder back to a .pth.
+        int8_only: Write the int8 weights of a -quant checkpoint as they are: OUT is about as large
+            as SOURCE; this package loads it, and stock classes refuse it. Without it they are
+            multiplied by their scales.
         force: Replace OUT if it exists.
     """
 
@@ -283,16 +279,13 @@ class Convert(Command):
     heads: int | None = None
     network: str | None = field(default=None, metadata={"metavar": "NAME"})
     int8_only: bool = False
-    back: bool = False
     force: bool = False
 
     def __post_init__(self) -> None:
-        forward = ("base", "dtype", "heads", "network", "int8_only") if self.back else ()
-        of_base = ("low_noise", "copy") if self.back or self.base is None else ()
-        for name in (*forward, *of_base):
-            if getattr(self, name):
-                option, got = f"--{name.replace('_', '-')}", "--back" if self.back else "no --base"
-                raise ConfigError(option, expected="not to be given here", got=f"it, with {got}")
+        for name in ("low_noise", "copy"):
+            if self.base is None and getattr(self, name):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(option, expected="--base too", got="none")
 
     @property
     def interrupted(self) -> str:

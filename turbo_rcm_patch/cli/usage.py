@@ -27,11 +27,10 @@ def add_fields(
 
     Type, choices and default are the field's; the help is its entry under `Attributes:` in the
     docstring. A field without a default is a positional argument. A switch that is on by default
-    has `--name` and `--no-name`, and a tuple takes a list with commas. An option that is not given
-    is absent from the result of the parser.
+    has `--name` and `--no-name`, and the option of a tuple is given once for each entry. An option
+    that is not given is absent from the result of the parser.
 
-    Metadata of a field: "metavar", the word for its value; "repeated", the option is given once
-    for each entry of a tuple; "hidden", it has no option.
+    Metadata of a field: "metavar", the word for its value; "hidden", it has no option.
 
     Args:
         to: A command, or a group of its options.
@@ -82,36 +81,31 @@ def _argument(hint: Any, field: Field[Any]) -> dict[str, Any]:
     if bool in kinds:
         switch = field.default is False
         return {"action": "store_true" if switch else argparse.BooleanOptionalAction}
-    word = field.metadata.get("metavar") or "|".join(
-        _word(kind) for kind in kinds if kind is not NoneType or field.default is not None
-    )
-    if field.metadata.get("repeated"):
-        one = get_args(kinds[0])[:1]
-        return {"type": partial(_read, one), "metavar": word, "action": "append"}
-    return {"type": partial(_read, kinds), "metavar": word}
+    argument: dict[str, Any] = {}
+    if get_origin(hint) is tuple:
+        kinds, argument = get_args(hint)[:1], {"action": "append"}
+    shown = [kind for kind in kinds if kind is not NoneType or field.default is not None]
+    word = field.metadata.get("metavar") or "|".join(map(_word, shown))
+    return argument | {"type": partial(_read, kinds), "metavar": word}
 
 
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
-    if get_origin(kind) is tuple:
-        return f"{_word(get_args(kind)[0])},..."
     return _WORDS[kind]
 
 
 def _read(kinds: Sequence[Any], text: str) -> object:
-    """Read a value as the first of these types that takes it, as a text if no other does."""
-    for kind in sorted(kinds, key=lambda kind: kind is str):
+    """Read a value as the first of these types that takes it."""
+    for kind in kinds:
         with suppress(ValueError):
-            if kind is NoneType and text == "none":
-                return None
             if kind is Path and not text:
                 raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
-            if get_origin(kind) is tuple:
-                return tuple(get_args(kind)[0](part) for part in text.split(","))
-            if get_origin(kind) is Literal and text in get_args(kind):
-                return text
             if kind in (int, float, str, Path):
                 return kind(text)
+            if kind is NoneType and text == "none":
+                return None
+            if text in get_args(kind):
+                return text
     words = "|".join(map(_word, kinds))
     raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")

@@ -16,6 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
+from turbo_rcm_patch.ops.generated_calls import GeneratedCall, tuple_of
 
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
@@ -33,9 +35,6 @@ _MOST_PROGRAMS = 4096
 #: Attempts to record a signature before it is given up. The first call may create constants, and
 #: later calls find them.
 _ATTEMPTS = 2
-#: Descriptors kept for one argument of one launch, by address.
-_MOST_DESCRIPTORS = 4096
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -92,146 +91,41 @@ def _replays() -> bool:
     return recorder() is None and not _launch_hooks() and not compiles_only()
 
 
-def _recorded(
-    launcher: Callable[..., _R],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[torch.Tensor],
-) -> tuple[_R, Program | None]:
-    """Run a launcher, and return its result and the recorded program, or None for the program."""
-    recording = Recorder(tensors)
-    _local.recorder = recording
-    try:
-        with recording:
-            result = launcher(*args, **kwargs)
-    finally:
-        _local.recorder = None
-    return result, recording.program(result)
-
-
 class Recordings:
     """The recordings of one launcher, by signature.
 
-    Args:
-        most: Signatures that are kept. When there are more, the oldest is dropped.
-
     Attributes:
-        found: Signature -> its programs, one for each way its arguments are aligned and share
+        programs: Signature -> its programs, one for each way its arguments are aligned and share
             memory; the number of failed attempts so far; None once given up.
     """
 
-    __slots__ = ("__weakref__", "_most", "found")
+    __slots__ = ("programs",)
 
-    def __init__(self, most: int) -> None:
-        self.found: dict[Any, list[Program] | int | None] = {}
-        self._most = most
+    def __init__(self) -> None:
+        self.programs: dict[Any, list[Program] | int | None] = {}
 
-    def record(
-        self,
-        signature: Any,
-        tensors: list[torch.Tensor],
-        launcher: Callable[..., _R],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> _R:
-        """Compute the launcher's result, and record the call if that is possible.
+    def recorder(self, signature: Any, tensors: list[torch.Tensor]) -> Recorder | None:
+        """Return a recorder for a call, or None if it cannot be recorded.
 
         Args:
             signature: Equal for equal shapes, strides, dtypes, devices and numbers.
             tensors: The tensors among the arguments, in order.
-            launcher: The launcher.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
         """
-        if self.found.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
-            return launcher(*args, **kwargs)
-        result, program = _recorded(launcher, args, kwargs, tensors)
-        found = self.found.get(signature, 0)
+        if self.programs.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
+            return None
+        return Recorder(tensors)
+
+    def keep(self, signature: Any, recorder: Recorder, result: Any) -> None:
+        """Keep a recorded call for later ones, if it can be repeated."""
+        program, known = recorder.program(result), self.programs.get(signature, 0)
         if program is not None:
-            self.found[signature] = [*(found if isinstance(found, list) else []), program]
-        elif not isinstance(found, list) and not _capturing(tensors[0]):
+            self.programs[signature] = [*(known if isinstance(known, list) else []), program]
+        elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
             # In a captured graph constants belong to the graph, so a failure there does not count.
-            tried = (found or 0) + 1
-            self.found[signature] = tried if tried < _ATTEMPTS else None
-        while len(self.found) > self._most:
-            self.found.pop(next(iter(list(self.found))), None)
-        return result
-
-
-class _Described(NamedTuple):
-    """A tensor descriptor of a program.
-
-    Attributes:
-        make: Makes a descriptor for an address.
-        kept: Address -> descriptor that was made for it.
-    """
-
-    make: Callable[[int], Any]
-    kept: dict[int, Any]
-
-    def at(self, address: int) -> Any:
-        """Return the descriptor of memory that begins at an address, made once."""
-        found = self.kept.get(address)
-        if found is None:
-            if len(self.kept) >= _MOST_DESCRIPTORS:
-                self.kept.clear()
-            found = self.kept[address] = self.make(address)
-        return found
-
-
-class _Values:
-    """What the launches of a program take that does not change from call to call, by name."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, Any] = {}
-
-    def add(self, value: Any) -> str:
-        """Hold a value, and return its name."""
-        name = f"v{len(self.held)}"
-        self.held[name] = value
-        return name
-
-    def starter(self, start: Any, values: list[str]) -> Callable[[list[int], int], None]:
-        """Return a function that starts a kernel, given the addresses and the stream.
-
-        Kernels take some fifty values in nested tuples. Python builds these in one expression
-        several times as fast as a loop over their parts.
-
-        Args:
-            start: The function that starts it.
-            values: Its arguments, as expressions over `at`, `stream` and names of held values.
-        """
-        code = f"lambda at, stream: {self.add(start)}({', '.join(values)})"
-        started: Callable[[list[int], int], None] = eval(code, self.held)
-        return started
-
-
-def _holds_tensor(value: Any) -> bool:
-    """Return True for a tensor, and for a tuple that holds one at any depth."""
-    inside = isinstance(value, tuple) and any(map(_holds_tensor, value))
-    return inside or isinstance(value, torch.Tensor)
-
-
-def _placed(
-    value: Any, locate: Callable[[torch.Tensor], tuple[int, int] | None], values: _Values
-) -> str | None:
-    """Return a value without descriptors as an expression; None if its memory is not known.
-
-    It is no closure: one that calls itself is a cycle, which would hold the tensors of the
-    recorded call until Python collects garbage.
-    """
-    if isinstance(value, tuple) and any(map(_holds_tensor, value)):
-        inner = [_placed(part, locate, values) for part in value]
-        return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
-    if not isinstance(value, torch.Tensor):
-        return values.add(value)
-    at = locate(value)
-    if at is None:
-        return None
-    slot, offset = at
-    if slot < 0:
-        return values.add(offset)
-    return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
+            attempts = (known or 0) + 1
+            self.programs[signature] = attempts if attempts < _ATTEMPTS else None
+        while len(self.programs) > _MOST_PROGRAMS:
+            self.programs.pop(next(iter(list(self.programs))), None)
 
 
 class _Buffer(NamedTuple):
@@ -242,135 +136,43 @@ class _Buffer(NamedTuple):
     dtype: torch.dtype
 
 
-class _Address:
-    """A replacement for the base of a tensor descriptor, of which only the address is read."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-class _Descriptor:
-    """A copy of a tensor descriptor over other memory, with the attributes that Triton reads."""
-
-    def __init__(self, like: Any, address: int) -> None:
-        self.__dict__.update(vars(like))
-        self.base = _Address(address)
-
-
+@dataclass(frozen=True, slots=True)
 class Program:
     """The recorded launches of one signature.
 
     Slot i is the address of the i-th tensor argument; the slots of buffers come after.
+
+    Attributes:
+        index: The number of the GPU, or None on a CPU.
+        alignment: The low bits of the addresses of the arguments.
+        low_bits: The largest of these.
+        aliases: Two arguments that share memory, and the distance of their addresses.
+        buffers: What is allocated.
+        starts: Start the kernels, given the addresses of all slots and the stream.
+        result: Builds the result from arguments and buffers.
+        constants: Tensors that the kernels read besides, which live as long as this.
     """
 
-    __slots__ = (
-        "_aliases",
-        "_alignment",
-        "_buffers",
-        "_constants",
-        "_index",
-        "_launches",
-        "_low_bits",
-        "_result",
-    )
-
-    def __init__(
-        self,
-        device: torch.device,
-        alignment: list[int],
-        aliases: tuple[tuple[int, int, int], ...],
-        buffers: tuple[_Buffer, ...],
-        launches: tuple[Callable[[list[int], int], None], ...],
-        result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
-        constants: tuple[torch.Tensor, ...],
-    ) -> None:
-        self._index, self._buffers = device.index if device.type == "cuda" else None, buffers
-        self._alignment, self._aliases = alignment, aliases
-        self._low_bits = max(alignment)
-        self._launches, self._result, self._constants = launches, result, constants
+    index: int | None
+    alignment: list[int]
+    low_bits: int
+    aliases: tuple[tuple[int, int, int], ...]
+    buffers: tuple[_Buffer, ...]
+    starts: tuple[Callable[[list[int], int], None], ...]
+    result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
+    constants: tuple[torch.Tensor, ...]
 
     def fits(self, addresses: list[int]) -> bool:
         """Return True if arguments share memory and are aligned as in the recorded call."""
-        bits = self._low_bits
+        bits = self.low_bits
         for address in addresses:
             bits |= address
-        if bits & 15 and [address & 15 for address in addresses] != self._alignment:
+        if bits & 15 and [address & 15 for address in addresses] != self.alignment:
             return False
-        for first, second, distance in self._aliases:
+        for first, second, distance in self.aliases:
             if addresses[second] - addresses[first] != distance:
                 return False
         return True
-
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
-        index = self._index
-        if index is not None and index != _current_device():
-            with torch.cuda.device(index):
-                return self(tensors, addresses)
-        allocate = tensors[0].new_empty_strided  # the fastest of torch's allocating functions
-        made = [allocate(shape, stride, dtype=dtype) for shape, stride, dtype in self._buffers]
-        at = [*addresses, *map(_data_ptr, made)]
-        stream = _raw_stream(index)
-        for start in self._launches:
-            start(at, stream)
-        return self._result(tensors, made)
-
-
-def _starter_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[Any]]:
-    """Find the fastest function that starts a compiled kernel.
-
-    Triton's launcher makes tensor descriptors on every call, which takes a third of the time of a
-    launch with two descriptors. In the release whose launcher is known, a kernel without scratch
-    memory is started by the function that the launcher calls, with descriptors kept by address.
-    Other kernels are started by the launcher.
-
-    Returns:
-        The function, its arguments between the stream and those of the kernel, and the layouts of
-        descriptors.
-    """
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    public = run, (function, packed, None, None, None), []
-    import triton
-
-    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
-        return public
-    if run.global_scratch_size or run.profile_scratch_size:
-        return public
-    start, metas = run.launch, []
-    if getattr(start, "__closure__", None):
-        free = dict(zip(start.__code__.co_freevars, start.__closure__, strict=True))
-        start = free["launcher"].cell_contents
-        metas = list(free["tensordesc_meta"].cell_contents)
-    if None in metas:  # On targets without hardware copies descriptors are passed in parts.
-        return public
-    flags = run.launch_cooperative_grid, run.launch_pdl, None, None
-    return start, (function, *flags, packed, None, None, None), metas
-
-
-def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
-    """Return a function that makes a tensor descriptor for an address.
-
-    Args:
-        like: The descriptor that was recorded.
-        meta: Its layout by the compiler if the kernel starts without Triton's launcher, else None.
-
-    Returns:
-        The function, and the numbers after the descriptor among the kernel's arguments.
-    """
-    # Drop its memory, which would live as long as the program.
-    like = _Descriptor(like, like.base.data_ptr())
-    if meta is None:
-        return functools.partial(_Descriptor, like), []
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    def make(address: int) -> Any:
-        return make_tensordesc_arg(_Descriptor(like, address), meta)[0]
-
-    return make, make_tensordesc_arg(like, meta)[1:]
 
 
 def _raw_stream(index: int | None) -> int:
@@ -382,26 +184,52 @@ def _current_device() -> int:
     return torch._C._cuda_getDevice()
 
 
+class _Unrepeatable(Exception):
+    """A recorded call cannot be repeated: it uses memory that nothing here names."""
+
+
+class _Launch(NamedTuple):
+    """A kernel that was launched, its arguments by name, and the compiled kernel that ran."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    compiled: Any
+
+
 class Recorder(TorchDispatchMode):
-    """Records the allocations and the kernels of a launcher.
+    """Records the allocations and the kernels of a launcher that runs inside `with recorder`.
+
+    Args:
+        tensors: The tensors among its arguments, in order.
 
     Attributes:
+        inputs: These.
         complete: False once the launcher has done anything else.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._inputs = tensors
-        self._made: list[torch.Tensor] = []
-        self._launches: list[tuple[Any, tuple[int, ...], dict[str, Any], Any]] = []
+        self.inputs = tensors
+        self._allocated: list[torch.Tensor] = []
+        self._launches: list[_Launch] = []
         self.complete = True
+
+    def __enter__(self) -> Recorder:
+        _local.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = None
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            self._made.append(out)
+            self._allocated.append(out)
         elif not _is_view(func):
             self.complete = False
         return out
@@ -412,102 +240,160 @@ class Recorder(TorchDispatchMode):
         """Record a launch, with its arguments by name and the compiled kernel that ran."""
         if not hasattr(compiled, "packed_metadata"):  # so it is in the interpreter
             self.complete = False
-        self._launches.append((kernel, grid, arguments, compiled))
+        self._launches.append(_Launch(kernel, grid, arguments, compiled))
 
     def program(self, result: Any) -> Program | None:
         """Return the recorded program, given the launcher's result; None if it is incomplete."""
         if not self.complete or not self._launches:
             return None
-        made = self._made
-        inputs: dict[int, list[int]] = {}
-        for i, tensor in enumerate(self._inputs):
-            inputs.setdefault(_storage(tensor), []).append(i)
+        try:
+            memory = _Memory(self.inputs, self._allocated, result)
+            starts = tuple([_start(launch, memory) for launch in self._launches])
+        except _Unrepeatable:
+            return None
+        device, alignment = self.inputs[0].device, [x.data_ptr() & 15 for x in self.inputs]
+        return Program(
+            index=device.index if device.type == "cuda" else None,
+            alignment=alignment,
+            low_bits=max(alignment),
+            aliases=memory.aliases(),
+            buffers=memory.buffers,
+            starts=starts,
+            result=memory.result,
+            constants=tuple(memory.constants),
+        )
+
+
+class _Memory:
+    """Where the tensors of a recorded call lie.
+
+    Args:
+        inputs: The tensors among the arguments of the launcher.
+        allocated: Its allocations, in order.
+        result: What it returned.
+
+    Attributes:
+        buffers: The allocations of a replay.
+        result: Builds the result of a replay from arguments and buffers.
+        constants: Tensors that outlive the call and that `slot_of` met.
+
+    Raises:
+        _Unrepeatable: An argument has no memory, or the result is no argument and no allocation.
+    """
+
+    def __init__(
+        self, inputs: list[torch.Tensor], allocated: list[torch.Tensor], result: Any
+    ) -> None:
+        self._inputs, self._allocated = inputs, allocated
+        self._arguments: dict[int, list[int]] = {}
+        for i, tensor in enumerate(inputs):
+            self._arguments.setdefault(_storage(tensor), []).append(i)
         # Empty tensors have no address by which to find them. The launcher may return one, but no
         # kernel may take one.
-        owners = {_storage(tensor): i for i, tensor in enumerate(made) if tensor.numel()}
-        if 0 in inputs:
-            return None
+        self._owners = {_storage(x): i for i, x in enumerate(allocated) if x.numel()}
+        if 0 in self._arguments:
+            raise _Unrepeatable
         returned: set[int] = set()
-        shape = self._result(result, owners, returned)
-        if shape is None:
-            return None
-        buffers, slots = _buffers(made, returned)
-        first = len(self._inputs)
-        constants: list[torch.Tensor] = []
+        source = self._source(result, returned)
+        self.buffers, self._slots = _buffers(allocated, returned)
+        self.result = _builder(source, self._slots)
+        self.constants: list[torch.Tensor] = []
 
-        def locate(tensor: torch.Tensor) -> tuple[int, int] | None:
-            storage, address = _storage(tensor), tensor.data_ptr()
-            if storage in owners:
-                slot, offset = slots[owners[storage]]
-                return first + slot, offset + address - made[owners[storage]].data_ptr()
-            if storage in inputs:
-                slot = inputs[storage][0]
-                return slot, address - self._inputs[slot].data_ptr()
-            if storage in _kept:
-                constants.append(tensor)
-                return -1, address
-            return None
+    def slot_of(self, tensor: torch.Tensor) -> tuple[int | None, int]:
+        """Return the slot of a tensor and its offset; for a constant None and its address.
 
-        values, launches = _Values(), []
+        Raises:
+            _Unrepeatable: It is neither an argument, nor an allocation, nor a constant.
+        """
+        storage, address = _storage(tensor), tensor.data_ptr()
+        if storage in self._owners:
+            allocation = self._owners[storage]
+            slot, offset = self._slots[allocation]
+            inside = address - self._allocated[allocation].data_ptr()
+            return len(self._inputs) + slot, offset + inside
+        if storage in self._arguments:
+            slot = self._arguments[storage][0]
+            return slot, address - self._inputs[slot].data_ptr()
+        if storage in _kept:
+            self.constants.append(tensor)
+            return None, address
+        raise _Unrepeatable
 
-        for kernel, grid, arguments, compiled in self._launches:
-            start, head, metas = _starter_of(compiled)
-            wanted = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(values.add, head)]
-            for name in kernel.arg_names:
-                value = arguments[name]
-                base = getattr(value, "base", None)
-                if isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
-                    found = _placed(value, locate, values)
-                    if found is None:
-                        return None
-                    wanted.append(found)
-                    continue
-                at = locate(base)
-                if at is None or at[0] < 0:
-                    return None  # No constant is read through a descriptor.
-                make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
-                described = values.add(_Described(make, {}).at)
-                wanted.append(f"{described}(at[{at[0]}] + {at[1]})")
-                wanted += map(values.add, numbers)
-            launches.append(values.starter(start, wanted))
-        aliases = tuple(
-            (first_of, other, self._inputs[other].data_ptr() - self._inputs[first_of].data_ptr())
-            for first_of, *others in inputs.values()
+    def aliases(self) -> tuple[tuple[int, int, int], ...]:
+        """Return pairs of arguments that share memory, and the distance of their addresses."""
+        addresses = [x.data_ptr() for x in self._inputs]
+        return tuple(
+            (first, other, addresses[other] - addresses[first])
+            for first, *others in self._arguments.values()
             for other in others
         )
-        return Program(
-            self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs], aliases, buffers,
-            tuple(launches), _builder(shape, slots), tuple(constants),
-        )  # fmt: skip
 
-    def _result(
-        self, value: Any, owners: dict[int, int], returned: set[int]
-    ) -> tuple[Any, ...] | None:
-        """Return the source of a result: a constant, an argument, an empty tensor, a whole buffer,
-        or a tuple of these. Return None for any other source."""
+    def _source(self, value: Any, returned: set[int]) -> tuple[Any, ...]:
+        """Return the source of a result: a constant, an argument, an empty tensor, a whole
+        allocation, which is added to `returned`, or a tuple of these."""
         if isinstance(value, tuple):
-            parts = [self._result(part, owners, returned) for part in value]
-            return None if None in parts else ("tuple", type(value), parts)
+            return "tuple", type(value), [self._source(part, returned) for part in value]
         if not isinstance(value, torch.Tensor):
-            return ("constant", value) if type(value) in _PLAIN else None
+            if type(value) not in _PLAIN:
+                raise _Unrepeatable
+            return "constant", value
         for i, tensor in enumerate(self._inputs):
             if tensor is value:
                 return "input", i
         if not value.numel():
             return "empty", (tuple(value.shape), value.dtype)
-        index = owners.get(_storage(value))
-        if index is None:
-            return None
-        own = self._made[index]
-        if (value.shape, value.stride(), value.dtype, value.data_ptr()) != (
-            own.shape,
-            own.stride(),
-            own.dtype,
-            own.data_ptr(),
-        ):
-            return None
+        index = self._owners.get(_storage(value))
+        if index is None or _layout(value) != _layout(self._allocated[index]):
+            raise _Unrepeatable
         returned.add(index)
-        return "made", index
+        return "allocated", index
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.data_ptr()
+
+
+def _start(launch: _Launch, memory: _Memory) -> Callable[[list[int], int], None]:
+    """Return a function that starts a recorded kernel, given the addresses and the stream."""
+    from turbo_rcm_patch.ops.triton36_launcher import descriptors_like, starter_of
+
+    starter, call = starter_of(launch.compiled), GeneratedCall()
+    layouts = iter(starter.layouts)
+    for size in (*launch.grid, 1, 1)[:3]:
+        call.add(str(size))
+    call.add("stream")
+    for value in starter.head:
+        call.add(call.constant(value))
+    for name in launch.kernel.arg_names:
+        value = launch.arguments[name]
+        base = getattr(value, "base", None)
+        if isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
+            call.add(_expression(value, memory, call))
+            continue
+        slot, offset = memory.slot_of(base)
+        if slot is None:
+            raise _Unrepeatable  # No constant is read through a descriptor.
+        descriptors = descriptors_like(value, next(layouts, None))
+        call.add(f"{call.constant(descriptors.at)}({call.address(slot, offset)})")
+        for number in descriptors.numbers:
+            call.add(call.constant(number))
+    return call.compiled(starter.function)
+
+
+def _expression(value: Any, memory: _Memory, call: GeneratedCall) -> str:
+    """Return an argument without descriptors as an expression of a call."""
+    if isinstance(value, tuple) and _holds_tensor(value):
+        return tuple_of([_expression(part, memory, call) for part in value])
+    if not isinstance(value, torch.Tensor):
+        return call.constant(value)
+    slot, offset = memory.slot_of(value)
+    return call.constant(offset) if slot is None else call.address(slot, offset)
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Return True for a tensor, and for a tuple that holds one at any depth."""
+    inside = isinstance(value, tuple) and any(map(_holds_tensor, value))
+    return inside or isinstance(value, torch.Tensor)
 
 
 @functools.cache
@@ -523,29 +409,26 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _buffers(
-    made: list[torch.Tensor], returned: set[int]
+    allocated: list[torch.Tensor], returned: set[int]
 ) -> tuple[tuple[_Buffer, ...], list[tuple[int, int]]]:
-    """Assign the recorded allocations to buffers; small scratch shares one.
+    """Assign the recorded allocations to buffers; small scratch shares the last one.
 
     Returns:
         The buffers, and (buffer, offset) of each recorded allocation.
     """
+    sizes = [x.untyped_storage().nbytes() for x in allocated]
+    shares = [i not in returned and size < _SHARED_BELOW for i, size in enumerate(sizes)]
     buffers: list[_Buffer] = []
     slots: list[tuple[int, int]] = []
-    shared = 0
-    sharing: list[int] = []
-    for i, tensor in enumerate(made):
-        size = tensor.untyped_storage().nbytes()
-        if i not in returned and size < _SHARED_BELOW:
-            slots.append((-1, shared))
-            sharing.append(i)
+    last, shared = shares.count(False), 0
+    for tensor, size, sharing in zip(allocated, sizes, shares, strict=True):
+        if sharing:
+            slots.append((last, shared))
             shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
-            continue
-        slots.append((len(buffers), 0))
-        buffers.append(_Buffer(tuple(tensor.shape), tensor.stride(), tensor.dtype))
-    if sharing:
-        for i in sharing:
-            slots[i] = (len(buffers), slots[i][1])
+        else:
+            slots.append((len(buffers), 0))
+            buffers.append(_Buffer(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    if any(shares):
         buffers.append(_Buffer((shared,), (1,), torch.uint8))
     return tuple(buffers), slots
 
@@ -556,18 +439,18 @@ def _builder(
     """Return a function that builds a launcher's result from arguments and buffers."""
     kind, value = source[:2]
     if kind == "constant":
-        return lambda inputs, made: value
+        return lambda inputs, buffers: value
     if kind == "input":
-        return lambda inputs, made: inputs[value]
+        return lambda inputs, buffers: inputs[value]
     if kind == "empty":
         empty, dtype = value
-        return lambda inputs, made: inputs[0].new_empty(empty, dtype=dtype)
-    if kind == "made":
+        return lambda inputs, buffers: inputs[0].new_empty(empty, dtype=dtype)
+    if kind == "allocated":
         index = slots[value][0]
-        return lambda inputs, made: made[index]
+        return lambda inputs, buffers: buffers[index]
     parts = [_builder(part, slots) for part in source[2]]
     make = getattr(value, "_make", value)  # of a NamedTuple; it takes an iterable, as tuple does
-    return lambda inputs, made: make([part(inputs, made) for part in parts])
+    return lambda inputs, buffers: make([part(inputs, buffers) for part in parts])
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -629,12 +512,12 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
     Return False if one is of an unknown type.
     """
     kinds = tuple(map(type, values))
-    found = _kinds_of(kinds)
-    if found is None:
+    getters = _kinds_of(kinds)
+    if getters is None:
         return False
-    key += kinds, found.plain(values)
-    tensors += found.tensors(values)
-    return all([_add_to_key(inner, key, tensors) for inner in found.tuples(values)])
+    key += kinds, getters.plain(values)
+    tensors += getters.tensors(values)
+    return all([_add_to_key(inner, key, tensors) for inner in getters.tuples(values)])
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -644,7 +527,7 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     them. It allocates with `torch.empty` and its variants. It always runs itself on a CPU, while a
     hook watches launches, and inside another recording.
     """
-    recordings = Recordings(_MOST_PROGRAMS)
+    recordings = Recordings()
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -655,13 +538,30 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
             return launcher(*args, **kwargs)
         key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
         signature = tuple(key)
-        programs = recordings.found.get(signature)
-        if programs.__class__ is list:
+        programs = recordings.programs.get(signature)
+        # Written out here: every call on the way to a kernel takes part of a microsecond.
+        for program in programs if programs.__class__ is list else ():  # type: ignore[union-attr]
             addresses = list(map(_data_ptr, tensors))
-            for program in programs:  # type: ignore[union-attr]
-                if program.fits(addresses):
-                    made: _R = program(tensors, addresses)
-                    return made
-        return recordings.record(signature, tensors, launcher, args, kwargs)
+            if not program.fits(addresses):
+                continue
+            index = program.index
+            if index is not None and index != _current_device():
+                with torch.cuda.device(index):
+                    return launch(*args, **kwargs)
+            allocate = tensors[0].new_empty_strided  # the fastest of torch's allocating functions
+            buffers = [allocate(shape, stride, dtype=of) for shape, stride, of in program.buffers]
+            at = [*addresses, *map(_data_ptr, buffers)]
+            stream = _raw_stream(index)
+            for start in program.starts:
+                start(at, stream)
+            repeated: _R = program.result(tensors, buffers)
+            return repeated
+        recording = recordings.recorder(signature, tensors)
+        if recording is None:
+            return launcher(*args, **kwargs)
+        with recording:
+            result = launcher(*args, **kwargs)
+        recordings.keep(signature, recording, result)
+        return result
 
     return launch

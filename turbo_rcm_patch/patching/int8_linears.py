@@ -29,7 +29,7 @@ from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples, layout
-from turbo_rcm_patch.patching.int8_weights import Int8Linear, attached_int8, stands_for
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
     Replacement,
@@ -94,8 +94,6 @@ class Int8Forward(Replacement):
     def __init__(self, linear: Any, impl: Impl) -> None:
         self.linear, self.impl, self.on = linear, impl, True
         self._made: tuple[Tensor, Tensor] | None = None
-        #: The attached int8 weight that was checked last, and True if it stands for the weight.
-        self._brought: tuple[Tensor | None, bool] = (None, False)
         self._of: tuple[Any, ...] | None = None
         self._moves = 0
 
@@ -144,13 +142,6 @@ class Int8Forward(Replacement):
         weight = linear._parameters["weight"]
         if compiling():  # A graph quantises on every call, so that it sees a changed weight.
             return quantize_weight(weight, impl=self.impl)
-        brought = attached_int8(linear)
-        if brought is not None:
-            if self._brought[0] is not brought[0]:
-                # Compare once: merging an adapter writes through `.data`, without a new version.
-                self._brought = brought[0], stands_for(weight, *brought)
-            if self._brought[1]:
-                return brought
         of = (
             weight,
             -1 if weight.is_inference() else weight._version,
@@ -173,7 +164,6 @@ class Int8Forward(Replacement):
     def forget(self) -> None:
         """Drop the int8 copy."""
         self._made = self._of = None
-        self._brought = None, False
         self._moves = 0
 
 

@@ -1,9 +1,4 @@
-"""int8 weights of Linears: attached beside their own weights, or alone.
-
-A `-quant` checkpoint attaches the int8 weights with which a Linear runs under `linear="int8"`.
-They are buffers of the Linear, so they move with it. They are not in its state dict, so no other
-code sees them. They are used as long as the Linear has the weight to which they were attached,
-with unchanged values. A copy of the model (deepcopy, pickle) ignores them and quantises its own.
+"""Linears with int8 weights alone.
 
 An `Int8Linear` replaces an `nn.Linear` whose original weight is dropped (`linear="int8-only"`), or
 whose checkpoint never had one. A call multiplies with int8 times scale, rounded once to its dtype.
@@ -30,7 +25,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
-from turbo_rcm_patch.ops.int8_linear.api import GROUP, dequantized
+from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.patching.read_only_weight import LEAVE_OUT, ReadOnlyWeight
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
@@ -42,98 +37,11 @@ _ROWS: Final = 1024
 #: Names of the parameters, in a model and in every file.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"
-#: Names of the attached buffers and of the attribute beside them.
-_INT8: Final = "turbo_int8_weight"
-_SCALE: Final = "turbo_int8_scale_bits"
-_ORIGIN: Final = "turbo_int8_origin"
-#: Largest relative error of one rounding to bf16 (2^-8) and one to fp16 (2^-11), and largest
-#: absolute error where fp16 is subnormal.
-_RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
-
-
-# --- beside a weight -----------------------------------------------------------------------------
 
 
 def scale_bits(scale: Tensor) -> Tensor:
     """Return the bits of scales in fp32, as int32, which no cast of a model rounds."""
     return scale.float().contiguous().view(torch.int32)
-
-
-class _Origin:
-    """The weight that an int8 weight stands for, and its version when that was attached."""
-
-    def __init__(self, weight: Tensor | None = None) -> None:
-        self.weight = weight
-        self.version = 0 if weight is None else weight._version
-
-    def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
-        return _Origin, ()  # A copy of the Linear has another weight, so it gets no origin.
-
-
-def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
-    """Attach the int8 weight with which a Linear runs under `linear="int8"`.
-
-    Args:
-        linear: The Linear. Its own weight [Cout, K], which other code uses, is about int8 times
-            the scale.
-        int8: int8 [Cout, K].
-        scale: fp32 [ceil(Cout / 128), ceil(K / 128)], one for every block of 128 x 128.
-    """
-    device = linear.weight.device
-    detach_int8(linear)
-    if linear.weight.is_inference():
-        return  # An inference tensor has no version, and does not run in int8.
-    linear.register_buffer(_INT8, int8.to(device), persistent=False)
-    linear.register_buffer(_SCALE, scale_bits(scale.to(device)), persistent=False)
-    setattr(linear, _ORIGIN, _Origin(linear.weight))
-
-
-def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the attached int8 weight and its scales, or None.
-
-    The result is None if there are none, or if the version of the weight shows a change. Writes
-    through `.data` do not change the version; `stands_for` finds them.
-
-    Returns:
-        int8 [Cout, K] and fp32 [ceil(Cout / 128), ceil(K / 128)].
-    """
-    buffers = linear._buffers
-    int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
-    if int8 is None or bits is None:
-        return None
-    weight, origin = linear._parameters.get("weight"), getattr(linear, _ORIGIN)
-    if weight is None or weight is not origin.weight or weight._version != origin.version:
-        return None
-    return int8, bits.view(torch.float32)
-
-
-def detach_int8(linear: nn.Module) -> None:
-    """Remove the attached int8 weight completely."""
-    for name in (_INT8, _SCALE):
-        if name in linear._buffers:
-            delattr(linear, name)
-    linear.__dict__.pop(_ORIGIN, None)
-
-
-def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
-    """Return True if int8 times scale is this weight up to rounding. This waits for the device.
-
-    Args:
-        weight: [Cout, K], any float dtype.
-        int8: int8 [Cout, K].
-        scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
-    """
-    fits = torch.ones((), dtype=torch.bool, device=weight.device)
-    # Part by part, because an fp32 copy of the whole weight would be large.
-    for i, rows in enumerate(torch.split(weight.detach(), GROUP)):
-        groups = scale[i].repeat_interleave(GROUP)[: weight.shape[1]]
-        product = int8[i * GROUP : i * GROUP + len(rows)] * groups
-        near = (rows.float() - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE
-        fits &= near.all()
-    return bool(fits)
-
-
-# --- alone ---------------------------------------------------------------------------------------
 
 
 class Int8Linear(nn.Linear):
@@ -333,12 +241,9 @@ def drop_originals(
 def _quantized(
     linear: nn.Linear, impl: Impl, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the int8 weight attached to a Linear, or quantise one with a scale per row."""
+    """Quantise the weight of a Linear, with a scale per row."""
     # A tensor made in inference mode could not be used in a later forward outside it.
     with torch.inference_mode(False):
-        brought = attached_int8(linear)
-        if brought is not None and stands_for(linear.weight, *brought):
-            return brought
         weight = linear.weight.detach()
         int8 = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from turbo_rcm_patch.errors import ConfigError
-
 SHAPES: Final = ("circle", "square", "triangle", "star", "ring", "cross")
 # Pairwise at least 0.45 apart in RGB, one channel near 1: brightness alone finds the object.
 COLOURS: Final = {
@@ -38,7 +36,7 @@ _HELD_OUT_EVERY: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What one video shows, in words of the vocabulary above."""
+    """A video in words of the vocabulary above."""
 
     shape: str
     colour: str
@@ -48,19 +46,19 @@ class Clip:
 
 
 def is_held_out(shape: int, colour: int, motion: int) -> bool:
-    """Whether training leaves this combination out: one in four; every pair still occurs."""
+    """True if training leaves this combination out: one in four; every pair still occurs."""
     return (shape + colour + motion) % _HELD_OUT_EVERY == 0
 
 
 def clips(*, held_out: bool) -> list[Clip]:
     """All clips whose (shape, colour, motion) is held out, or all that training may use."""
-    found = []
+    chosen = []
     for (s, shape), (c, colour), (m, motion) in product(
         enumerate(SHAPES), enumerate(COLOURS), enumerate(MOTIONS)
     ):
         if is_held_out(s, c, m) == held_out:
-            found += [Clip(shape, colour, motion, z, b) for z, b in product(SIZES, BACKGROUNDS)]
-    return found
+            chosen += [Clip(shape, colour, motion, z, b) for z, b in product(SIZES, BACKGROUNDS)]
+    return chosen
 
 
 def caption(clip: Clip) -> str:
@@ -68,30 +66,6 @@ def caption(clip: Clip) -> str:
     return (
         f"a {clip.size} {clip.colour} {clip.shape} {MOTIONS[clip.motion]} "
         f"on a {clip.background} background"
-    )
-
-
-def parse(text: str) -> Clip:
-    """Read a caption back.
-
-    Raises:
-        ConfigError: The text is not a sentence of the grammar.
-    """
-    tokens = text.lower().strip(" .").split()
-    by_phrase = {phrase: name for name, phrase in MOTIONS.items()}
-    if len(tokens) >= 8:
-        size, colour, shape = tokens[1:4]
-        motion = by_phrase.get(" ".join(tokens[4:-4]), "")
-        clip = Clip(shape, colour, motion, size, tokens[-2])
-        known = motion and size in SIZES and colour in COLOURS and shape in SHAPES
-        if known and clip.background in BACKGROUNDS and caption(clip) == " ".join(tokens):
-            return clip
-    raise ConfigError(
-        "caption",
-        expected=f"a sentence like {DEMO_PROMPTS[0]!r}",
-        got=repr(text),
-        remedy=f"Shapes {SHAPES}, colours {tuple(COLOURS)}, motions {tuple(MOTIONS.values())}, "
-        f"sizes {SIZES}, backgrounds {BACKGROUNDS}",
     )
 
 

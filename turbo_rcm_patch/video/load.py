@@ -13,11 +13,12 @@ from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.extra_file import folder_proj_l, mark_of
-from turbo_rcm_patch.checkpoints.int8_folder import holds_int8, is_int8_only, load_int8_only
-from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
+from turbo_rcm_patch.checkpoints.int8_folder import is_int8_only, load_int8_only
+from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part
 from turbo_rcm_patch.config import check_choice
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import read_json
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
@@ -50,7 +51,7 @@ def load_pipeline(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
     offload: Offload = "none",
-    int8: bool | Literal["only"] = True,
+    int8: Literal["only"] | None = None,
     lora: Sequence[str] = (),
 ) -> VideoPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE and image encoder in fp32.
@@ -63,16 +64,15 @@ def load_pipeline(
         offload: "model" keeps one component at a time on the GPU. "group" keeps one block of a
             transformer there and fetches the next meanwhile, and one layer of the text encoder and
             the VAE, which decodes in tiles. "sequential" keeps one layer at a time.
-        int8: Attach the int8 weights of a converted checkpoint, for `linear="int8"`. "only" keeps
-            int8 weights alone, as `keep_int8_only` does: those of the folder, and no original is
-            read, or new ones. A folder without originals always loads so.
+        int8: "only" keeps int8 weights alone, as `keep_int8_only` does. A folder that has no
+            others always loads so.
         lora: LoRAs to load and not to fuse, each `PATH_OR_ID[:SCALE]`. With two experts, a name
             with "high_noise" or "low_noise" in it goes to that one, another to both;
             "transformer=..." and "transformer_2=..." choose. See `lora.add_loras`.
 
     Returns:
         One of the pipelines in `pipelines.PIPELINES`, ready to run. If the folder was converted
-        from a checkpoint with int8 weights or SLA, these are attached (`load_extra`).
+        from a checkpoint with SLA, its `proj_l` are attached (`load_extra`).
 
     Raises:
         ConfigError: An argument has another value.
@@ -91,11 +91,7 @@ def load_pipeline(
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)
-    # Under sequential offload Linears are hooked and not run in int8: int8 weights beside others
-    # would lie on the GPU for nothing.
-    if offload == "sequential" and int8 != "only":
-        int8 = False
-    pipe = _from_pretrained(folder, dtype, int8=int8)
+    pipe = _from_pretrained(folder, dtype)
     add_loras(pipe, lora)
     if int8 == "only":  # The Linears that the folder has no int8 weights for.
         keep_int8_only(pipe)
@@ -184,10 +180,8 @@ def check_folder(folder: Path) -> str:
         raise ModelFolderError(what, remedy="Check its permissions and the disk") from error
 
 
-def _from_pretrained(
-    folder: Path | str, dtype: torch.dtype, *, int8: bool | Literal["only"] = True
-) -> VideoPipeline:
-    """Load a pipeline, and attach what was converted beside the weights of its transformers."""
+def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
+    """Load a pipeline, and attach the `proj_l` of its transformers."""
     import diffusers
 
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
@@ -205,7 +199,7 @@ def _from_pretrained(
         asked = _ALIASES.get(index["_class_name"], index["_class_name"])
         if asked not in PIPELINES:
             raise TypeError(f"it is a {asked}, not one of {tuple(PIPELINES)}")
-        alone = _int8_parts(folder, dtype, wanted=int8 == "only") if local else {}
+        alone = _int8_parts(folder, dtype) if local else {}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
         dtypes = {"default": dtype} | {
             part: torch.float32 for part in ("vae", "image_encoder") if part in index
@@ -223,7 +217,7 @@ def _from_pretrained(
             raise ModelFolderError(what, remedy=remedy)
         part.eval()
         if name in find.COMPONENTS:
-            _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
+            _attach_extra(part, folder, name)
     if isinstance(folder, str):
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -232,20 +226,17 @@ def _from_pretrained(
     return pipe
 
 
-def _int8_parts(folder: Path | str, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
-    """Load the transformers that get int8 weights alone: because the folder has no others, or
-    because it was asked for and there are int8 weights."""
+def _int8_parts(folder: Path | str, dtype: torch.dtype) -> dict[str, Any]:
+    """Load the transformers whose folders have int8 weights alone."""
     parts = [Path(folder) / name for name in find.COMPONENTS]
-    parts = [part for part in parts if (part / "config.json").is_file()]
-    chosen = [part for part in parts if is_int8_only(part) or (wanted and holds_int8(part))]
-    return {part.name: load_int8_only(part, dtype) for part in chosen}
+    return {part.name: load_int8_only(part, dtype) for part in parts if is_int8_only(part)}
 
 
-def _attach_extra(transformer: Any, model: Path | str, name: str, *, int8: bool) -> None:
-    """Attach what was converted beside a transformer's weights, in a folder or on the hub."""
+def _attach_extra(transformer: Any, model: Path | str, name: str) -> None:
+    """Attach the `proj_l` of a transformer, from a folder or from the hub."""
     place = _extra_folder(transformer, model, name)
     if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
-        load_extra(transformer, place, int8=int8)
+        load_extra(transformer, place)
     if isinstance(mark_of(transformer.config), Mapping) and not held_proj_l(transformer):
         what = f"{model}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
         what += "with its proj_l, and its weights were not trained for dense attention"

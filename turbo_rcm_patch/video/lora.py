@@ -7,13 +7,14 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.patching.find import COMPONENTS
 from turbo_rcm_patch.video.loading import HUB_ID, loading
 from turbo_rcm_patch.video.pipelines import networks_of
@@ -36,6 +37,7 @@ class LoRA:
     """A LoRA to be loaded.
 
     Attributes:
+        text: As it was given, `[PART=]PATH_OR_ID[:SCALE]`.
         source: A file, a folder, or a hub id.
         file: The file inside a hub's repository, else "".
         scale: The factor of its update.
@@ -43,6 +45,7 @@ class LoRA:
             "transformer_2" (the low-noise expert).
     """
 
+    text: str
     source: str
     file: str
     scale: float
@@ -61,40 +64,35 @@ def parse_lora(text: str) -> LoRA:
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("lora", expected=_FORM.strip(), got=repr(text))
-    part, equals, rest = text.partition("=")
+    part, equals, source = text.partition("=")
     parts: tuple[str, ...] = (part,) if equals and part in COMPONENTS else ()
-    source = rest if parts else text
-    scale = 1.0
+    source, scale = source if parts else text, 1.0
     if not Path(source).expanduser().exists():
         before, colon, after = source.rpartition(":")
         if colon and not {"/", "\\"} & {*after}:  # Else the colon is of a drive.
-            source, scale = before, _scale(text, after)
+            source, scale = before, _read_scale(text, after)
     name = source.lower().replace("\\", "/").rpartition("/")[2] or source
     parts = parts or tuple(
-        one for one, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+        expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
     )
-    path, file = Path(source).expanduser(), ""
+    path = Path(source).expanduser()
     if path.exists():
-        source = str(path)
-    else:
-        owner = source.split("/")
-        source, file = "/".join(owner[:2]), "/".join(owner[2:])
-        if not HUB_ID.fullmatch(source) or source.endswith(".safetensors"):
-            expected = f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub"
-            what, remedy = f"no such LoRA: {path}", "Check the spelling"
-            raise ModelFolderError(what, expected=expected, remedy=remedy)
-    return LoRA(source, file, scale, parts or COMPONENTS)
+        return LoRA(text, str(path), "", scale, parts or COMPONENTS)
+    owner = source.split("/")
+    hub_id, file = "/".join(owner[:2]), "/".join(owner[2:])
+    if not HUB_ID.fullmatch(hub_id) or hub_id.endswith(".safetensors"):
+        expected = f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub"
+        what, remedy = f"no such LoRA: {path}", "Check the spelling"
+        raise ModelFolderError(what, expected=expected, remedy=remedy)
+    return LoRA(text, hub_id, file, scale, parts or COMPONENTS)
 
 
-def _scale(text: str, given: str) -> float:
-    try:
-        scale = float(given)
-    except ValueError:
-        scale = math.nan
-    if not math.isfinite(scale):
-        expected = "a finite number after the colon"
-        raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=given)
-    return scale
+def _read_scale(text: str, scale: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(float(scale)):
+            return float(scale)
+    expected = "a finite number after the colon"
+    raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=scale)
 
 
 def check_loras(loras: Sequence[str]) -> list[LoRA]:
@@ -107,14 +105,14 @@ def check_loras(loras: Sequence[str]) -> list[LoRA]:
     """
     if isinstance(loras, str):
         raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
-    wanted = [parse_lora(one) for one in loras]
+    wanted = [parse_lora(text) for text in loras]
     if wanted:
         require("lora", "a LoRA", "peft")
     return wanted
 
 
 def add_loras(pipe: Any, loras: Sequence[str]) -> None:
-    """Load LoRAs into the transformers of a pipeline, beside their weights and not fused.
+    """Load LoRAs with the pipeline's own loader, beside the weights and not fused.
 
     A Linear with a LoRA is called as before, so `linear="int8"` runs its base in int8 and the
     low-rank side in 16 bits.
@@ -130,32 +128,25 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
             LoRAs is loaded then.
         MissingPackageError: peft is not installed.
     """
-    wanted = check_loras(loras)
-    networks = networks_of(pipe)
-    work = []
-    for text, lora in zip(loras, wanted, strict=True):
-        parts = [part for part in lora.parts if part in networks]
-        if not parts:
+    wanted, networks = check_loras(loras), networks_of(pipe)
+    for lora in wanted:
+        if not networks.keys() & {*lora.parts}:
             expected = f"a LoRA for one of {[*networks]}, which a {type(pipe).__name__} has"
             got = f"one for {' and '.join(lora.parts)}"
             remedy = "Write transformer=FILE to load it anyway"
-            raise ConfigError(f"lora {text!r}", expected=expected, got=got, remedy=remedy)
-        work += [(text, lora, part) for part in parts]
-    before = {part: _active(network) for part, network in networks.items()}
-    added: dict[str, dict[str, float]] = {part: {} for part in networks}
+            raise ConfigError(f"lora {lora.text!r}", expected=expected, got=got, remedy=remedy)
+    before = {part: _names(network) for part, network in networks.items()}
     try:
-        for text, lora, part in work:
-            network = networks[part]
-            name = f"lora_{len(getattr(network, 'peft_config', {}))}"
-            added[part][name] = lora.scale
-            _load(pipe, text, lora, part, name)
         for part, network in networks.items():
-            scales = before[part] | added[part]
-            if added[part]:
+            scales = _active(network)
+            for lora in wanted:
+                if part in lora.parts:
+                    scales[_load(pipe, lora, part)] = lora.scale
+            if scales:
                 network.set_adapters([*scales], [*scales.values()])
     except BaseException:
         for part, network in networks.items():
-            loaded = [one for one in added[part] if one in getattr(network, "peft_config", {})]
+            loaded = [name for name in _names(network) if name not in before[part]]
             if loaded and before[part]:
                 network.delete_adapters(loaded)
             elif loaded:
@@ -163,38 +154,51 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
         raise
 
 
-def _load(pipe: Any, text: str, lora: LoRA, part: str, name: str) -> None:
-    more: dict[str, Any] = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+def _names(network: Any) -> list[str]:
+    """Return the names of a transformer's LoRAs, active or not."""
+    return [*getattr(network, "peft_config", {})]
+
+
+def _load(pipe: Any, lora: LoRA, part: str) -> str:
+    """Load a LoRA into a transformer, name the weights that have no effect, and return the name
+    under which peft has it."""
+    network = networks_of(pipe)[part]
+    name = f"lora_{len(_names(network))}"
     folder, _, file = lora.file.rpartition("/")
     files: dict[str, Any] = {"weight_name": file, "subfolder": folder or None} if file else {}
     path = Path(lora.source)
-    for one in [*path.iterdir()] if path.is_dir() else [path]:
-        if not one.is_dir():
-            check_regular(one, ModelFolderError)
-    network = networks_of(pipe)[part]
+    for there in [*path.iterdir()] if path.is_dir() else [path]:
+        if not there.is_dir():
+            check_regular(there, ModelFolderError)
     with loading(
         ModelFolderError,
-        f"LoRA {text!r} could not be loaded into {part}",
+        f"LoRA {lora.text!r} could not be loaded into {part}",
         expected=f"LoRA weights of a {type(network).__name__} of this size: a "
         f".safetensors file, a folder with one, or {_EXAMPLE} on the hub",
         remedy="Check that it was made for this model",
     ):
         weights, notes = pipe.lora_state_dict(lora.source, return_lora_metadata=True, **files)
         _refuse_patterns(notes or {})
-        pipe.load_lora_weights(lora.source, adapter_name=name, **more, **files)
-        held = {
-            f"transformer.{where}.lora"
+        second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+        pipe.load_lora_weights(lora.source, adapter_name=name, **second, **files)
+        used = {
+            f"transformer.{where}"
             for where, module in network.named_modules()
             if name in getattr(module, "lora_A", {})
         }
-        left = sorted({key for key in weights if key.partition(".lora_")[0] + ".lora" not in held})
-        if len(left) == len(weights):
+        unused = sorted(key for key in weights if key.partition(".lora_")[0] not in used)
+        if len(unused) == len(weights):
             raise ValueError("none of its weights is this model's")
-    if left:
+    if unused:
         _log.warning(
             "LoRA %r: %d of its %d weights fit the %s. These have no effect: %s",
-            text, len(weights) - len(left), len(weights), part, ", ".join(map(ascii, left[:8])),
-        )  # fmt: skip
+            lora.text,
+            len(weights) - len(unused),
+            len(weights),
+            part,
+            ", ".join(map(ascii, unused[:8])),
+        )
+    return name
 
 
 def _refuse_patterns(notes: dict[str, Any]) -> None:
@@ -203,9 +207,9 @@ def _refuse_patterns(notes: dict[str, Any]) -> None:
         kind = name.rpartition(".")[2]
         if not kind.endswith(("_pattern", "_modules")):
             continue
-        for one in map(str, [value] if isinstance(value, str) else value or ()):
-            if not _NAME.fullmatch(one):
-                raise ValueError(f"its metadata has {one[:80]!r} as {kind}, not a plain name")
+        for text in map(str, [value] if isinstance(value, str) else value or ()):
+            if not _NAME.fullmatch(text):
+                raise ValueError(f"its metadata has {text[:80]!r} as {kind}, not a plain name")
 
 
 def loras_of(pipe: Any) -> tuple[str, ...]:
@@ -214,15 +218,15 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
     Returns:
         Each "transformer: SCALE x DIGEST"; the digest is of its weights.
     """
-    found = []
+    loras = []
     for part, network in networks_of(pipe).items():
         for name, scale in _active(network).items():
             digest = hashlib.blake2b(digest_size=8)
             for key, weight in sorted(network.named_parameters()):
                 if f".{name}." in f"{key}." and "lora_" in key and not weight.is_meta:
                     digest.update(f"{key.replace(name, '')} {fingerprint(weight)}".encode())
-            found.append(f"{part}: {scale:g} x {digest.hexdigest()}")
-    return tuple(found)
+            loras.append(f"{part}: {scale:g} x {digest.hexdigest()}")
+    return tuple(loras)
 
 
 def _active(network: Any) -> dict[str, float]:
@@ -236,6 +240,6 @@ def _active(network: Any) -> dict[str, float]:
         if isinstance(module, LoraLayer) and not module.disable_adapters:
             for name in {*module.active_adapters} & module.scaling.keys():
                 rank = module.r[name]
-                own = module.lora_alpha[name] / (rank**0.5 if module.use_rslora[name] else rank)
-                scales.setdefault(name, module.scaling[name] / own)
+                usual = module.lora_alpha[name] / (rank**0.5 if module.use_rslora[name] else rank)
+                scales.setdefault(name, module.scaling[name] / usual)
     return scales

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.files import read_json
 
 SolverForm = Literal["sde", "ode"]
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
@@ -277,7 +278,7 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     sampler means a few-step one if it has a `sigma_max` or `times`, or if its model_index.json
     names FastVideo's pipeline for distilled models.
     """
-    from turbo_rcm_patch.checkpoints.pipeline import read_json, stored_settings  # imports torch
+    from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
     found = {name: value for name, value in stored_settings(folder).items() if name in known}

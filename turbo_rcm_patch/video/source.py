@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from turbo_rcm_patch.checkpoints.pipeline import check_regular
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.files import check_regular
 
 #: An image: a file, or one of PIL's.
 ImageLike: TypeAlias = str | Path | Image.Image

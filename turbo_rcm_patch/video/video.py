@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.interrupts import held_back
-from turbo_rcm_patch.output import atomic
 
 #: Files that can hold h264.
 ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv")

@@ -6,20 +6,18 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor, nn
 
-from training.families import Budget
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.files import atomic
 
 #: Seconds between checkpoints.
 SAVE_EVERY: Final = 60.0
@@ -32,6 +30,20 @@ class TrainingError(TurboRCMError, RuntimeError):
 
 class OutOfTimeError(TurboRCMError, RuntimeError):
     """The minutes of this piece are over. The same command goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Steps of a stage, videos or samples a step, and the largest learning rate.
+
+    With `muon` (torch 2.9) the matrices of blocks are trained by Muon, whose steps are scaled to
+    the size of AdamW's (arXiv 2502.16982).
+    """
+
+    steps: int
+    batch: int
+    lr: float
+    muon: bool = False
 
 
 @dataclass(slots=True)
@@ -101,31 +113,31 @@ class Stage:
     """
 
     def __init__(
-        self, run: Run, name: str, networks: dict[str, nn.Module], budget: Budget, *, salt: int,
+        self, run: Run, name: str, networks: dict[str, nn.Module], budget: Budget, *,
         decay: float = 0.999, weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         self.run, self.name, self.networks, self.budget = run, name, networks, budget
         self.average = {
             key: copy.deepcopy(net).eval().requires_grad_(False) for key, net in networks.items()
         }
-        self.parameters: list[Tensor] = [p for net in networks.values() for p in net.parameters()]
-        self._averaged: list[Tensor] = [
-            p for net in self.average.values() for p in net.parameters()
-        ]
-        self._salt, self._decay, fused = salt, decay, run.device.type == "cuda"
-        blocks: list[Tensor] = [
-            p for net in networks.values() for key, p in net.named_parameters()
-            if budget.muon and p.ndim == 2 and key.startswith("blocks.")
-        ]  # fmt: skip
-        rest = [p for p in self.parameters if not any(p is one for one in blocks)]
+        self._decay = decay
+        named = [pair for net in networks.values() for pair in net.named_parameters()]
+        self.parameters = [parameter for _, parameter in named]
+        self._averaged = [p for net in self.average.values() for p in net.parameters()]
+        matrices, others = list[Tensor](), list[Tensor]()
+        for key, parameter in named:
+            in_muon = budget.muon and parameter.ndim == 2 and key.startswith("blocks.")
+            (matrices if in_muon else others).append(parameter)
+        fused = run.device.type == "cuda"
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, budget.lr, (0.9, 0.99), weight_decay=weight_decay, fused=fused)
-        ]
-        if blocks:
-            muon = torch.optim.Muon(
-                blocks, budget.lr, weight_decay, adjust_lr_fn="match_rms_adamw"
+            torch.optim.AdamW(
+                others, budget.lr, (0.9, 0.99), weight_decay=weight_decay, fused=fused
             )
-            self.optimizers.append(muon)
+        ]
+        if matrices:
+            self.optimizers.append(
+                torch.optim.Muon(matrices, budget.lr, weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
         self.scenes, self.noise = torch.Generator(), torch.Generator(run.device)
         self.step = 0
         self._path = run.out / "state" / f"{name}.pt"
@@ -145,7 +157,8 @@ class Stage:
 
     def reseed(self) -> None:
         """Seed the generators for this step of this rank."""
-        seed = (self.run.seed * 1000 + self._salt) * 10**8 + self.step * 64 + self.run.rank
+        salt = zlib.crc32(self.name.encode()) % 1000
+        seed = (self.run.seed * 1000 + salt) * 10**8 + self.step * 64 + self.run.rank
         self.scenes.manual_seed(seed)
         self.noise.manual_seed(seed)
 
@@ -157,16 +170,19 @@ class Stage:
         """
         if self.run.rank:
             return
-        state: dict[str, Any] = {"step": self.step}
-        state["optimizers"] = [one.state_dict() for one in self.optimizers]
-        state["networks"] = {key: net.state_dict() for key, net in self.networks.items()}
-        state["average"] = {key: net.state_dict() for key, net in self.average.items()}
+        average = {key: net.state_dict() for key, net in self.average.items()}
+        state = {
+            "step": self.step,
+            "average": average,
+            "networks": {key: net.state_dict() for key, net in self.networks.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
         with atomic(self._path) as partial:
             torch.save(state, partial)
         if light:
             half = {
-                key: {name: one.half() for name, one in net.items()}
-                for key, net in state["average"].items()
+                key: {name: tensor.half() for name, tensor in tensors.items()}
+                for key, tensors in average.items()
             }
             with atomic(self._light) as partial:
                 torch.save({"step": self.step, "average": half}, partial)
@@ -176,16 +192,16 @@ class Stage:
         if not path.exists():
             return
         state = torch.load(path, map_location=self.run.device, weights_only=True)
-        for nets, kind in ((self.networks, "networks"), (self.average, "average")):
-            for key, net in nets.items():
+        for networks, kind in ((self.networks, "networks"), (self.average, "average")):
+            for key, net in networks.items():
                 net.load_state_dict(state.get(kind, state["average"])[key])
-        for optimizer, kept in zip(self.optimizers, state.get("optimizers", []), strict=False):
-            optimizer.load_state_dict(kept)
+        for optimizer, saved in zip(self.optimizers, state.get("optimizers", []), strict=False):
+            optimizer.load_state_dict(saved)
         self.step = state["step"]
         self.run.log(stage=self.name, event="resumed", step=self.step, of_file=path.name)
 
-    def train(self, loss_of: Callable[[], Tensor], show: Callable[[], object] = int) -> None:
-        """Minimise the loss of a batch until the steps are made; `show` the result of a piece.
+    def train(self, loss_of: Callable[[], Tensor]) -> None:
+        """Minimise the loss of a batch until the steps are made.
 
         Raises:
             TrainingError: The loss or a weight is not finite. The checkpoint before it stays.
@@ -220,9 +236,6 @@ class Stage:
             if over or self.done or time.monotonic() - saved > SAVE_EVERY:
                 self.save(light=over or self.done)
                 saved = time.monotonic()
-            if (over or self.done) and not self.run.rank:
-                show()
-                draw_curves(self.run.out)
             if over:
                 raise OutOfTimeError(
                     f"{self.run.minutes:g} minutes are over",
@@ -233,9 +246,9 @@ class Stage:
     def _average_gradients(self) -> None:
         if self.run.ranks > 1:
             gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
-            flat = torch.cat([one.flatten() for one in gradients])
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat)
-            parts = torch.split(flat / self.run.ranks, [one.numel() for one in gradients])
+            parts = torch.split(flat / self.run.ranks, [g.numel() for g in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
@@ -250,7 +263,7 @@ class Stage:
             raise TrainingError(
                 f"{self.name} diverged at step {self.step}",
                 expected="a finite loss and finite weights",
-                remedy="Use a lower learning rate for this stage in training/families.py; the "
+                remedy="Use a lower learning rate for this stage in training/recipes.py; the "
                 "same command then goes on from the last checkpoint",
             )
 
@@ -329,38 +342,3 @@ class _Computed(torch.autograd.Function):
                 had = parameter.grad
                 parameter.grad = gradient.clone() if had is None else had + gradient
         return grad, None, None
-
-
-def draw_curves(out: Path) -> None:
-    """Draw the losses of log.jsonl into curves.png, where matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        return
-    from matplotlib.figure import Figure
-
-    curves: dict[str, dict[int, float]] = {}
-    for line in (out / "log.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "loss" in record:
-            # a student begins as its teacher, with a loss of 0
-            curves.setdefault(record["stage"], {})[record["step"]] = max(record["loss"], 1e-6)
-    figure = Figure((5 * len(curves), 4))
-    for i, (name, losses) in enumerate(curves.items(), 1):
-        axes = figure.add_subplot(1, len(curves), i, title=name, yscale="log")
-        axes.plot(list(losses), list(losses.values()))
-    with atomic(out / "curves.png") as partial:
-        figure.savefig(partial, format="png")
-
-
-def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> None:
-    """Write the first videos [B, F, H, W, 3] in 0..1 as a picture, a row of frames for each."""
-    pick = torch.linspace(0, frames.shape[1] - 1, columns).round().long().to(frames.device)
-    tiles = (frames[:rows, pick].clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    picture = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    with atomic(path) as partial:
-        Image.fromarray(picture.numpy()).save(partial, format="PNG", optimize=True)
-
-
-def batches(count: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` that cover `count`."""
-    for start in range(0, count, size):
-        yield slice(start, min(count, start + size))

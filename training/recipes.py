@@ -1,0 +1,113 @@
+"""What each model is trained with: sizes, clips, and the steps of its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from training.data import Shapes, Source, World
+from training.loop import Budget
+from training.networks import CogVideoX, Wan
+from training.world import Bucket
+from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a model is trained.
+
+    With an autoencoder that shrinks by 4 in space and in time, 17 frames of 128 x 128 are
+    5 x 32 x 32 latents and, with patches of (1, 2, 2), 1,280 tokens.
+
+    Attributes:
+        name: Begins the names of the folders that a training writes.
+        shipped: Where the package looks for the trained model.
+        networks: Its networks.
+        source: Where its clips come from.
+        stages: Stage -> budget, in the order of training. Batches are of the first bucket; others
+            have as many tokens.
+        buckets: Shapes of the clips. The model is made for the first one.
+        fill: Batches of the teacher before the student's first step.
+        refresh: Steps of the student for each new batch of the teacher.
+        guidance: Classifier-free guidance of the teacher.
+        crop_phase: Share of the autoencoder's steps that see crops.
+        latent_channels, shrink: Of the autoencoder; it shrinks so much in space.
+        most_bytes: Size of what may ship.
+        licence: Of the clips, written beside the weights.
+    """
+
+    name: str
+    shipped: Path
+    networks: Wan
+    source: type[Source] = Shapes
+    stages: Mapping[str, Budget]
+    buckets: tuple[Bucket, ...]
+    fill: int
+    refresh: int = 6
+    guidance: float = 1.5
+    crop_phase: float = 0.65
+    latent_channels: int = 8
+    shrink: int = 4
+    most_bytes: int = 16 * 2**20
+    licence: Path | None = None
+
+    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of one clip."""
+        frames = (bucket.frames - 1) // 4 + 1
+        height, width = bucket.height // self.shrink, bucket.width // self.shrink
+        return self.latent_channels, frames, height, width
+
+    def batch(self, stage: str, bucket: Bucket) -> int:
+        """Clips of a bucket with as many tokens as the stage's batch of the first one."""
+        size, first = (math.prod(self.latent_shape(b)) for b in (bucket, self.buckets[0]))
+        return max(1, self.stages[stage].batch * first // size)
+
+
+_WORLD: Final = {
+    "vae": {
+        "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True],
+        "scale_factor_spatial": 8,
+    },
+    "transformer": {
+        "in_channels": 16, "out_channels": 16, "num_attention_heads": 3,
+        "attention_head_dim": 128, "ffn_dim": 768,
+    },
+    "settings": {"height": 192, "width": 320, "fps": 16},
+}  # fmt: skip
+RECIPES: Final = {
+    "wan": Recipe(
+        name="wan", shipped=TINY_WAN, networks=Wan(TINY_WAN, {}, Shapes.words),
+        stages={
+            "vae": Budget(1520, 16, 1e-3), "teacher": Budget(6220, 128, 1e-3),
+            "student": Budget(2380, 128, 5e-4), "decoder": Budget(1600, 16, 6e-4),
+        },
+        buckets=(Bucket("square", 17, 128, 128, clips=64, shards=768),), fill=48,
+    ),
+    "cogvideox": Recipe(
+        name="cogvideox", shipped=TINY_COGVIDEOX,
+        networks=CogVideoX(TINY_COGVIDEOX, {}, Shapes.words),
+        stages={
+            "twin": Budget(2000, 8, 1e-3), "teacher": Budget(7880, 128, 1e-3),
+            "student": Budget(1520, 128, 5e-4),
+        },
+        buckets=(Bucket("square", 17, 128, 128, clips=64, shards=384),), fill=32,
+    ),
+    "world": Recipe(
+        name="world", shipped=TINY_WAN.with_name("world"), source=World,
+        networks=Wan(TINY_WAN, _WORLD, World.words, scaled=True, int8=True),
+        stages={
+            "vae": Budget(4000, 2, 1e-3), "teacher": Budget(8000, 128, 1e-3, muon=True),
+            "student": Budget(3000, 128, 4e-4), "decoder": Budget(1500, 2, 6e-4),
+        },
+        buckets=(
+            Bucket("short", 17, 192, 320, clips=32, shards=320, share=0.7),
+            Bucket("long", 81, 240, 416, clips=8, shards=32, share=0.2),
+            Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
+        ),
+        fill=48, guidance=2.5, crop_phase=0.85, latent_channels=16, shrink=8,
+        most_bytes=20 * 2**20, licence=Path(__file__).parent / "ARTWORK.md",
+    ),
+}  # fmt: skip
