@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
 test-two-gpus: $(VENV)/.installed-dev ## Ulysses, a ring and CFG parallel over two cards through NCCL, each against one card
-	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py tests/test_several_ranks.py $(PYTEST_ARGS)
 
 test-op: $(VENV)/.installed-dev ## The tests of one operator, without Triton's interpreter: make test-op OP=attention
 	$(BIN)/python -m pytest -v -m "not gpu and not interpreter" tests/ops/test_$(OP).py $(PYTEST_ARGS)

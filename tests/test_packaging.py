@@ -75,7 +75,7 @@ def third_party(folder: Path) -> dict[str, str]:
 
 
 def test_what_the_package_imports_is_declared() -> None:
-    known = declared("all") | declared("flip")
+    known = declared("all")
     for name, path in third_party(ROOT / "turbo_rcm_patch").items():
         assert name in known | dict.fromkeys(ENGINES), (
             f"{path} imports {name}, which pyproject.toml does not list"
@@ -108,7 +108,7 @@ def test_the_error_for_a_missing_package_knows_every_extra() -> None:
         wanted = {canonicalize_name(DISTRIBUTION_OF.get(one, one)) for one in names}
         assert wanted == set(declared(extra)) - base
     every = {canonicalize_name(DISTRIBUTION_OF.get(one, one)) for one in EVERY}
-    assert every == (set(declared("all")) | set(declared("flip"))) - base
+    assert every == set(declared("all")) - base
 
 
 def test_the_code_knows_the_declared_ranges() -> None:

@@ -25,12 +25,10 @@ EXTRAS: Final = {
     "report": ("jinja2", "matplotlib"),
     "lora": ("peft",),
     "sage": ("sageattention",),
-    "flip": ("flip_evaluator",),
 }
 #: Extra -> the extras that it includes.
 _INCLUDED: Final = {
     "video": ("diffusers",), "report": ("diffusers", "video"), "lora": ("diffusers", "video"),
-    "flip": ("diffusers", "video", "report"),
 }  # fmt: skip
 #: The tested releases of diffusers: at least the first number, and less than the second.
 DIFFUSERS: Final = ("0.42", "0.43")

@@ -23,7 +23,7 @@ from tests.integrations.comfyui import (
     load_nodes,
 )
 from tests.measures import relative_l2
-from tests.patching.test_vae_original import model_of
+from tests.patching.vae import COMFYUI, COMFYUI_22
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
@@ -484,9 +484,9 @@ class VAE:
             return self.first_stage_model.decode(samples)
 
 
-@pytest.mark.parametrize("kind", ["WanVAE", "WanVAE-2.2"])
-def test_the_vae_node_leaves_the_vae_that_comes_in_as_it_was(kind: str, caplog) -> None:
-    before, z = VAE(model_of(kind)), torch.randn(1, 4, 3, 4, 6)
+@pytest.mark.parametrize("vae", [COMFYUI, COMFYUI_22], ids=lambda vae: vae.name)
+def test_the_vae_node_leaves_the_vae_that_comes_in_as_it_was(vae: Any, caplog) -> None:
+    before, z = VAE(vae.model()), torch.randn(1, 4, 3, 4, 6)
     network, expected = before.first_stage_model, before.decode(z)
     held = dict(vars(network))
     (after,) = VAENode().patch(before, "as-is")

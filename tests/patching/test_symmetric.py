@@ -1,6 +1,7 @@
 """Ranks that write to each other's memory, over real ranks on a CPU whose memory is a mapped file.
 
 On a card torch's symmetric memory maps it (`tests/gpu/test_two_gpus.py`); all else is the same.
+`tests/test_several_ranks.py` compares the bits with those of exchanges through the group.
 """
 
 from __future__ import annotations
@@ -82,37 +83,6 @@ def _output(
     assert all(words.startswith("fused") for words in report_of(model).ran().values())
     assert ("in symmetric memory" in str(report_of(model))) == shared
     return made
-
-
-def _same_bits(rank: int, folder: str, ranks: int, name: str, ways: list[dict[str, Any]]) -> None:
-    for number, options in enumerate(ways):
-        expected = _output(options, ranks, name, 1, 2, 1)
-        own = Path(folder, str(number))
-        own.mkdir(exist_ok=True)
-        with mapped(str(own)):
-            with torch.inference_mode():
-                made = _output(options, ranks, name, 1, shared=True)
-            made += _output(options, ranks, name, 2, 1, shared=True)  # more memory, then less
-        assert all(map(torch.equal, made, expected))
-
-
-_WAYS = [
-    {"attention": attention, "guard": guard}
-    for attention, guard in product(("exact", "int8"), (False, True))
-]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "ways"),
-    [
-        (2, "t2v", _WAYS),
-        (2, "sla", [{"attention": "int8", "guard": False, "sla_topk": 0.5}]),
-    ],
-)
-def test_the_bits_are_those_of_exchanges_through_the_group(
-    tmp_path: Path, ranks: int, name: str, ways: list[dict[str, Any]]
-) -> None:
-    on_ranks(ranks, _same_bits, str(tmp_path), ranks, name, ways)
 
 
 # --- slow ranks ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from turbo_rcm_patch.video.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
 #: Under names that no comparison writes, in the folders that one does write.
-FOREIGN = ("mine.txt", "latents/mine.txt", f"prompts/{Store.key('b', 1)}/notes.txt", "plots/a.txt")
+FOREIGN = ("mine.txt", "clips/mine.txt", f"prompts/{Store.key('b', 1)}/notes.txt", "plots/a.txt")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def numbers(files: dict[str, bytes]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "call", "samples"),
     # Each pass begins with a call that is thrown away.
-    [("sample_latents", 4, 3), ("write_mp4", 3, 0)],
+    [("generate", 4, 3), ("measured", 1, 0)],
     ids=["patched", "videos"],
 )
 def test_ctrl_c_keeps_what_is_finished_and_files_of_others(
@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_what_is_finished_and_files_of_others(
     assert "the same command without --fresh goes on from there" in said
     assert not list(out.rglob(".*")), "nothing half written stays"
     with monkeypatch.context() as patch:
-        calls = pressed(patch, "sample_latents", -1)
+        calls = pressed(patch, "generate", -1)
         assert main([*command, "--out", str(out)]) in (0, 1)
     assert len(calls) == samples, "what the interrupted run finished is used, and no more"
     after = everything(out)

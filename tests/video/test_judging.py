@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +16,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.browser import MISSING, browser, find_chromium
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
-from turbo_rcm_patch.video import clips, filters, judging, verdict
-from turbo_rcm_patch.video.judging import Judged, judge_folders, read_clip
+from turbo_rcm_patch.video import judging, verdict
+from turbo_rcm_patch.video.judging import judge_folders, read_clip
 from turbo_rcm_patch.video.video import as_bytes, write_mp4
 
 FRAMES = (5, 32, 48, 3)
@@ -139,7 +137,7 @@ def test_latents_have_an_snr_and_cannot_be_unchanged(tmp_path: Path) -> None:
         page = found.report.read_text()
         for absent in ("<video", "VMAF</th>", "SSIM</th>"):
             assert absent not in page
-        assert "there is no PSNR, SSIM, VMAF, XPSNR or FLIP" in page and "cosine" in page
+        assert "there is no PSNR, SSIM or VMAF" in page and "cosine" in page
     one = found.results[0].patched
     truth, other = video(0) - 0.5, video(0, 0.1) - 0.5
     far = float((other - truth).norm() / truth.norm())
@@ -399,83 +397,11 @@ def test_a_report_on_other_clips_is_not_replaced(tmp_path: Path) -> None:
     assert judge_folders(baseline, candidate, control, out=tmp_path / "out").verdict != "undecided"
 
 
-# --- FLIP ----------------------------------------------------------------------------------------
-
-
-def test_flip_is_skipped_with_a_note_where_it_is_not_installed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(filters, "find_spec", lambda name: None)
-    found = judge_folders(*folders(tmp_path), out=tmp_path / "out")
-    assert all(one.patched.flip is None for one in found.results)
-    page = found.report.read_text()
-    assert "FLIP, whose package is not installed" in page and "[flip]" in page
-    assert found.verdict == "unchanged"
-
-
-def test_flip_looks_at_few_frames_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        seen: list[float] = []
-
-        @classmethod
-        def evaluate(cls, truth: np.ndarray, one: np.ndarray, kind: str, **how: object) -> object:
-            assert kind == "LDR" and how["parameters"] == {"ppd": filters.FLIP_PPD}
-            cls.seen.append(float(one[0, 0, 0]))
-            return None, float(abs(truth - one).mean()), {}
-
-    monkeypatch.setattr(filters, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "flip_evaluator", Fake)
-    frames = (torch.arange(41.0) / 100)[:, None, None, None].expand(41, 16, 16, 3)
-    found, why = filters.flip(frames, torch.zeros(41, 16, 16, 3))
-    assert Fake.seen == pytest.approx([i / 100 for i in (0, 6, 11, 17, 23, 29, 34, 40)])
-    assert found == pytest.approx(sum(Fake.seen) / 8) and why == ""
-
-
-def test_flip_is_zero_for_equal_videos_and_grows_with_the_error() -> None:
-    pytest.importorskip("flip_evaluator")
-    truth = video(0)
-    errors = [filters.flip(video(0, noise), truth)[0] or 0.0 for noise in (0.0, 0.02, 0.2)]
-    assert errors[0] == 0.0 < errors[1] < errors[2] < 1
-
-
-# --- the page ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_page_works_with_and_without_control_and_for_latents(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(clips, "write_mp4", write_mp4)
-    program = find_chromium()
-    if program is None:
-        pytest.skip(MISSING)
-    made = folders(tmp_path / "frames", names=("a",))
-    latents = folders(
-        tmp_path / "latents", names=("a",),
-        write=lambda x, path: torch.save({"latents": x}, path.with_suffix(".pt")),
-    )  # fmt: skip
-    pages: list[Judged] = [
-        judge_folders(*made, out=tmp_path / "all"),
-        judge_folders(*made[:2], out=tmp_path / "two"),
-        judge_folders(*latents, out=tmp_path / "latent"),
-    ]
-    panes = []
-    with browser(program, tmp_path / "profile") as tab:
-        for width in (1200, 400):
-            for found in pages:
-                tab.open(found.report, width=width)
-                assert tab.complaints == []
-                assert tab.js("document.documentElement.scrollWidth") <= width
-                panes.append(tab.js("document.querySelectorAll('.pane').length"))
-        tab.open(pages[1].report, width=1200)
-        tab.press("w", 87)
-        text = "document.querySelector('[data-part=words]').textContent"
-        tab.js("document.querySelector('figure').focus()")
-        tab.wait_for(f"/candidate [0-9.]+ dB/.test({text}) && !{text}.includes('control')")
-    assert panes == [5, 3, 0] * 2
-
-
 def test_errors_of_the_whole_run_are_not_those_of_a_clip(tmp_path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise judging.OutputError("the disk is full")
 
     made = folders(tmp_path)
-    monkeypatch.setattr(judging, "show", full)
+    monkeypatch.setattr(judging, "measured", full)
     with pytest.raises(TurboRCMError, match="the disk is full"):
         judge_folders(*made, out=tmp_path / "out")

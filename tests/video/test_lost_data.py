@@ -14,9 +14,8 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import Sample
-from turbo_rcm_patch.video.store import Store
+from turbo_rcm_patch.video.comparison import RUNS, compare
+from turbo_rcm_patch.video.store import Store, StoredClip
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_a_fresh_start_removes_what_comparisons_wrote_alone(tmp_path: Path) -> N
     store = Store(tmp_path, {"a": 1}, fresh=False)
     key = Store.key("a", 0)
     store.write_json("runs/baseline.json", {})
-    store.save_sample(key, "baseline", Sample(torch.zeros(1), (), 1.0, None))
+    store.save_clip(key, "baseline", StoredClip(frames=torch.zeros(1), seconds=1.0))
     (store.folder(key) / "record.json").write_text("{}")
     (tmp_path / "runs" / ".turbo_rcm_patch-partial-0123.json").write_text("half")
     (tmp_path / "runs" / "mine.txt").write_text("mine")
@@ -97,8 +96,10 @@ def test_damaged_results_are_told(pipe, settings, tmp_path: Path) -> None:
     record.with_name("side_by_side.mp4").unlink()
     again()
     assert record.with_name("side_by_side.mp4").is_file()
-    sample = next(tmp_path.glob("latents/*.patched.safetensors"))
-    sample.write_bytes(sample.read_bytes()[:100])
+    record.unlink()
+    for run in RUNS:
+        clip = tmp_path / "clips" / f"{record.parent.name}.{run}.safetensors"
+        clip.write_bytes(b"cut off")
     with pytest.raises(SamplingError, match="was changed since it was written"):
         again()
 

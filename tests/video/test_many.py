@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ import os, sys, time
 from pathlib import Path
 from tests.video.conftest import undrawn
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.video import comparison, generation
+from turbo_rcm_patch.video import generation
 def note(what):
     with open(os.environ["MADE"], "a") as file:
         file.write(f"{os.environ['RANK']} {what}\\n")
@@ -169,7 +168,6 @@ def faulty(module, name):
         note(seed)
         return real(*given, **options)
     setattr(module, name, call)
-faulty(comparison, "sample_latents")
 faulty(generation, "generate")
 with undrawn():
     code = main(sys.argv[1:])
@@ -202,42 +200,11 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     assert [one.name.split("-")[1] for one in videos] == ["blue", "green"]
 
 
-def numbers(out: Path) -> list[dict[str, Any]]:
-    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-    prompts = [dict(one) for one in found["prompts"]]
-    for one in prompts:
-        del one["decode_seconds"]
-    return [*prompts, found["network"], found["fusion"], found["control_backend"]]
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_two_processes_make_one_report(micro_folder: Path, tmp_path, capsys) -> None:
-    """The numbers of one process; a process that fails ends both; what was made is kept."""
-    given = ["compare", "--model", str(micro_folder), *QUICK]
-    given += ["--prompts", str(listing(tmp_path)), "--out"]
-    alone, out = tmp_path / "alone", tmp_path / "out"
-    code = main([*given, str(alone)])
-    assert code in (0, 1)
-    both = [*given, str(out)]
-
-    failed = side_by_side(tmp_path, both, BAD_SEED="1")
-    assert failed[0].code == 2, failed
-    assert failed[1].code != 0 and "no such colour" in failed[1].err
-    assert "process" in failed[0].err and "Traceback" not in failed[0].err, failed[0].err
-    assert not (out / "metrics.json").exists()
-
-    made(tmp_path)
-    done = side_by_side(tmp_path, both)
-    assert [one.code for one in done] == [code, code], done
-    assert "verdict:" in done[0].out and "verdict:" not in done[1].out
-    assert numbers(out) == numbers(alone)
-    shares = sorted(made(tmp_path))
-    # Twice one to warm up and one to keep; the control was tried with the first prompt.
-    assert [line for line in shares if line[0] == "1"] == ["1 1"] * 4 + ["1 2"]
-    assert shares.count("0 2") == 2 and shares.count("0 1") == 1
-
-    next((out / "latents").glob("a-green*.patched.safetensors")).unlink()
-    again = side_by_side(tmp_path, both)
-    assert [one.code for one in again] == [code, code], again
-    assert made(tmp_path) == ["0 2", "0 2"], "the first call is thrown away"
-    assert numbers(out) == numbers(alone)
+def test_a_comparison_by_several_processes_is_refused(micro_folder, tmp_path, capsys, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    command = ["compare", "--model", str(micro_folder), *QUICK, "--prompt", "a"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "`generate` under torchrun" in error and "`judge`" in error
+    assert not (tmp_path / "out").exists()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.video.generation import Sample
-from turbo_rcm_patch.video.measures import Drift, drift
+from turbo_rcm_patch.video.measures import Drift, frame_drift
 from turbo_rcm_patch.video.verdict import (
     FUSION_LIMIT,
     MEDIAN_FLOOR_DB,
@@ -96,12 +95,11 @@ def test_a_known_multiple_of_the_controls_error_crosses_each_border(times, frame
     generator = torch.Generator().manual_seed(0)
     truth = 0.3 + 0.4 * torch.rand(9, 16, 16, 3, generator=generator)
     error = 0.004 * torch.randn(truth.shape, generator=generator)
-    sample = Sample(truth, (truth,), seconds=0.0, peak_bytes=None)
     scale = torch.full((9, 1, 1, 1), times if frames == "all" else 1.0)
     # The control's own worst frame, so that the multiple is one of it.
-    control = drift(truth + error, sample, truth, sample)
+    control = frame_drift(truth + error, truth)
     scale[control.worst_frame] = times
-    patched = drift(truth + scale * error, sample, truth, sample)
+    patched = frame_drift(truth + scale * error, truth)
     assert judge([patched], [control]).word == word
 
 

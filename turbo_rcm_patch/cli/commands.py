@@ -29,6 +29,7 @@ from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_cl
 from turbo_rcm_patch.video.loading import first_line
 from turbo_rcm_patch.video.many import Processes, ranks_here
 from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images, networks_of
+from turbo_rcm_patch.video.result import EMULATED
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import Source, digest_of
 from turbo_rcm_patch.video.video import ENDINGS, as_bytes, find_ffmpeg, write_mp4
@@ -172,7 +173,7 @@ def _make_share(given: options.Generate, videos: list[Video], processes: Process
         with _shown(processes) as progress:
             done = len(share) - len(missing)
             alone = len(videos) == 1 or given.together  # Else the other processes wait for it.
-            failed = maker.make_all(missing, progress, done=done, fails=alone)
+            failed = maker.make_all(missing, progress, done=done, reraise=alone)
         if report is not None and processes.first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
@@ -253,7 +254,7 @@ class Maker:
         return missing
 
     def make_all(
-        self, videos: list[Video], progress: Progress, *, done: int, fails: bool
+        self, videos: list[Video], progress: Progress, *, done: int, reraise: bool
     ) -> list[str]:
         """Make videos, of which one that fails costs the others nothing.
 
@@ -261,7 +262,7 @@ class Maker:
             videos: The videos.
             progress: Called after every step.
             done: The number of videos that were there before.
-            fails: Raise the error of a video that fails.
+            reraise: Raise the error of a video that fails.
 
         Returns:
             The prompts that failed.
@@ -271,17 +272,13 @@ class Maker:
         if done:
             progress("generate", done * steps, total)
         for index, video in enumerate(videos, done):
-
-            def on_step(step: int, _: int, before: int = index * steps) -> None:
-                progress("generate", before + step, total)
-
             try:
                 with reraise_interrupts():
-                    self.make(video, on_step)
+                    self.make(video, partial(_show_step, progress, index * steps, total))
             except BrokenPipeError:
                 raise
             except Exception as error:
-                if fails:
+                if reraise:
                     raise
                 failed.append(video.prompt)
                 why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
@@ -315,7 +312,11 @@ class Maker:
         text += f"decoding; median of {len(self.times)}) on {device}"
         if peak := max(times[2] for times in self.times):
             text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
-        return text + f". {comparison.EMULATED}" * (impl == "reference")
+        return text + f". {EMULATED}" * (impl == "reference")
+
+
+def _show_step(progress: Progress, before: int, total: int, step: int, _: int) -> None:
+    progress("generate", before + step, total)
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -324,41 +325,48 @@ def _shown(processes: Processes) -> AbstractContextManager[Progress]:
 
 
 def compare(given: options.Compare) -> int:
-    """Compare, then print the verdict and the path of the report."""
-    prompts, processes = read_prompts(given), Processes(ranks_here())
-    backend = given.attention_backend
-    more: dict[str, Any] = {} if backend is None else {"attention_backend": backend}
-    with processes.joined(given.device):
-        # What would fail at the end fails before a model is loaded.
-        processes.broadcast(lambda: store.check_out(given.out, fresh=given.fresh))
-        check_image(given, prompts)
-        pipe = _load(given, processes.ranks.device(given.device))
-        with _shown(processes) as progress:
-            found = comparison.compare(
-                pipe,
-                prompts,
-                images=given.image,
-                out=given.out,
-                seed=given.seed,
-                config=given.config,
-                settings=generation.settings_for(pipe, **given.settings),
-                network_number=given.network_number,
-                fresh=given.fresh,
-                progress=progress,
-                command=given.command_line,
-                processes=processes,
-                **more,
-            )
-    if processes.first:
-        print(found)
-    return of_verdict(found.verdict)
+    """Compare, then print the verdict and the path of the report.
+
+    Raises:
+        ConfigError: Among others: torchrun started several processes.
+    """
+    prompts = read_prompts(given)
+    if (world := ranks_here().world) > 1:
+        raise ConfigError(
+            "compare under torchrun",
+            expected="one process",
+            got=str(world),
+            remedy="Make the videos with `generate` under torchrun, with and without --no-patch, "
+            "and give their folders to `judge`",
+        )
+    # What would fail at the end fails before a model is loaded.
+    store.check_out(given.out, fresh=given.fresh)
+    check_image(given, prompts)
+    pipe = _load(given, given.device)
+    with bars() as progress:
+        result = comparison.compare(
+            pipe,
+            prompts,
+            images=given.image,
+            out=given.out,
+            seed=given.seed,
+            config=given.config,
+            attention_backend=given.attention_backend,
+            settings=generation.settings_for(pipe, **given.settings),
+            network_number=given.network_number,
+            fresh=given.fresh,
+            progress=progress,
+            command=given.command_line,
+        )
+    print(result)
+    return of_verdict(result.verdict)
 
 
 def judge(given: options.Judge) -> int:
     """Judge videos, then print the verdict; what could not be judged decides the exit code."""
     assert given.baseline and given.candidate  # `Judge` has checked it
     with bars() as progress:
-        found = judging.judge_folders(
+        result = judging.judge_folders(
             given.baseline,
             given.candidate,
             given.control,
@@ -368,8 +376,8 @@ def judge(given: options.Judge) -> int:
             progress=progress,
             command=given.command_line,
         )
-    print(found)
-    return USAGE if found.refused else of_verdict(found.verdict)
+    print(result)
+    return USAGE if result.refused else of_verdict(result.verdict)
 
 
 def pairs(given: options.Pairs) -> int:

@@ -36,6 +36,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
         SERVED.count(q, k, layout, masked=masked, want_lse=want_lse)
         return function(*args, **named)
 
+    call.__module__ = "sageattention"  # where pickle finds it
     return call
 
 

@@ -269,11 +269,26 @@ class QuantizedOperands(NamedTuple):
     lengths: Tensor | None
 
 
+class AttentionOutput(NamedTuple):
+    """The memory of an attention's results, as kernels take it.
+
+    Attributes:
+        y_ptrs: [B, Nq, H*D] dense, or the rows of each rank in its own tensor.
+        lse_ptr: fp32 [B, H, Nq], or None.
+        shift_ptr: fp32 [B, H, n_q_padded], which smoothing subtracted from every logit of a row
+            and the logsumexp gets back, or None.
+    """
+
+    y_ptrs: tuple[Tensor, ...]
+    lse_ptr: Tensor | None
+    shift_ptr: Tensor | None
+
+
 class QuantizedRows(NamedTuple):
     """Memory of quantised q or k, as a prologue's kernel takes it.
 
     Attributes:
-        int8_ptr: [B, H, n_padded, HEAD_PAD]; the portable kernel writes it as int64.
+        int8_ptr: [B, H, n_padded, HEAD_PAD].
         scale_ptr: fp32 [B, H, n_padded] of q, [B, H, n_scales] of k.
         shift_ptr: fp32 [B, H, n_padded] of q, or None.
         n_padded: Padded number of tokens.
@@ -283,6 +298,40 @@ class QuantizedRows(NamedTuple):
     scale_ptr: Tensor
     shift_ptr: Tensor | None
     n_padded: int
+
+
+class TokenRows(NamedTuple):
+    """q or k [B, N, H*D] with its norm and its result, as kernels take them.
+
+    Attributes:
+        ptr: The rows, with contiguous channels.
+        strides: Their strides of batch and tokens.
+        weight_ptr: Weight of the norm, [H*D], or [D] per head, or None.
+        bias_ptr: Bias [D] of a layer norm, or None.
+        out: The memory of the result.
+    """
+
+    ptr: Tensor
+    strides: tuple[int, int]
+    weight_ptr: Tensor | None
+    bias_ptr: Tensor | None
+    out: QuantizedRows | Tensor
+
+
+class CommonOperands(NamedTuple):
+    """Operands of a prologue that q, k and v have in common; each may be None.
+
+    Attributes:
+        mean_ptr: Mean of k, fp32 [B, H, HEAD_PAD], or on Hopper partial sums [B, H, MEANS, D].
+        rotary: cos and sin, [N, D] each.
+        lengths_ptr: Numbers of keys that are seen, int32 [B].
+        counter_ptr: Counters of the one-launch kernel, int32 [B, n_counters].
+    """
+
+    mean_ptr: Tensor | None
+    rotary: Rotary | None
+    lengths_ptr: Tensor | None
+    counter_ptr: Tensor | None
 
 
 class ValueRows(NamedTuple):
@@ -338,6 +387,18 @@ class Prologue(NamedTuple):
         """The factors of the kernel."""
         a = self.inputs
         return Factors(a.sm_scale * LOG2_E / hadamard_width(a.head_dim), a.sm_scale, a.norms.eps)
+
+    def query_rows(self, strides: tuple[int, int]) -> TokenRows:
+        """Return q with the strides, its norm and the memory of its result."""
+        norms, (int8, scale, shift) = self.inputs.norms, self.queries
+        out = QuantizedRows(int8, scale, shift, int8.shape[2])
+        return TokenRows(self.inputs.q, strides, norms.q, norms.q_bias, out)
+
+    def key_rows(self, strides: tuple[int, int]) -> TokenRows:
+        """Return k with the strides, its norm and the memory of its result."""
+        norms, (int8, scale) = self.inputs.norms, self.keys
+        out = QuantizedRows(int8, scale, None, int8.shape[2])
+        return TokenRows(self.inputs.k, strides, norms.k, norms.k_bias, out)
 
     def value_rows(self, strides: tuple[int, int], stats: Tensor | None) -> ValueRows:
         """Return v with the strides, and with fp8 the memory of its statistics and its result."""

@@ -1,4 +1,4 @@
-"""What implementations of several operators share: a skip inside a tile, GELU, and int8 rows.
+"""Arithmetic that implementations of several operators share: skips, norms, GELU and int8 rows.
 
 An implementation imports no other implementation, so the rounding that two of them have in common
 is written here, once.
@@ -10,16 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.formats import Int8Tensor, padded_channels
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, dense_rows, launch, target_of
 from turbo_rcm_patch.ops.replay import replayed
 
-#: Largest magnitude of a quantised value.
-INT8_MAX = tl.constexpr(127.0)
-#: Rows whose values are all smaller become 0, because the inverse of their scale would overflow.
-TINY = tl.constexpr(2.0**-100)
-
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+INT8_MAX = tl.constexpr(float(formats.INT8_MAX))
+TINY = tl.constexpr(formats.TINY)
+ROUNDER = tl.constexpr(formats.ROUNDER)
+ROUNDER_BITS = tl.constexpr(formats.ROUNDER_BITS)
 
 #: Values per program for short rows, and values per thread.
 _VALUES = 1024
@@ -43,28 +42,26 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def load_coefficient(
-    of, b, offs_n, offs_c, mask_n, mask_c, KIND: tl.constexpr, ROUND_TO: tl.constexpr
-):
+def load_coefficient(of, b, offs, masks, KIND: tl.constexpr, ROUND_TO: tl.constexpr):
     """Load a `launch.CoefficientOperand` that broadcasts against a tile [N, C], in fp32.
 
-    KIND: 0 for a number, or a tensor that varies with 1 batch, 2 batch and channel, 3 batch, token
-    and channel. ROUND_TO: dtype to which tensors are rounded first, or None.
+    offs, masks: those of tokens and channels. KIND: 0 for a number, or a tensor that varies with
+    1 batch, 2 batch and channel, 3 batch, token and channel. ROUND_TO: dtype to which tensors are
+    rounded first, or None.
     """
     c = of.value
     if KIND != 0:
+        offs_n, offs_c = offs
+        mask_n, mask_c = masks
         base = of.ptr + b.to(tl.int64) * of.strides[0]
         if KIND == 1:
             c = tl.load(base)
         elif KIND == 2:
             c = tl.load(base + offs_c * of.strides[2], mask=mask_c, other=0.0)[None, :]
         else:
-            c = tl.load(
-                base + offs_n.to(tl.int64)[:, None] * of.strides[1]
-                + offs_c[None, :] * of.strides[2],
-                mask=mask_n[:, None] & mask_c[None, :],
-                other=0.0,
-            )  # fmt: skip
+            rows = base + offs_n.to(tl.int64)[:, None] * of.strides[1]
+            mask = mask_n[:, None] & mask_c[None, :]
+            c = tl.load(rows + offs_c[None, :] * of.strides[2], mask=mask, other=0.0)
         if ROUND_TO is not None:
             c = c.to(ROUND_TO)
         c = c.to(tl.float32)
@@ -101,28 +98,82 @@ def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
 
 
 @triton.jit
-def close_skip(
-    branch, skip, b, offs_n, offs_c, mask_n, mask_c, KINDS: tl.constexpr, ROUND_TO: tl.constexpr
-):
+def close_skip(branch, skip, b, offs, masks, KINDS: tl.constexpr, ROUND_TO: tl.constexpr):
     """Compute c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
 
-    skip: `launch.SkipOperands`; KINDS: those of c_skip and c_out. ROUND_TO: None computes in fp32
-    throughout; a dtype rounds after every step. Both equal eager code bit for bit.
+    skip: `launch.SkipOperands`; offs, masks: those of tokens and channels; KINDS: those of c_skip
+    and c_out. ROUND_TO: None computes in fp32 throughout; a dtype rounds after every step. Both
+    equal eager code bit for bit.
     """
-    c_out = load_coefficient(skip.c_out, b, offs_n, offs_c, mask_n, mask_c, KINDS[1], ROUND_TO)
+    c_out = load_coefficient(skip.c_out, b, offs, masks, KINDS[1], ROUND_TO)
     y = scaled(branch, c_out, ROUND_TO)
     if skip.residual_ptr is not None:
-        c_skip = load_coefficient(
-            skip.c_skip, b, offs_n, offs_c, mask_n, mask_c, KINDS[0], ROUND_TO
-        )
-        residual = tl.load(
-            skip.residual_ptr + b.to(tl.int64) * skip.residual_strides[0]
-            + offs_n.to(tl.int64)[:, None] * skip.residual_strides[1] + offs_c[None, :],
-            mask=mask_n[:, None] & mask_c[None, :],
-            other=0.0,
-        )  # fmt: skip
+        c_skip = load_coefficient(skip.c_skip, b, offs, masks, KINDS[0], ROUND_TO)
+        offs_n, offs_c = offs
+        mask_n, mask_c = masks
+        sample = skip.residual_ptr + b.to(tl.int64) * skip.residual_strides[0]
+        rows = sample + offs_n.to(tl.int64)[:, None] * skip.residual_strides[1]
+        mask = mask_n[:, None] & mask_c[None, :]
+        residual = tl.load(rows + offs_c[None, :], mask=mask, other=0.0)
         y = skipped(y, residual, c_skip, ROUND_TO)
     return y
+
+
+# --- norms and the rotary embedding of q and k ---------------------------------------------------
+
+
+@triton.jit
+def kv_limit(lengths_ptr, b, n_kv):
+    """Return the number of keys that batch entry b sees; lengths [B] or None."""
+    limit = n_kv
+    if lengths_ptr is not None:
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
+    return limit
+
+
+@triton.jit
+def load_rotary(rotary, offs, mask):
+    """Load cos of even and sin of odd channels, [T, D / 2] fp32 each.
+
+    rotary: cos, sin [N, D]; offs [T, D]: offsets into these tables.
+    """
+    T: tl.constexpr = offs.shape[0]
+    PAIRS: tl.constexpr = offs.shape[1] // 2
+    cos = tl.load(rotary[0] + offs, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(rotary[1] + offs, mask=mask, other=0.0).to(tl.float32)
+    cos_even, _ = tl.split(tl.reshape(cos, [T, PAIRS, 2]))
+    _, sin_odd = tl.split(tl.reshape(sin, [T, PAIRS, 2]))
+    return cos_even, sin_odd
+
+
+@triton.jit
+def norm_rotate_tile(
+    x, inverse_rms, weight, bias, rotary, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):
+    """Apply the norm and the rotary embedding of q or k to x [T, D] fp32, a head per row.
+
+    NORM as in `formats.norm_kind`. inverse_rms: 1 / rms over all heads (NORM 1), broadcasts to
+    [T, 1]; weight and bias broadcast to x; rotary: the result of `load_rotary`, or None. Channels
+    from HEAD_DIM on are 0 in x and in the bias, and stay 0.
+    """
+    T: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    if NORM == 3:  # layer norm
+        x -= (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
+        if HEAD_DIM != D:
+            x = tl.where((tl.arange(0, D) < HEAD_DIM)[None, :], x, 0.0)
+    if NORM >= 2:  # per head
+        inverse_rms = (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
+    if NORM != 0:
+        x = x * inverse_rms * weight
+    if NORM == 3:
+        x += bias
+    if rotary is not None:
+        cos, sin = rotary
+        even, odd = tl.split(tl.reshape(x, [T, D // 2, 2]))
+        x = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        x = tl.reshape(x, [T, D])
+    return x
 
 
 # --- int8 rows -----------------------------------------------------------------------------------
@@ -158,12 +209,12 @@ def int8_scale(amax, poison):
 
 @triton.jit
 def nearest_int8(x, inverse):
-    """Round x * inverse half to even to int8, |x * inverse| <= 127; x [T, C], inverse [T] fp32.
+    """Round x * inverse half to even to int8, |x * inverse| <= 127; inverse broadcasts to x, fp32.
 
-    The sum with `_MAGIC` has the integer in its low bits in two's complement, so its low byte is
+    The sum with `ROUNDER` has the integer in its low bits in two's complement, so its low byte is
     the result. This avoids the conversion unit, which is several times slower.
     """
-    shifted = x * inverse[:, None] + _MAGIC
+    shifted = x * inverse + ROUNDER
     return shifted.to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -199,9 +250,9 @@ def quantize_rows_kernel(
     amax, poison = amax_and_nan(bits)
     scale, inverse = int8_scale(amax, poison)
     tl.store(scale_ptr + b * n_rows + offs_t, scale, mask=mask_t)
-    tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse), mask=keep_h)
+    tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse[:, None]), mask=keep_h)
     if TAIL:
-        tl.store(out[:, None] + offs_r[None, :], nearest_int8(tail, inverse), mask=keep_r)
+        tl.store(out[:, None] + offs_r[None, :], nearest_int8(tail, inverse[:, None]), mask=keep_r)
 
 
 def row_parts(channels: int) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""Encode a prompt, sample latents, decode them.
+"""Make one video with the pipeline's own call.
 
-The pipeline's own `__call__` denoises, so images, hooks, offloading, both experts of Wan 2.2 and
-every scheduler behave as usual. Unpatched and patched models take the same path. `pipelines` holds
-what differs between pipelines.
+So images, hooks, offloading, both experts of Wan 2.2 and every scheduler behave as usual.
+Unpatched and patched models take the same path. `pipelines` holds what differs between pipelines.
 """
 
 from __future__ import annotations
@@ -571,17 +570,17 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _check_settings(pipe: Any, settings: Settings) -> None:
-    one_expert = getattr(pipe, "transformer_2", None) is None
-    for name, wrong, expected, remedy in (
-        ("sampler", settings.few_steps and not kind_of(pipe).few_steps, "'scheduler'",
-         "Few-step samplers are for students that predict a rectified flow's velocity; leave "
-         "sampler out"),
-        ("guidance_scale_2", settings.guidance_scale_2 is not None and one_expert,
-         "none, because it has no second expert", "Leave --guidance-scale-2 out"),
-    ):  # fmt: skip
-        if wrong:
-            what, got = f"{name} of a {type(pipe).__name__}", repr(getattr(settings, name))
-            raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+    """Refuse settings that this pipeline does not take."""
+    name = type(pipe).__name__
+    if settings.few_steps and not kind_of(pipe).few_steps:
+        what, got = f"sampler of a {name}", repr(settings.sampler)
+        remedy = "Few-step samplers are for students that predict a rectified flow's velocity; "
+        remedy += "leave sampler out"
+        raise ConfigError(what, expected="'scheduler'", got=got, remedy=remedy)
+    if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
+        what, got = f"guidance_scale_2 of a {name}", repr(settings.guidance_scale_2)
+        expected, remedy = "none, because it has no second expert", "Leave --guidance-scale-2 out"
+        raise ConfigError(what, expected=expected, got=got, remedy=remedy)
 
 
 def _check_size(pipe: VideoPipeline, settings: Settings) -> None:

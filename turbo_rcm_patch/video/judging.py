@@ -6,12 +6,12 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -28,13 +28,14 @@ from turbo_rcm_patch.errors import (
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, Outcome, show
+from turbo_rcm_patch.video.clips import Clip, measured
 from turbo_rcm_patch.video.environment import code_digest, versions
-from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
-from turbo_rcm_patch.video.report import shown_command, without_places, write_report
+from turbo_rcm_patch.video.measures import SSIM_SIDE
+from turbo_rcm_patch.video.report import without_places, write_report
+from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
-from turbo_rcm_patch.video.verdict import agreement, interval, judge
+from turbo_rcm_patch.video.verdict import agreement, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
     MOST_VALUES,
@@ -211,79 +212,6 @@ def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged(Outcome):
-    """The verdict on videos that others have made.
-
-    Attributes:
-        refused: Name of each clip that could not be judged -> why.
-        agreement: See `verdict.agreement`.
-        places: "baseline", "candidate" and "control" -> the folder, without those it lies in.
-        versions: Of the packages.
-    """
-
-    refused: dict[str, str]
-    agreement: float | None
-    places: dict[str, str]
-    versions: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """The word for what was judged."""
-        return "candidate"
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Where the videos came from, without the folders of this machine."""
-        facts = {"command": shown_command(self.command) or "called from Python", **self.places}
-        facts["clips"] = self.sizes
-        facts["versions"] = ", ".join(f"{name} {one}" for name, one in self.versions.items())
-        return facts
-
-    @property
-    def sizes(self) -> str:
-        """The lengths and sizes of the clips, in words."""
-        every = {
-            f"{len(one.patched.frame_psnr)} frames of {one.width} × {one.height}, {one.fps:g} fps"
-            for one in self.results
-        }
-        several = f"clips of {len(every)} lengths, sizes or frame rates"
-        return "latents" if self.latents else every.pop() if len(every) == 1 else several
-
-    @property
-    def chips(self) -> list[str]:
-        """The most important facts, in a few words each."""
-        names = [f"{name}: {place}" for name, place in self.places.items()]
-        return [*names, f"{len(self.results)} clip{'s' * (len(self.results) > 1)}", self.sizes]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the contents of metrics.json."""
-        runs = {"patched": [one.patched.psnr for one in self.results]}
-        runs["control"] = [one.control.psnr for one in self.results if one.control]
-        kept = ("verdict", "agreement", "latents", "refused", "places", "versions", "command")
-        return {
-            "schema": 1,
-            **{name: getattr(self, name) for name in kept},
-            "checks": self.judgement.numbers,
-            "missing": self.judgement.missing,
-            "median_interval": {name: interval(v) for name, v in runs.items()},
-            "clips": [one.as_dict() for one in self.results],
-        }
-
-    def __str__(self) -> str:
-        lines = [f"verdict: {self.verdict}"]
-        if self.agreement is not None:
-            lines += [f"  the same word in {self.agreement:.0%} of resamples of the clips"]
-        lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
-        lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
-        unit = "SNR" if self.latents else "PSNR"
-        for one in self.results:
-            control = f", control {one.control.psnr:.1f}" if one.control else ""
-            lines += [f"  {one.prompt}: {unit} {one.patched.psnr:.1f} dB{control}"]
-        lines += [f"could not be judged: {why}" for why in self.refused.values()]
-        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
-
-
 def judge_folders(
     baseline: str | Path,
     candidate: str | Path,
@@ -329,46 +257,73 @@ def judge_folders(
         identity |= {name: _of_place(Path(given[name])) for name in ("baseline", "candidate")}
         store = Store(out, identity, fresh=fresh)
         names = list(dict.fromkeys(name for clips in found.values() for name in clips))
-        began, measured = time.perf_counter(), 0
+        began, measured_clips = time.perf_counter(), 0
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
                 paths = _paired(name, found)
                 inputs = {which: _digest(path) for which, path in paths.items()}
-                inputs["flip"] = str(find_spec("flip_evaluator") is not None)
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
                 clip = kept or _measured(store, name, paths, inputs, fps)
-                if results and (clip.height == 0) != (results[0].height == 0):
+                if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
                     raise _wrong(paths["candidate"], expected, "the other")
                 results.append(clip)
-                measured += kept is None
-                if kept is None and measured == 1:
+                measured_clips += kept is None
+                if kept is None and measured_clips == 1:
                     seconds = time.perf_counter() - began
                     left = timedelta(seconds=round(seconds * (len(names) - done - 1)))
-                    words = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
-                    progress(words, 0, 0)
+                    text = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
+                    progress(text, 0, 0)
         progress("judge", len(names), len(names))
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
-        latents = results[0].height == 0
-        patched = [one.patched for one in results]
-        controls = [one.control for one in results if one.control] or None
-        judgement = judge(patched, controls, latents=latents)
-        judged = Judged(
-            judgement=judgement,
-            results=tuple(results),
-            command=command,
-            out=store.out,
-            latents=latents,
-            refused=refused,
-            agreement=agreement(judgement.word, patched, controls, latents=latents),
-            places={k: without_places(str(Path(place).absolute())) for k, place in given.items()},
-            versions=versions(),
-        )
-        write_report(judged)
-    return judged
+        places = {name: str(Path(place).absolute()) for name, place in given.items()}
+        result = conclude(store, results, command=command, places=places, refused=refused)
+        write_report(result)
+    return result
+
+
+def conclude(
+    store: Store,
+    results: Sequence[Clip],
+    *,
+    command: str,
+    model: ModelFacts | None = None,
+    places: Mapping[str, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
+    **numbers: Any,
+) -> Judged:
+    """Give the verdict on measured clips.
+
+    Args:
+        store: The folder.
+        results: One entry per clip, at least one.
+        command: The command line, for the report.
+        model: What `compare` knows of the model.
+        places: Where the clips of others came from.
+        refused: Name of each clip that could not be judged -> why.
+        **numbers: What `verdict.judge` takes beside the drifts.
+    """
+    patched = [clip.patched for clip in results]
+    controls = [clip.control for clip in results if clip.control] or None
+    latents = results[0].is_latents
+    judgement = judge(patched, controls, latents=latents, **numbers)
+    same = None
+    if model is None:
+        same = agreement(judgement.word, patched, controls, latents=latents)
+    return Judged(
+        judgement=judgement,
+        results=tuple(results),
+        command=command,
+        out=store.out,
+        versions=versions(),
+        model=model,
+        refused=dict(refused),
+        agreement=same,
+        places={name: without_places(place) for name, place in places.items()},
+    )
 
 
 def _of_place(place: Path) -> str:
@@ -428,17 +383,21 @@ def _measured(
             raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
         if one.fps not in (None, rate):
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
-    frames = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
-    far = latent_drift if truth.latents else frame_drift
-    runs: dict[str, Any] = {k: far(x, truth.values) for k, x in frames.items() if k != "baseline"}
-    control = runs.get("control")
-    if control is not None and not np.isfinite(control.psnr):
-        got = "a control that " + ("is equal to it" if control.psnr > 0 else "holds NaN")
+    control = media.get("control")
+    key, clips = Store.key(name, 0), {run: clip.values for run, clip in media.items()}
+    clips["patched"] = clips.pop("candidate")
+    if control is not None and not _differs(control.values, truth.values):
+        finite = bool(control.values.isfinite().all())
+        got = "a control that " + ("is equal to it" if finite else "holds NaN")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
-    key = Store.key(name, 0)
-    if not truth.latents:
-        runs, _ = show(frames, runs, store.folder(key), rate, name="candidate")
-    clip = Clip(key=key, prompt=name, fps=rate, **runs)
-    store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})
+    clip = measured(
+        store, clips, rate, label="candidate", latents=truth.latents, key=key, prompt=name
+    )
+    clip.record(store, inputs)
     return clip
+
+
+def _differs(control: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Return True if a control measures something: it is finite and not equal to the baseline."""
+    return bool(control.isfinite().all()) and not torch.equal(control, truth)

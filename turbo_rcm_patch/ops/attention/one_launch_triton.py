@@ -45,97 +45,116 @@ class Projection(NamedTuple):
     c_out: int
 
 
-class ProjectionTiles(NamedTuple):
-    """Columns and depth of a tile of the projection, and whether that depth divides Cin."""
+class ProjectionForm(NamedTuple):
+    """The numbers of the projection and its skip that are known when they are compiled.
+
+    Attributes:
+        BLOCK_C: Columns of a tile.
+        BLOCK_K: Depth of a tile.
+        EVEN_K: True if that depth divides Cin.
+        KINDS: Kinds of c_skip and c_out, as in `close_skip`.
+        ROUND_TO: As in `close_skip`.
+    """
 
     BLOCK_C: int
     BLOCK_K: int
     EVEN_K: bool
+    KINDS: tuple[int, int]
+    ROUND_TO: tl.dtype | None
 
 
 @triton.jit
 def project_tile(
-    x_ptr, c_in, mask_m, projection, start_c,
-    BLOCK_M: tl.constexpr, TILES: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """Compute x W^T + bias for BLOCK_M rows and BLOCK_C columns, in fp32.
+    x_ptr, c_in, mask_m, projection, start_c, FORM: tl.constexpr, CACHE: tl.constexpr
+):
+    """Compute x W^T + bias for the rows of mask_m and BLOCK_C columns, in fp32.
 
-    x_ptr: the first of dense rows of c_in channels; projection: `Projection`; TILES:
-    `ProjectionTiles`. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
+    x_ptr: the first of dense rows of c_in channels; projection: `Projection`; FORM:
+    `ProjectionForm`. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
     pointer.
     """
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, TILES.BLOCK_K)
-    rows_c = tl.arange(0, TILES.BLOCK_C)
+    BLOCK_M: tl.constexpr = mask_m.shape[0]
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, FORM.BLOCK_K)
+    rows_c = tl.arange(0, FORM.BLOCK_C)
     offs_c = start_c + rows_c
     mask_c = offs_c < projection.c_out
     x_ptrs = x_ptr + offs_m[:, None] * c_in + offs_k[None, :]
     w_ptrs = projection.weight_ptr + tl.cast(start_c, tl.int64) * projection.weight_stride
     w_ptrs += rows_c[:, None] * projection.weight_stride + offs_k[None, :]
-    acc = tl.full([BLOCK_M, TILES.BLOCK_C], 0.0, tl.float32)
-    for start_k in range(0, c_in, TILES.BLOCK_K):
-        if TILES.EVEN_K:
-            x = tl.load(x_ptrs + start_k, mask=mask_m[:, None], other=0.0, cache_modifier=CACHE)
-            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None], other=0.0)
-        else:
+    acc = tl.full([BLOCK_M, FORM.BLOCK_C], 0.0, tl.float32)
+    for start_k in range(0, c_in, FORM.BLOCK_K):
+        mask_x, mask_w = mask_m[:, None], mask_c[:, None]
+        if not FORM.EVEN_K:
             mask_k = (start_k + offs_k < c_in)[None, :]
-            x = tl.load(
-                x_ptrs + start_k, mask=mask_m[:, None] & mask_k, other=0.0, cache_modifier=CACHE
-            )
-            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None] & mask_k, other=0.0)
+            mask_x, mask_w = mask_x & mask_k, mask_w & mask_k
+        x = tl.load(x_ptrs + start_k, mask=mask_x, other=0.0, cache_modifier=CACHE)
+        w = tl.load(w_ptrs + start_k, mask=mask_w, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if projection.bias_ptr is not None:
-        acc += tl.load(projection.bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        bias = tl.load(projection.bias_ptr + offs_c, mask=mask_c, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     return acc, offs_c, mask_c
+
+
+class OneLaunchOutput(NamedTuple):
+    """The memory that the kernel writes.
+
+    Attributes:
+        y_ptr: [B, Nq, Cout] dense.
+        attended_ptr: [B, Nq, H*D] dense.
+        counter_ptr: int32 [B, blocks of rows], zero.
+    """
+
+    y_ptr: torch.Tensor
+    attended_ptr: torch.Tensor
+    counter_ptr: torch.Tensor
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(
-    y_ptr, attended_ptr, counter_ptr, projection, q_src, k_src, v_src, scales, lengths_ptr, skip,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads,
-    FORM: tl.constexpr, TILES: tl.constexpr, KINDS: tl.constexpr, ROUND_TO: tl.constexpr,
+    out, projection, q_src, k_src, v_src, operands, skip, n_q, n_kv,
+    FORM: tl.constexpr, PROJECTION: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
     Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
     complete soon after its first program starts.
-    y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
-    the rest as in `project_tile`, `attend` and `close_skip`.
+    out: `OneLaunchOutput`; FORM: `AttendForm`; PROJECTION: `ProjectionForm`; the rest as in
+    `project_tile`, `attend` and `close_skip`.
     """
     h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_m = block * FORM.BLOCK_M
-    out, _ = attend(
-        q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
-        b, h, start_m, FORM,
-    )  # fmt: skip
+    tile, _ = attend(q_src, k_src, v_src, operands, n_kv, b, h, start_m, FORM=FORM)
     offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
     mask_m = offs_m < n_q
-    c_in = heads * FORM.HEAD_DIM
+    c_in = operands.heads * FORM.HEAD_DIM
     row = b.to(tl.int64) * n_q + start_m
     rows = tl.arange(0, FORM.BLOCK_M)[:, None]
-    attended_first = attended_ptr + row * c_in
+    attended = out.attended_ptr + row * c_in
     tl.store(
-        attended_first + rows * c_in + (h * FORM.HEAD_DIM + offs_d)[None, :],
-        out.to(attended_ptr.dtype.element_ty),
+        attended + rows * c_in + (h * FORM.HEAD_DIM + offs_d)[None, :],
+        tile.to(out.attended_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_d < FORM.HEAD_DIM)[None, :],
     )
     # One thread executes the atomic. Without this barrier it would not wait for the other warps'
     # stores.
     tl.debug_barrier()
     blocks = tl.cdiv(n_q, FORM.BLOCK_M)
-    done = tl.atomic_add(counter_ptr + b * blocks + block, 1, sem="acq_rel", scope="gpu")
-    if done == heads - 1:
+    done = tl.atomic_add(out.counter_ptr + b * blocks + block, 1, sem="acq_rel", scope="gpu")
+    if done == operands.heads - 1:
         c_out = projection.c_out
-        for start_c in range(0, c_out, TILES.BLOCK_C):
+        for start_c in range(0, c_out, PROJECTION.BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended_first, c_in, mask_m, projection, start_c, FORM.BLOCK_M, TILES, ".cg"
+                attended, c_in, mask_m, projection, start_c, PROJECTION, ".cg"
             )
-            y = close_skip(branch, skip, b, offs_m, offs_c, mask_m, mask_c, KINDS, ROUND_TO)
+            y = close_skip(
+                branch, skip, b, (offs_m, offs_c), (mask_m, mask_c),
+                KINDS=PROJECTION.KINDS, ROUND_TO=PROJECTION.ROUND_TO,
+            )  # fmt: skip
             tl.store(
-                y_ptr + row * c_out + rows * c_out + offs_c[None, :],
-                y.to(y_ptr.dtype.element_ty),
+                out.y_ptr + row * c_out + rows * c_out + offs_c[None, :],
+                y.to(out.y_ptr.dtype.element_ty),
                 mask=mask_m[:, None] & mask_c[None, :],
             )
 
@@ -173,19 +192,23 @@ def launch_kernel(
     attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
     y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)
     skip = a.skip or NO_SKIP
+    skip_operands = skip_arguments(*skip, y.shape)
     launch(
         one_launch_kernel,
         (a.spec.heads, counters.shape[1], batch),
         a.q.device,
-        y_ptr=y,
-        attended_ptr=attended,
-        counter_ptr=counters,
+        out=OneLaunchOutput(y, attended, counters),
         projection=Projection(
             weight, weight.stride(0), None if bias is None else bias.contiguous(), features
         ),
-        TILES=ProjectionTiles(64, block_k, EVEN_K=channels % block_k == 0),
-        ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
-        **skip_arguments(*skip, y.shape),
+        skip=skip_operands["skip"],
+        PROJECTION=ProjectionForm(
+            BLOCK_C=64,
+            BLOCK_K=block_k,
+            EVEN_K=channels % block_k == 0,
+            KINDS=skip_operands["KINDS"],
+            ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
+        ),
         **arguments,
     )
     return y

@@ -16,6 +16,7 @@ import triton.language as tl
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands, scale_block
 from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of
+from turbo_rcm_patch.ops.numerics import kv_limit
 from turbo_rcm_patch.ops.replay import keep_for_replay
 
 #: Registers a thread may have if three programs of four warps share 65,536.
@@ -25,8 +26,8 @@ LN_2 = tl.constexpr(formats.LN_2)
 _ERROR_STEPS = tl.constexpr(float(formats.ERROR_STEPS))
 
 
-class Scales(NamedTuple):
-    """What belongs to int8 q and k and to v in `attend`.
+class AttendOperands(NamedTuple):
+    """Operands of `attend` beside q, k and v, and the sizes of its memory.
 
     Attributes:
         q_scale_ptr: fp32 [B, H, n_q_padded].
@@ -34,6 +35,10 @@ class Scales(NamedTuple):
         v_levels_ptr: As in `formats.Values`; None for 16-bit v.
         ones_ptr: e4m3 [BLOCK_N, 16]; None for 16-bit v.
         v_strides: Strides of batch and tokens of 16-bit v.
+        lengths_ptr: Numbers of keys that are seen, int32 [B], or None.
+        n_q_padded: Padded number of queries.
+        n_kv_padded: Padded number of keys.
+        heads: H.
     """
 
     q_scale_ptr: torch.Tensor
@@ -41,6 +46,38 @@ class Scales(NamedTuple):
     v_levels_ptr: torch.Tensor | None
     ones_ptr: torch.Tensor | None
     v_strides: tuple[int, int]
+    lengths_ptr: torch.Tensor | None
+    n_q_padded: int
+    n_kv_padded: int
+    heads: int
+
+
+class Head(NamedTuple):
+    """One head as the online softmax reads it, with a block of its queries.
+
+    Attributes:
+        q: int8 [BLOCK_M, HEAD_PAD].
+        q_scale: fp32 [BLOCK_M].
+        offs_m: The queries, [BLOCK_M].
+        k_src: As in `attend`.
+        k_scale_ptr: Scales of this head's keys.
+        v_src: As in `attend`; 16-bit v points to this head.
+        v_strides: Strides of batch and tokens of 16-bit v.
+        ones: The right operand of a product that sums rows.
+        bh: Index of batch entry and head.
+        n_kv_padded: Padded number of keys.
+    """
+
+    q: tl.tensor
+    q_scale: tl.tensor
+    offs_m: tl.tensor
+    k_src: tl.tensor
+    k_scale_ptr: tl.tensor
+    v_src: tl.tensor
+    v_strides: tl.tuple
+    ones: tl.tensor
+    bh: tl.tensor
+    n_kv_padded: tl.tensor
 
 
 class AttendForm(NamedTuple):
@@ -80,30 +117,26 @@ def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
 
 
 @triton.jit
-def over_block(
-    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_strides, offs_m, limit, start_n,
-    FORM: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def over_block(acc, l_i, m_i, head, limit, start_n, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Compute one step of the online softmax over BLOCK_N keys from start_n on.
 
-    FORM: `AttendForm`. With FP8 l_i is [BLOCK_M, 16] with equal columns.
+    head: `Head`; FORM: `AttendForm`. With FP8 l_i is [BLOCK_M, 16] with equal columns.
     """
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
     start_n = tl.multiple_of(start_n, BLOCK_N)
     if FORM.DESCRIPTORS:
-        k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
+        k = head.k_src.load([(head.bh * head.n_kv_padded + start_n).to(tl.int32), 0])
     else:
-        k_rows = k_src + (bh * n_kv_padded + start_n) * FORM.HEAD_PAD
+        k_rows = head.k_src + (head.bh * head.n_kv_padded + start_n) * FORM.HEAD_PAD
         k = tl.load(k_rows + offs_n[:, None] * FORM.HEAD_PAD + offs_d[None, :])
-    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
-    scale = q_scale * tl.load(k_scale_ptr + start_n // FORM.SCALE_BLOCK)  # [BLOCK_M]
+    qk = tl.dot(head.q, tl.trans(k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
+    scale = head.q_scale * tl.load(head.k_scale_ptr + start_n // FORM.SCALE_BLOCK)  # [BLOCK_M]
     if MASKED:
         seen = (start_n + offs_n < limit)[None, :]
         if FORM.CAUSAL:
-            seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
+            seen = seen & (head.offs_m[:, None] >= start_n + offs_n[None, :])
         logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
         m_new = tl.maximum(m_i, tl.max(logits, axis=1))
         # A row without keys so far has the maximum -inf; 0 instead gives p = 0, not NaN.
@@ -120,16 +153,16 @@ def over_block(
         # Permute in fp32 and cast last, because permuting bytes costs shuffles.
         p8 = _permute_keys(p, FORM.BLOCK_M, BLOCK_N).to(tl.float8e4nv)  # [BLOCK_M, BLOCK_N]
         if FORM.DESCRIPTORS:
-            v = v_src.load([(bh * FORM.HEAD_PAD).to(tl.int32), start_n])
+            v = head.v_src.load([(head.bh * FORM.HEAD_PAD).to(tl.int32), start_n])
         else:
-            v_rows = v_src + bh * FORM.HEAD_PAD * n_kv_padded + start_n
-            v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
+            v_rows = head.v_src + head.bh * FORM.HEAD_PAD * head.n_kv_padded + start_n
+            v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * head.n_kv_padded + offs_n[None, :])
         # Sum the rounded P, because it is what multiplies v.
-        l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
+        l_i = l_i * alpha[:, None] + tl.dot(p8, head.ones)
         acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
     else:
-        v_rows = v_src + start_n.to(tl.int64) * v_strides[1]
-        offs_v = offs_n[:, None].to(tl.int64) * v_strides[1] + offs_d[None, :]
+        v_rows = head.v_src + start_n.to(tl.int64) * head.v_strides[1]
+        offs_v = offs_n[:, None].to(tl.int64) * head.v_strides[1] + offs_d[None, :]
         if MASKED:
             mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < FORM.HEAD_DIM)[None, :]
             v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
@@ -144,19 +177,11 @@ def over_block(
 
 
 @triton.jit
-def over_keys(
-    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_strides, offs_m, limit, lo, hi,
-    FORM: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def over_keys(acc, l_i, m_i, head, limit, lo, hi, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Compute the online softmax over keys lo to hi."""
     # The masked loop runs once or twice. Unpipelined, it leaves registers for a third program.
     for start_n in tl.range(lo, hi, FORM.BLOCK_N, num_stages=1 if MASKED else None):
-        acc, l_i, m_i = over_block(
-            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-            v_strides, offs_m, limit, start_n,
-            FORM, MASKED,
-        )  # fmt: skip
+        acc, l_i, m_i = over_block(acc, l_i, m_i, head, limit, start_n, FORM, MASKED)
     return acc, l_i, m_i
 
 
@@ -195,54 +220,48 @@ def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
 
 
 @triton.jit
-def begin(
-    q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM: tl.constexpr,
-):  # fmt: skip
-    """Return q and its scales, those of k, v and the ones that sum rows, and an empty softmax.
+def begin(q_src, k_src, v_src, operands, b, h, start_m, FORM: tl.constexpr):
+    """Return the `Head` of rows start_m.., and an empty softmax: acc, l_i and m_i.
 
-    The arguments are those of `attend`. The softmax is acc, l_i and m_i.
+    The arguments are those of `attend`.
     """
+    bh = b.to(tl.int64) * operands.heads + h
+    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
     if FORM.DESCRIPTORS:
-        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
+        q = q_src.load([(bh * operands.n_q_padded + start_m).to(tl.int32), 0])
     else:
-        q_rows = q_src + (bh * n_q_padded + start_m) * FORM.HEAD_PAD
+        q_rows = q_src + (bh * operands.n_q_padded + start_m) * FORM.HEAD_PAD
         q = tl.load(q_rows + tl.arange(0, FORM.BLOCK_M)[:, None] * FORM.HEAD_PAD + offs_d[None, :])
-    q_scale = tl.load(scales.q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = scales.k_scale_ptr + bh * (n_kv_padded // FORM.SCALE_BLOCK)
+    q_scale = tl.load(operands.q_scale_ptr + bh * operands.n_q_padded + offs_m)
+    k_scales = operands.k_scale_ptr + bh * (operands.n_kv_padded // FORM.SCALE_BLOCK)
     m_i = tl.full([FORM.BLOCK_M], float("-inf"), tl.float32)
     acc = tl.full([FORM.BLOCK_M, FORM.HEAD_PAD], 0.0, tl.float32)
     ones = m_i  # not used without FP8, and None cannot be returned
     if FORM.FP8:
         l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
-        ones = row_sum_operand(scales.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
+        ones = row_sum_operand(operands.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
         v_head = v_src
     else:
         l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
-        v_head = v_src + b.to(tl.int64) * scales.v_strides[0] + h * FORM.HEAD_DIM
-    return q, q_scale, k_scales, v_head, ones, acc, l_i, m_i
+        v_head = v_src + b.to(tl.int64) * operands.v_strides[0] + h * FORM.HEAD_DIM
+    head = Head(
+        q, q_scale, offs_m, k_src, k_scales, v_head, operands.v_strides, ones, bh,
+        operands.n_kv_padded,
+    )  # fmt: skip
+    return head, acc, l_i, m_i
 
 
 @triton.jit
-def attend(
-    q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
-    b, h, start_m, FORM: tl.constexpr,
-):  # fmt: skip
+def attend(q_src, k_src, v_src, operands, n_kv, b, h, start_m, FORM: tl.constexpr):
     """Compute rows start_m.. of one head: [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
 
     q int8 [B, H, n_q_padded, HEAD_PAD], k int8 [B, H, n_kv_padded, HEAD_PAD], v e4m3
     [B, H, HEAD_PAD, n_kv_padded] (FP8) or 16-bit [B, N, H*D]: pointers, or 2-D descriptors over
-    the same memory (DESCRIPTORS; v only with FP8). scales: `Scales`; lengths [B] or None;
-    FORM: `AttendForm`.
+    the same memory (DESCRIPTORS; v only with FP8). operands: `AttendOperands`; FORM: `AttendForm`.
     """
-    bh = b.to(tl.int64) * heads + h
-    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
-    limit = n_kv
-    if lengths_ptr is not None:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
-    q, q_scale, k_scales, v_head, ones, acc, l_i, m_i = begin(
-        q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM
-    )
+    limit = kv_limit(operands.lengths_ptr, b, n_kv)
+    head, acc, l_i, m_i = begin(q_src, k_src, v_src, operands, b, h, start_m, FORM)
 
     # First the blocks that every row sees whole, then those that need a mask.
     hi = limit
@@ -250,16 +269,8 @@ def attend(
     if FORM.CAUSAL:
         hi = tl.minimum(limit, start_m + FORM.BLOCK_M)
         full = tl.minimum(full, (start_m + 1) // FORM.BLOCK_N * FORM.BLOCK_N)
-    acc, l_i, m_i = over_keys(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        scales.v_strides, offs_m, limit, 0, full,
-        FORM, False,
-    )  # fmt: skip
-    acc, l_i, m_i = over_keys(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        scales.v_strides, offs_m, limit, full, hi,
-        FORM, True,
-    )  # fmt: skip
+    acc, l_i, m_i = over_keys(acc, l_i, m_i, head, limit, 0, full, FORM, MASKED=False)
+    acc, l_i, m_i = over_keys(acc, l_i, m_i, head, limit, full, hi, FORM, MASKED=True)
 
     total = row_sums(l_i, FORM.FP8)
     out = acc
@@ -267,8 +278,8 @@ def attend(
         # Without keys acc is 0. The branch also separates this code from the loads of the skip;
         # scheduled together, both would not fit into registers.
         if limit > 0:
-            lost = v_correction(scales.v_levels_ptr, bh, limit, FORM.HEAD_PAD)[None, :]
-            out = times_v_scale(acc, total, lost, scales.v_levels_ptr, bh, FORM.HEAD_PAD)
+            lost = v_correction(operands.v_levels_ptr, head.bh, limit, FORM.HEAD_PAD)[None, :]
+            out = times_v_scale(acc, total, lost, operands.v_levels_ptr, head.bh, FORM.HEAD_PAD)
     else:
         out = acc / total[:, None]
     lse = tl.where(m_i == float("-inf"), m_i, m_i - FORM.P_MAX_LOG2 + tl.log2(total))
@@ -337,13 +348,12 @@ def attention_arguments(
         "q_src": q_src,
         "k_src": k_src,
         "v_src": v_src,
-        "scales": Scales(queries.scale, keys.scale, levels, ones, strides),
-        "lengths_ptr": operands.lengths,
+        "operands": AttendOperands(
+            queries.scale, keys.scale, levels, ones, strides, operands.lengths, n_q_padded,
+            n_kv_padded, heads,
+        ),
         "n_q": operands.n_q,
         "n_kv": operands.n_kv,
-        "n_q_padded": n_q_padded,
-        "n_kv_padded": n_kv_padded,
-        "heads": heads,
         "FORM": AttendForm(
             P_MAX_LOG2[a.spec.pv], a.head_dim, head_pad, tile.block_m, block_n, keys_a_scale,
             FP8=values is not None, DESCRIPTORS=descriptors, CAUSAL=a.spec.causal,

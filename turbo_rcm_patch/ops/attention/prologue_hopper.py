@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import PropagateNan
 
 from turbo_rcm_patch.ops import formats
-from turbo_rcm_patch.ops.formats import NORM_ACROSS, QMAX, Prologue, QuantizedRows
+from turbo_rcm_patch.ops.formats import NORM_ACROSS, QMAX, CommonOperands, Prologue
 from turbo_rcm_patch.ops.hopper_common import (
     copy_async,
     grid_dependency_wait,
@@ -58,18 +58,6 @@ _MEAN_ROWS = gl.constexpr(formats.MEAN_ROWS)
 _ERROR_STEPS = gl.constexpr(float(formats.ERROR_STEPS))
 _ALL = gl.constexpr(PropagateNan.ALL)
 _CHUNKS = gl.constexpr(AMAX_CHUNKS)
-
-
-class Rows(NamedTuple):
-    """q or k [B, N, H*D] with weight [H*D] or [D] and bias [D] of its norm, each or None.
-
-    strides: those of batch and tokens.
-    """
-
-    ptr: torch.Tensor
-    weight_ptr: torch.Tensor | None
-    bias_ptr: torch.Tensor | None
-    strides: tuple[int, int]
 
 
 class Options(NamedTuple):
@@ -113,22 +101,21 @@ def _squares(x, T: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def row_rms(
-    ptr, rows, count, stride, eps,
-    CHANNELS: gl.constexpr, T: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def row_rms(ptr, rows, count, stride, eps, OPTIONS: gl.constexpr, layout: gl.constexpr):
     """Compute 1 / rms of whole rows, [T]. Two heads are loaded at a time."""
-    heads: gl.constexpr = CHANNELS // D
+    T: gl.constexpr = rows.shape[0]
+    D: gl.constexpr = OPTIONS.D
+    heads: gl.constexpr = OPTIONS.CHANNELS // D
     total = _squares(read_rows(ptr, rows, count, stride, D, layout), T, D)
     for pair in range(0, (heads - 1) // 2):
         at = ptr + (2 * pair + 1) * D
-        one = read_rows(at, rows, count, stride, D, layout)
-        other = read_rows(at + D, rows, count, stride, D, layout)
-        total += _squares(one, T, D)
-        total += _squares(other, T, D)
+        first = read_rows(at, rows, count, stride, D, layout)
+        second = read_rows(at + D, rows, count, stride, D, layout)
+        total += _squares(first, T, D)
+        total += _squares(second, T, D)
     if heads % 2 == 0:
         total += _squares(read_rows(ptr + (heads - 1) * D, rows, count, stride, D, layout), T, D)
-    return 1.0 / gl.sqrt(gl.sum(total, axis=1) / CHANNELS + eps)
+    return 1.0 / gl.sqrt(gl.sum(total, axis=1) / OPTIONS.CHANNELS + eps)
 
 
 @gluon.constexpr_function
@@ -182,53 +169,53 @@ def keep_tables(rotary, at, count, stride, tables, T: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def rotated(
-    x, rms, of, h, left, tables, eps,
-    T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
-):  # fmt: skip
-    """Normalise and rotate x [T, D], one head, in fp32; of: `Rows`; rms [T] (NORM 1).
+def rotated(x, rms, rows, h, left, tables, eps, NORM: gl.constexpr):
+    """Normalise and rotate x [T, D], one head, in fp32.
 
-    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `formats.norm_kind`.
+    rows: `TokenRows`; rms [T] (NORM 1); tables: cos and sin in shared memory, or None. Rows from
+    `left` on, 0 in x and in the tables, stay 0. NORM as in `formats.norm_kind`.
     """
-    own: gl.constexpr = x.type.layout
+    T: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
     x = x.to(gl.float32)
     if NORM == 3:  # layer norm
         x = x - (gl.sum(x, axis=1) / D)[:, None]
     if NORM >= 2:  # per head
         rms = 1.0 / gl.sqrt(gl.sum(x * x, axis=1) / D + eps)
     if NORM != 0:
-        offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+        offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
         first = h * D if NORM == 1 else 0
-        w = gl.load(of.weight_ptr + first + offs_d)
+        w = gl.load(rows.weight_ptr + first + offs_d)
         x = x * rms[:, None] * w.to(gl.float32)[None, :]
         if NORM == 3:
-            x = x + gl.load(of.bias_ptr + offs_d).to(gl.float32)[None, :]
-            if not ROPE:
-                rows = gl.arange(0, T, gl.SliceLayout(1, own))
-                x = gl.where((rows < left)[:, None], x, 0.0)
-    if ROPE:
+            x = x + gl.load(rows.bias_ptr + offs_d).to(gl.float32)[None, :]
+            if tables is None:
+                offs_t = gl.arange(0, T, gl.SliceLayout(1, layout))
+                x = gl.where((offs_t < left)[:, None], x, 0.0)
+    if tables is not None:
         even, odd = x.reshape([T, D // 2, 2]).split()
         cos = tables[0].slice(0, T).load(even.type.layout)
         sin = tables[1].slice(0, T).load(even.type.layout)
         x = gl.join(even * cos - odd * sin, even * sin + odd * cos).reshape([T, D])
-        x = gl.convert_layout(x, own, assert_trivial=True)
+        x = gl.convert_layout(x, layout, assert_trivial=True)
     return x
 
 
 @gluon.jit
 def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
-    """Compute `prologue_triton.hadamard` in the same stages."""
-    own: gl.constexpr = x.type.layout
+    """Compute `prologue_triton.hadamard` in the same stages: five in a thread, one between two."""
+    layout: gl.constexpr = x.type.layout
     x = x.reshape([T, D // 32, 2, 2, 2, 2, 2])
     for _ in gl.static_range(5):
-        one, other = x.split()
-        x = gl.join(one + other, one - other).permute([0, 1, 6, 2, 3, 4, 5])
+        even, odd = x.split()
+        x = gl.join(even + odd, even - odd).permute([0, 1, 6, 2, 3, 4, 5])
     if D == 64:
         x = x.reshape([T, 2, 32])
         total = gl.sum(x, axis=1)[:, None, :]
         second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
         x = gl.where(second[None, :, None] == 1, total - 2.0 * x, total + 0.0 * x)
-    return gl.convert_layout(x.reshape([T, D]), own, assert_trivial=True)
+    return gl.convert_layout(x.reshape([T, D]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -261,10 +248,17 @@ def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.con
 
 @gluon.jit
 def token_block(
-    block, part, group, b, limit, count, shared, of, to, mean_ptr, rotary, factors,
+    place, limit, count, memory, rows, common, factors,
     T: gl.constexpr, OPTIONS: gl.constexpr, NORM: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Compute `prologue_triton.token_block`: T tokens of `group` heads of k (KEYS) or q."""
+    """Compute `prologue_triton.token_block`: T tokens of some heads of k (KEYS) or q.
+
+    place: block of tokens, part of the heads, heads in a part, and batch entry; limit: the number
+    of tokens; count: tokens that the mean is over; memory: that of `allocate`.
+    """
+    block, part, group, b = place
+    out = rows.out
+    mean_ptr = common.mean_ptr
     D: gl.constexpr = OPTIONS.D
     QMAX: gl.constexpr = OPTIONS.QMAX
     MEANS: gl.constexpr = OPTIONS.MEANS
@@ -272,56 +266,58 @@ def token_block(
     wide: gl.constexpr = coalesced_layout(D, 2)
     own: gl.constexpr = row_per_thread_layout(D)
     narrow: gl.constexpr = coalesced_layout(D, 1)
-    tile = shared[0].slice(0, T)
-    out = shared[1].slice(0, T)
-    tables = (shared[2], shared[3])
-    rows = gl.arange(0, T, gl.SliceLayout(1, wide))
-    own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
+    tile = memory[0].slice(0, T)
+    int8_tile = memory[1].slice(0, T)
+    offs_t = gl.arange(0, T, gl.SliceLayout(1, wide))
+    own_offs_t = gl.arange(0, T, gl.SliceLayout(1, own))
     start = block * T
     left = limit - start
-    out_rows = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
-    out_rows += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
-    base = of.ptr + b.to(gl.int64) * of.strides[0] + start.to(gl.int64) * of.strides[1]
+    out_offs = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
+    out_offs += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
+    base = rows.ptr + b.to(gl.int64) * rows.strides[0] + start.to(gl.int64) * rows.strides[1]
     first = part * group
     last = gl.minimum(first + group, heads) - 1
-    copy_rows(tile, base + first * D, rows, left, of.strides[1], D)
-    if rotary is not None:
-        at = start.to(gl.int64) * D
-        keep_tables(rotary, at, left, D, tables, T, D)
+    copy_rows(tile, base + first * D, offs_t, left, rows.strides[1], D)
+    tables = None
+    if common.rotary is not None:
+        tables = (memory[2], memory[3])
+        keep_tables(common.rotary, start.to(gl.int64) * D, left, D, tables, T, D)
     rms = 0.0
     if NORM == 1:
-        rms = row_rms(base, rows, left, of.strides[1], factors.eps, OPTIONS.CHANNELS, T, D, wide)
+        rms = row_rms(base, offs_t, left, rows.strides[1], factors.eps, OPTIONS, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
-    if (KEYS and mean_ptr is not None) or to.shift_ptr is not None:
+    if (KEYS and mean_ptr is not None) or out.shift_ptr is not None:
         grid_dependency_wait()  # for the mean
     for h in range(first, last + 1):
         async_copy.wait_group(0)
         x = tile.load(own)
         # The next head is copied while this one is computed.
         following = gl.where(h < last, left, 0)
-        copy_rows(tile, base + (h + 1) * D, rows, following, of.strides[1], D)
-        x = rotated(x, rms, of, h, left, tables, factors.eps, T, D, NORM, rotary is not None)
+        copy_rows(tile, base + (h + 1) * D, offs_t, following, rows.strides[1], D)
+        x = rotated(x, rms, rows, h, left, tables, factors.eps, NORM)
         bh = b.to(gl.int64) * heads + h
         if KEYS and mean_ptr is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            x = gl.where((own_rows < left)[:, None], x - mean[None, :], 0.0)
-        if to.shift_ptr is not None:
+            x = gl.where((own_offs_t < left)[:, None], x - mean[None, :], 0.0)
+        if out.shift_ptr is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
             shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
-            gl.store(to.shift_ptr + bh * to.n_padded + start + own_rows, shift)
+            gl.store(out.shift_ptr + bh * out.n_padded + start + own_offs_t, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(to.scale_ptr + bh * (to.n_padded // T) + block, amax / QMAX)
+            gl.store(out.scale_ptr + bh * (out.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(to.scale_ptr + bh * to.n_padded + start + own_rows, amax / QMAX * factors.q)
+            gl.store(
+                out.scale_ptr + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q
+            )
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
-        out.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
-        gl.store(to.int8_ptr + (bh * to.n_padded + start) * D + out_rows, out.load(narrow))
+        int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
+        gl.store(out.int8_ptr + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
     async_copy.wait_group(0)
 
 
@@ -335,19 +331,19 @@ _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 
 @gluon.jit
-def _values(
-    part, h, b, limit, v, n_padded, chunks, tiles, CHANNELS: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """Compute `value_block` for `tiles` tiles.
+def _values(part, h, b, limit, v, sizes, OPTIONS: gl.constexpr):
+    """Compute `value_block` for some tiles; sizes: n_padded, chunks, and tiles of a program.
 
     A thread reads eight channels of tokens that become neighbours, so that its writes to shared
     memory are four or eight bytes wide.
     """
+    n_padded, chunks, tiles = sizes
     T: gl.constexpr = 128
+    D: gl.constexpr = OPTIONS.D
     layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [8, 1], [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
     partial_layout: gl.constexpr = coalesced_layout(D, 4)
-    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e): see `value_block`.
     p = gl.arange(0, T, gl.SliceLayout(1, layout))
     token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
@@ -407,7 +403,7 @@ def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.con
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_prologue_kernel(
-    q, k, v, beside, q_out, k_out,
+    q, k, v, common,
     n_q, n_kv, n_counters, chunks, step, q_programs, k_programs, q_blocks, kv_blocks,
     q_group, k_group, tiles, factors, OPTIONS: gl.constexpr,
 ):  # fmt: skip
@@ -415,18 +411,17 @@ def hopper_prologue_kernel(
 
     Grid: (blocks of q times groups of q_group heads + the same of k + parts of v times heads,
     batch).
-    Arguments as in `prologue_triton.prologue_kernel`, but mean [B, H, MEANS, D]: partial sums.
-    beside: mean, rotary, lengths and counters.
+    Arguments as in `prologue_triton.prologue_kernel`.
     """
     launch_dependents()
-    mean_ptr, rotary, lengths_ptr, counter_ptr = beside
+    lengths_ptr, counter_ptr = common.lengths_ptr, common.counter_ptr
     at = gl.program_id(0)
     b = gl.program_id(1)
     limit = n_kv
     if lengths_ptr is not None:
         limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     count = gl.maximum(1, (limit + step - 1) // step)
-    shared = allocate(k.ptr.dtype.element_ty, _K_ROWS, OPTIONS.D, rotary is not None)
+    memory = allocate(k.ptr.dtype.element_ty, _K_ROWS, OPTIONS.D, common.rotary is not None)
     # Queries come first, because they do not read the results of the kernel before.
     if at < q_programs:
         rows: gl.constexpr = _TILE // OPTIONS.D
@@ -435,62 +430,63 @@ def hopper_prologue_kernel(
                 _zero(
                     counter_ptr + b * n_counters, at * rows, n_counters, rows, OPTIONS.COUNTER_ROWS
                 )
+        place = (at % q_blocks, at // q_blocks, q_group, b)
         token_block(
-            at % q_blocks, at // q_blocks, q_group, b, n_q, count, shared,
-            q, q_out, mean_ptr, rotary, factors, rows, OPTIONS, OPTIONS.Q_NORM, False,
+            place, n_q, count, memory, q, common, factors,
+            T=rows, OPTIONS=OPTIONS, NORM=OPTIONS.Q_NORM, KEYS=False,
         )  # fmt: skip
     elif at < q_programs + k_programs:
         at = at - q_programs
+        place = (at % kv_blocks, at // kv_blocks, k_group, b)
         token_block(
-            at % kv_blocks, at // kv_blocks, k_group, b, limit, count, shared,
-            k, k_out, mean_ptr, rotary, factors, _K_ROWS, OPTIONS, OPTIONS.K_NORM, True,
+            place, limit, count, memory, k, common, factors,
+            T=_K_ROWS, OPTIONS=OPTIONS, NORM=OPTIONS.K_NORM, KEYS=True,
         )  # fmt: skip
     elif v.stats_ptr is not None:
         heads: gl.constexpr = OPTIONS.CHANNELS // OPTIONS.D
         at = at - q_programs - k_programs
-        _values(
-            at // heads, at % heads, b, limit, v, k_out.n_padded, chunks, tiles,
-            OPTIONS.CHANNELS, OPTIONS.D,
-        )  # fmt: skip
+        sizes = (k.out.n_padded, chunks, tiles)
+        _values(at // heads, at % heads, b, limit, v, sizes, OPTIONS)
 
 
 @gluon.jit
-def _sample_sum(
-    part, h, b, limit, step, of, mean_ptr, rotary, eps,
-    CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr, NORM: gl.constexpr,
-):  # fmt: skip
-    """Store the sum of a normalised, rotated head of `of` over tokens 0, step, ... < limit."""
+def _sample_sum(place, limit, step, rows, common, eps, OPTIONS: gl.constexpr):
+    """Store the sum of a normalised, rotated head of k over tokens 0, step, ... < limit.
+
+    place: part of the sample, head and batch entry.
+    """
+    part, h, b = place
+    D: gl.constexpr = OPTIONS.D
     T: gl.constexpr = _TILE // D
     own: gl.constexpr = row_per_thread_layout(D)
-    tile, _, cos, sin = allocate(of.ptr.dtype.element_ty, T, D, rotary is not None)
-    rows = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
+    tile, _, cos, sin = allocate(rows.ptr.dtype.element_ty, T, D, common.rotary is not None)
+    offs_t = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
     start = part * T * step
     left = (limit - start + step - 1) // step
-    base = of.ptr + b.to(gl.int64) * of.strides[0] + start.to(gl.int64) * of.strides[1]
-    stride = gl.to_tensor(step).to(gl.int64) * of.strides[1]
-    copy_rows(tile, base + h * D, rows, left, stride, D)
-    if rotary is not None:
-        at = start.to(gl.int64) * D
-        keep_tables(rotary, at, left, step * D, (cos, sin), T, D)
+    base = rows.ptr + b.to(gl.int64) * rows.strides[0] + start.to(gl.int64) * rows.strides[1]
+    stride = gl.to_tensor(step).to(gl.int64) * rows.strides[1]
+    copy_rows(tile, base + h * D, offs_t, left, stride, D)
+    tables = None
+    if common.rotary is not None:
+        tables = (cos, sin)
+        keep_tables(common.rotary, start.to(gl.int64) * D, left, step * D, tables, T, D)
     rms = 0.0
-    if NORM == 1:
-        rms = row_rms(base, rows, left, stride, eps, CHANNELS, T, D, coalesced_layout(D, 2))
+    if OPTIONS.K_NORM == 1:
+        rms = row_rms(base, offs_t, left, stride, eps, OPTIONS, coalesced_layout(D, 2))
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     async_copy.wait_group(0)
     x = tile.load(own)
-    x = rotated(x, rms, of, h, left, (cos, sin), eps, T, D, NORM, rotary is not None)
-    bh = b.to(gl.int64) * (CHANNELS // D) + h
-    at = mean_ptr + (bh * MEANS + part) * D
+    x = rotated(x, rms, rows, h, left, tables, eps, OPTIONS.K_NORM)
+    bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
+    at = common.mean_ptr + (bh * OPTIONS.MEANS + part) * D
     gl.store(at + gl.arange(0, D, gl.SliceLayout(0, own)), gl.sum(x, axis=0))
 
 
 @gluon.jit
-def _channel_amax(
-    chunk, h, b, limit, v, chunk_tokens, chunks,
-    CHANNELS: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def _channel_amax(chunk, h, b, limit, v, chunk_tokens, chunks, OPTIONS: gl.constexpr):
     """Compute `channel_amax`."""
     T: gl.constexpr = 128
+    D: gl.constexpr = OPTIONS.D
     layout: gl.constexpr = coalesced_layout(D, 2)
     start = chunk * chunk_tokens
     base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D + start.to(gl.int64) * v.strides[1]
@@ -502,18 +498,16 @@ def _channel_amax(
         base += T * v.strides[1]
         left -= T
         amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
-    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     row = bh * (1 + chunks) + 1 + chunk
     gl.store(v.stats_ptr + row * D + offs_d, gl.max(amax, axis=0))
 
 
 @gluon.jit
-def _value_mean(
-    h, b, limit, step, samples, v, chunks,
-    CHANNELS: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def _value_mean(h, b, limit, step, samples, v, chunks, OPTIONS: gl.constexpr):
     """Compute `value_mean`, adding in the same order."""
+    D: gl.constexpr = OPTIONS.D
     layout: gl.constexpr = coalesced_layout(D, 2)
     base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D
     left = (limit + step - 1) // step
@@ -527,7 +521,7 @@ def _value_mean(
         total = gl.sum(total.reshape([2, _MEAN_ROWS >> (i + 1), D]), axis=0)
     total = total.reshape([D])
     mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, left).to(gl.float32))
-    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     offs_d = gl.arange(0, D, total.type.layout)
     gl.store(v.stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
     gl.store(v.error_ptr + (3 * bh + 2) * D + offs_d, gl.full_like(offs_d, 0))
@@ -535,16 +529,15 @@ def _value_mean(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_statistics_kernel(
-    k, v, beside, n_kv, step, chunk_tokens, chunks, eps, OPTIONS: gl.constexpr
+    k, v, common, n_kv, step, chunk_tokens, chunks, eps, OPTIONS: gl.constexpr
 ):
     """Store sums of a sample of k, and the mean of a sample and maxima of v.
 
     Grid: (heads * MEANS if k is averaged + heads * chunks + heads for fp8, batch). Arguments as in
-    `prologue_triton.statistics_kernel`, but mean [B, H, MEANS, D]. beside: mean, rotary and
-    lengths, and what is not read here.
+    `prologue_triton.statistics_kernel`.
     """
     launch_dependents()
-    mean_ptr, rotary, lengths_ptr, _ = beside
+    mean_ptr, lengths_ptr = common.mean_ptr, common.lengths_ptr
     at = gl.program_id(0)
     b = gl.program_id(1)
     D: gl.constexpr = OPTIONS.D
@@ -555,18 +548,15 @@ def hopper_statistics_kernel(
     means: gl.constexpr = heads * OPTIONS.MEANS if mean_ptr is not None else 0
     if at < means:
         if mean_ptr is not None:
-            _sample_sum(
-                at // heads, at % heads, b, limit, step, k, mean_ptr, rotary, eps,
-                OPTIONS.CHANNELS, D, OPTIONS.MEANS, OPTIONS.K_NORM,
-            )  # fmt: skip
+            _sample_sum((at // heads, at % heads, b), limit, step, k, common, eps, OPTIONS)
     elif v.stats_ptr is not None:
         chunk = (at - means) // heads
         h = (at - means) % heads
         if chunk < chunks:
-            _channel_amax(chunk, h, b, limit, v, chunk_tokens, chunks, OPTIONS.CHANNELS, D)
+            _channel_amax(chunk, h, b, limit, v, chunk_tokens, chunks, OPTIONS)
         else:
             samples = (n_kv + step - 1) // step
-            _value_mean(h, b, limit, step, samples, v, chunks, OPTIONS.CHANNELS, D)
+            _value_mean(h, b, limit, step, samples, v, chunks, OPTIONS)
 
 
 @cache
@@ -586,7 +576,7 @@ def _heads_a_program(heads: int, blocks: int, start: float) -> int:
 def run_prologue(job: Prologue) -> None:
     """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
-    q, k, v, heads, head_dim, norms = a.q, a.k, a.v, a.spec.heads, a.head_dim, a.norms
+    q, k, v, heads, head_dim = a.q, a.k, a.v, a.spec.heads, a.head_dim
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
     fp8, smooth = values is not None, a.spec.smooth_k
     q_rows = _TILE.value // head_dim
@@ -600,11 +590,11 @@ def run_prologue(job: Prologue) -> None:
     most = max(1, min(AMAX_CHUNKS, _AMAX_PROGRAMS // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
-    of_q, of_k, of_v = strides(one_sample=batch == 1, q=q, k=k, v=v).values()
-    common = {
-        "k": Rows(k, norms.k, norms.k_bias, of_k),
-        "v": job.value_rows(of_v, empty(1 + chunks) if fp8 else None),
-        "beside": (mean, a.rotary, a.kv_lengths, counters),
+    rows_of = strides(one_sample=batch == 1, q=q, k=k, v=v)
+    arguments = {
+        "k": job.key_rows(rows_of["k_strides"]),
+        "v": job.value_rows(rows_of["v_strides"], empty(1 + chunks) if fp8 else None),
+        "common": CommonOperands(mean, a.rotary, a.kv_lengths, counters),
         "n_kv": n_kv,
         "step": job.step,
         "chunks": chunks,
@@ -620,8 +610,8 @@ def run_prologue(job: Prologue) -> None:
             (heads * (means * smooth + (chunks + 1) * fp8), batch),
             device,
             chunk_tokens=chunk_tokens,
-            eps=norms.eps,
-            **common,
+            eps=a.norms.eps,
+            **arguments,
         )
     n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
     q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
@@ -637,9 +627,7 @@ def run_prologue(job: Prologue) -> None:
         hopper_prologue_kernel,
         (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
         device,
-        q=Rows(q, norms.q, norms.q_bias, of_q),
-        q_out=QuantizedRows(queries.int8, queries.scale, queries.shift, n_q_padded),
-        k_out=QuantizedRows(keys.int8, keys.scale, None, n_kv_padded),
+        q=job.query_rows(rows_of["q_strides"]),
         n_q=n_q,
         n_counters=0 if counters is None else counters.shape[1],
         q_programs=q_programs,
@@ -652,5 +640,5 @@ def run_prologue(job: Prologue) -> None:
         factors=job.factors,
         maxnreg=128,  # two programs per multiprocessor
         launch_pdl=dependent,
-        **common,
+        **arguments,
     )

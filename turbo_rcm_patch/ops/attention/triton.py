@@ -17,7 +17,12 @@ from turbo_rcm_patch.ops.attention.online_softmax import (
     register_limit,
     variant_of,
 )
-from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
+from turbo_rcm_patch.ops.formats import (
+    NO_SKIP,
+    AttentionInputs,
+    AttentionOutput,
+    QuantizedOperands,
+)
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     cdiv,
@@ -31,41 +36,37 @@ from turbo_rcm_patch.ops.numerics import close_skip
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
-    y_ptrs, lse_ptr, shift_ptr, q_src, k_src, v_src, scales, lengths_ptr, skip,
-    n_q, n_rank, n_kv, n_q_padded, n_kv_padded, heads,
+    out, q_src, k_src, v_src, operands, skip, n_q, n_rank, n_kv,
     FORM: tl.constexpr, KINDS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
-    Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense, or the rows of each rank in its own tensor (`launch_kernel`); lse
-    [B, H, Nq] fp32 or None; shift [B, H, n_q_padded] fp32, which smoothing subtracted from every
-    logit of a row, or None; the rest as in `attend` and `close_skip`.
+    Grid: (blocks of BLOCK_M rows, heads, batch). out: `AttentionOutput`; the rest as in `attend`
+    and `close_skip`.
     """
     start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
-    out, lse = attend(
-        q_src, k_src, v_src, scales, lengths_ptr, n_kv, n_q_padded, n_kv_padded, heads,
-        b, h, start_m, FORM,
-    )  # fmt: skip
+    branch, lse = attend(q_src, k_src, v_src, operands, n_kv, b, h, start_m, FORM=FORM)
     offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
     offs_c = h * FORM.HEAD_DIM + offs_d
     mask_m, mask_d = offs_m < n_q, offs_d < FORM.HEAD_DIM
-    bh = b.to(tl.int64) * heads + h
-    if lse_ptr is not None:
+    bh = b.to(tl.int64) * operands.heads + h
+    if out.lse_ptr is not None:
         lse = lse * LN_2
-        if shift_ptr is not None:
-            lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
-        tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
-    y = close_skip(out, skip, b, offs_m, offs_c, mask_m, mask_d, KINDS, None)
-    y = y.to(y_ptrs[0].dtype.element_ty)
+        if out.shift_ptr is not None:
+            shift = out.shift_ptr + bh * operands.n_q_padded + offs_m
+            lse += tl.load(shift, mask=mask_m, other=0.0)
+        tl.store(out.lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
+    y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_d), KINDS, None)
+    y = y.to(out.y_ptrs[0].dtype.element_ty)
     for rank in tl.static_range(RANKS):  # A tile may have rows of two of them.
-        own = offs_m - rank * n_rank
-        rows = (b.to(tl.int64) * n_rank + own.to(tl.int64)) * (RANKS * heads * FORM.HEAD_DIM)
-        mask = (own >= 0) & (own < n_rank)
-        out = y_ptrs[rank] + rows[:, None] + offs_c[None, :]
-        tl.store(out, y, mask=mask[:, None] & mask_d[None, :])
+        offs_rank = offs_m - rank * n_rank
+        row = b.to(tl.int64) * n_rank + offs_rank.to(tl.int64)
+        rows = row * (RANKS * operands.heads * FORM.HEAD_DIM)
+        mask = (offs_rank >= 0) & (offs_rank < n_rank)
+        y_ptrs = out.y_ptrs[rank] + rows[:, None] + offs_c[None, :]
+        tl.store(y_ptrs, y, mask=mask[:, None] & mask_d[None, :])
 
 
 def launch_kernel(
@@ -89,11 +90,9 @@ def launch_kernel(
         attention_kernel,
         (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
-        y_ptrs=ys,
+        out=AttentionOutput(ys, lse, operands.queries.shift),
         n_rank=n_q // len(ys),
         RANKS=len(ys),
-        lse_ptr=lse,
-        shift_ptr=operands.queries.shift,
         **skip_arguments(*(a.skip or NO_SKIP), a.q.shape),
         **attention_arguments(a, operands, tile),
         **(register_limit(a, tile) if a.spec.pv == "fp8" else {}),

@@ -29,8 +29,10 @@ from turbo_rcm_patch.ops.numerics import (
     amax_and_nan,
     close_skip,
     int8_scale,
+    load_rotary,
     magnitude,
     nearest_int8,
+    norm_rotate_tile,
     row_parts,
     row_warps,
     scaled,
@@ -121,7 +123,8 @@ def _store(out, x, inverse, b, at, offs_c, channels, INT8: tl.constexpr):
     """Store a part of the norm's row, rounded to the dtype of `out`."""
     row = out.ptr + b * out.strides[0] + at * out.strides[1]
     if INT8:
-        int8 = nearest_int8(x[None, :], inverse[None])
+        # As a tile of one row: the layout of a store of bytes must not become that of the sums.
+        int8 = nearest_int8(x[None, :], inverse)
         tl.store(row + offs_c[None, :], int8, mask=(offs_c < channels)[None, :])
     else:
         tl.store(row + offs_c, x.to(out.ptr.dtype.element_ty), mask=offs_c < channels)
@@ -320,7 +323,7 @@ def skip_kernel(
         mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip
-    y = close_skip(branch, skip, b, offs_n, offs_c, mask_n, mask_c, KINDS, ROUND_TO)
+    y = close_skip(branch, skip, b, (offs_n, offs_c), (mask_n, mask_c), KINDS, ROUND_TO)
     rows = (b.to(tl.int64) * n_tokens + offs_n.to(tl.int64)) * channels
     tl.store(y_ptr + rows[:, None] + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -363,51 +366,68 @@ def skip(
 # --- q and k -------------------------------------------------------------------------------------
 
 
+class NormRotateForm(NamedTuple):
+    """The numbers of `norm_rotate_kernel` that are known when it is compiled.
+
+    Attributes:
+        HEADS: H.
+        HEADS_PAD: H up to a power of two.
+        HEAD_DIM: D.
+        HEAD_PAD: D up to a power of two.
+        BLOCK_C: H*D up to a power of two.
+        NORM: Kind of the norm, see `formats.norm_kind`.
+        RANKS: Number of outputs.
+    """
+
+    HEADS: int
+    HEADS_PAD: int
+    HEAD_DIM: int
+    HEAD_PAD: int
+    BLOCK_C: int
+    NORM: int
+    RANKS: int
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_rotate_kernel(
-    y_ptrs, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
-    x_strides, n_tokens, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Apply the norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
+    y_ptrs, x_ptr, weight_ptr, bias_ptr, rotary, x_strides, n_tokens, eps, FORM: tl.constexpr
+):
+    """Apply the norm of q or k, then the rotary embedding.
 
     Grid: (tokens, batch). x [B, N, H*D] with contiguous channels; y [B, n_tokens, H*D / RANKS]
     of each rank, of which the N tokens from its pointer on are written; weight [H*D], or [D] per
-    head, for which D is a power of two; bias [D]; cos, sin [N, D].
+    head; bias [D]; rotary: cos, sin [N, D], or None.
     """
+    CHANNELS: tl.constexpr = FORM.HEADS * FORM.HEAD_DIM
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = offs_c < CHANNELS
+    offs_h = tl.arange(0, FORM.HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, FORM.HEAD_PAD)[None, :]
+    offs_c = offs_h * FORM.HEAD_DIM + offs_d
+    mask_d = offs_d < FORM.HEAD_DIM
+    mask = (offs_h < FORM.HEADS) & mask_d
     row = x_ptr + b * x_strides[0] + n * x_strides[1]
-    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if NORM == 1:  # across all heads
-        w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
-    elif NORM >= 2:  # per head
-        x = tl.reshape(x, [BLOCK_C // HEAD_DIM, HEAD_DIM])
-        if NORM == 3:  # layer norm
-            x -= (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
-        x = tl.reshape(x, [BLOCK_C])
-        own = offs_c % HEAD_DIM
-        x *= tl.load(weight_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
-        if NORM == 3:
-            x += tl.load(bias_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
-    if ROPE:
-        table = n * HEAD_DIM + offs_c % HEAD_DIM
-        cos = tl.load(cos_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
-        c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
-        _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
-        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
+    x = tl.load(row + offs_c, mask=mask, other=0.0).to(tl.float32)  # [HEADS_PAD, HEAD_PAD]
+    inverse_rms, weight, bias, tables = 1.0, 1.0, 0.0, None
+    if FORM.NORM == 1:  # across all heads
+        # The row is read again without padding, so that heads do not change the order of the sum.
+        offs_row = tl.arange(0, FORM.BLOCK_C)
+        values = tl.load(row + offs_row, mask=offs_row < CHANNELS, other=0.0).to(tl.float32)
+        inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / CHANNELS + eps)
+        weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
+    if FORM.NORM >= 2:  # per head
+        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if FORM.NORM == 3:  # layer norm
+        bias = tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if rotary is not None:
+        tables = load_rotary(rotary, n * FORM.HEAD_DIM + offs_d, mask_d)
+    x = norm_rotate_tile(x, inverse_rms, weight, bias, tables, eps, FORM.HEAD_DIM, FORM.NORM)
     x = x.to(y_ptrs[0].dtype.element_ty)
+    RANKS: tl.constexpr = FORM.RANKS
     WIDTH: tl.constexpr = CHANNELS // RANKS
     for rank in tl.static_range(RANKS):
-        own = offs_c - rank * WIDTH
+        offs_rank = offs_c - rank * WIDTH
         out = y_ptrs[rank] + (b * n_tokens + n) * WIDTH
-        tl.store(out + own, x, mask=(own >= 0) & (own < WIDTH))
+        tl.store(out + offs_rank, x, mask=mask & (offs_rank >= 0) & (offs_rank < WIDTH))
 
 
 @replayed
@@ -441,6 +461,15 @@ def norm_rotate(
         y = x.new_empty_strided((batch, heads, n_tokens, dim), strides)
     else:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    form = NormRotateForm(
+        HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads),
+        HEAD_DIM=channels // heads,
+        HEAD_PAD=triton.next_power_of_2(channels // heads),
+        BLOCK_C=triton.next_power_of_2(channels),
+        NORM=norm_kind(weight, bias, channels),
+        RANKS=len(to) or 1,
+    )
     launch(
         norm_rotate_kernel,
         (n_tokens, batch),
@@ -449,17 +478,11 @@ def norm_rotate(
         x_ptr=x,
         weight_ptr=None if weight is None else weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
-        cos_ptr=None if cos is None else cos.contiguous(),
-        sin_ptr=None if sin is None else sin.contiguous(),
+        rotary=None if cos is None or sin is None else (cos.contiguous(), sin.contiguous()),
         x_strides=x.stride()[:2],
         n_tokens=y.stride(0) * max(1, len(to)) // channels,
         eps=eps,
-        CHANNELS=channels,
-        HEAD_DIM=channels // heads,
-        BLOCK_C=triton.next_power_of_2(channels),
-        NORM=norm_kind(weight, bias, channels),
-        ROPE=cos is not None,
-        RANKS=len(to) or 1,
+        FORM=form,
         num_warps=norm_warps(channels),
         num_stages=1,
     )

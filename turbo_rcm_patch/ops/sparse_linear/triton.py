@@ -26,7 +26,7 @@ from turbo_rcm_patch.ops.attention.online_softmax import (
     v_correction,
     variant_of,
 )
-from turbo_rcm_patch.ops.formats import AttentionInputs, QuantizedOperands, norm_kind
+from turbo_rcm_patch.ops.formats import AttentionInputs, QuantizedOperands, TokenRows, norm_kind
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     cdiv,
@@ -37,6 +37,7 @@ from turbo_rcm_patch.ops.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.ops.numerics import load_rotary, norm_rotate_tile
 from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
@@ -64,59 +65,65 @@ class Tokens(NamedTuple):
     k_mean: torch.Tensor
 
 
-class Rows(NamedTuple):
-    """q or k [B, N, H*D] with contiguous channels, and what a kernel makes of them.
+class TokensForm(NamedTuple):
+    """The numbers of `prepare_tokens_kernel` that are known when it is compiled.
 
     Attributes:
-        ptr: The rows.
-        strides: Their strides of batch and tokens.
-        weight_ptr: Weight of their norm, [H*D], or [D] per head, or None.
-        out_ptr: The results, dense.
+        HEADS: H.
+        HEADS_PAD: H up to a power of two.
+        HEAD_DIM: D.
+        HEAD_PAD: D up to a power of two, at least 32.
+        Q_TOKENS: Tokens of q that a program averages.
+        K_TOKENS: Tokens of k that a program sums.
+        Q_NORM: Kind of the norm of q, see `formats.norm_kind`.
+        K_NORM: Kind of the norm of k.
+        STAGES: Tokens that are loaded or computed at a time.
     """
 
-    ptr: torch.Tensor
-    strides: tuple[int, int]
-    weight_ptr: torch.Tensor | None
-    out_ptr: torch.Tensor
+    HEADS: int
+    HEADS_PAD: int
+    HEAD_DIM: int
+    HEAD_PAD: int
+    Q_TOKENS: int
+    K_TOKENS: int
+    Q_NORM: int
+    K_NORM: int
+    STAGES: int
 
 
 @triton.jit
-def _block(
-    out_ptr, x_ptr, weight_ptr, rotary, start, stride_n, n_tokens, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
+def _sum_of_tokens(
+    rows, b, rotary, start, n_tokens, eps,
+    FORM: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate TOKENS tokens, and sum the rounded results: [HEADS_PAD, HEAD_PAD]."""
-    offs_h = tl.arange(0, HEADS_PAD)[:, None]
-    offs_d = tl.arange(0, HEAD_PAD)
-    mask_d = offs_d < HEAD_DIM
-    offs_c = offs_h * HEAD_DIM + offs_d[None, :]
-    mask = (offs_h < CHANNELS // HEAD_DIM) & mask_d[None, :]
+    CHANNELS: tl.constexpr = FORM.HEADS * FORM.HEAD_DIM
+    STAGES: tl.constexpr = FORM.STAGES
+    offs_h = tl.arange(0, FORM.HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, FORM.HEAD_PAD)[None, :]
+    offs_c = offs_h * FORM.HEAD_DIM + offs_d
+    mask_d = offs_d < FORM.HEAD_DIM
+    mask = (offs_h < FORM.HEADS) & mask_d
+    x_ptr = rows.ptr + b * rows.strides[0]
+    out_ptr = rows.out + b * n_tokens * CHANNELS
     weight = 1.0
     if NORM == 1:  # across all heads
-        weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(rows.weight_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
     elif NORM == 2:  # per head
-        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32)
+        weight = tl.load(rows.weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    total = tl.full([FORM.HEADS_PAD, FORM.HEAD_PAD], 0.0, tl.float32)
     # The loop is pipelined, so that tokens are loaded while others are computed.
     for i in tl.range(0, tl.minimum(TOKENS, n_tokens - start), num_stages=STAGES):
         n = (start + i).to(tl.int64)
-        x = tl.load(x_ptr + n * stride_n + offs_c, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + n * rows.strides[1] + offs_c, mask=mask, other=0.0).to(tl.float32)
+        inverse_rms, tables = 1.0, None
         if NORM == 1:
             squares = tl.sum(tl.sum(x * x, axis=1), axis=0)
-            x = x * (1.0 / tl.sqrt(squares / CHANNELS + eps)) * weight
-        elif NORM == 2:
-            x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None] * weight
+            inverse_rms = 1.0 / tl.sqrt(squares / CHANNELS + eps)
         if rotary is not None:
-            even, odd = tl.split(tl.reshape(x, [HEADS_PAD, HEAD_PAD // 2, 2]))
-            cos = tl.load(rotary[0] + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
-            sin = tl.load(rotary[1] + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
-            c, _ = tl.split(tl.reshape(cos, [HEAD_PAD // 2, 2]))
-            _, s = tl.split(tl.reshape(sin, [HEAD_PAD // 2, 2]))
-            c, s = c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
-            x = tl.join(even * c - odd * s, even * s + odd * c)
-            x = tl.reshape(x, [HEADS_PAD, HEAD_PAD])
-        y = x.to(x_ptr.dtype.element_ty)
+            tables = load_rotary(rotary, n * FORM.HEAD_DIM + offs_d, mask_d)
+        x = norm_rotate_tile(x, inverse_rms, weight, 0.0, tables, eps, FORM.HEAD_DIM, NORM)
+        y = x.to(rows.ptr.dtype.element_ty)
         if NORM > 0 or rotary is not None:
             tl.store(out_ptr + n * CHANNELS + offs_c, y, mask=mask)
         total += y.to(tl.float32)
@@ -125,40 +132,32 @@ def _block(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare_tokens_kernel(
-    q, k, q_pooled_ptr, k_sums_ptr, rotary, n_q, n_kv, q_blocks, k_parts, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Normalise q and k (as in `formats.norm_kind`), rotate them, average blocks of q and sum k.
+    q, k, q_pooled_ptr, k_sums_ptr, rotary, n_q, n_kv, q_blocks, k_parts, eps, FORM: tl.constexpr
+):
+    """Normalise q and k, rotate them, average blocks of q and sum parts of k.
 
-    Grid: (blocks of q, then parts of k; batch). q, k: `Rows`; rotary: cos, sin [N, D], or None;
-    q_pooled [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and
-    without a rotary embedding q or k is not written.
+    Grid: (blocks of q, then parts of k; batch). q, k: `TokenRows` whose result is dense; rotary:
+    cos, sin [N, D], or None; q_pooled [B, H, q_blocks, HEAD_PAD]; k_sums
+    [B, k_parts, H, HEAD_PAD] fp32. Without a norm and without a rotary embedding q or k is not
+    written.
     """
-    at, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    heads: tl.constexpr = CHANNELS // HEAD_DIM
-    offs_h = tl.arange(0, HEADS_PAD)[:, None]
-    offs_d = tl.arange(0, HEAD_PAD)[None, :]
-    mask = (offs_h < heads) & (offs_d < HEAD_PAD)
-    if at < q_blocks:
-        total = _block(
-            q.out_ptr + b * n_q * CHANNELS, q.ptr + b * q.strides[0], q.weight_ptr,
-            rotary, at * BLOCK_Q, q.strides[1], n_q, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, STAGES,
-        )  # fmt: skip
-        mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q.ptr.dtype.element_ty)
-        pooled = q_pooled_ptr + ((b * heads + offs_h) * q_blocks + at) * HEAD_PAD + offs_d
-        tl.store(pooled, mean, mask=mask)
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs_h = tl.arange(0, FORM.HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, FORM.HEAD_PAD)[None, :]
+    mask = (offs_h < FORM.HEADS) & (offs_d < FORM.HEAD_PAD)
+    if program < q_blocks:
+        start = program * FORM.Q_TOKENS
+        total = _sum_of_tokens(q, b, rotary, start, n_q, eps, FORM, FORM.Q_TOKENS, FORM.Q_NORM)
+        mean = (total / tl.minimum(FORM.Q_TOKENS, n_q - start)).to(q.ptr.dtype.element_ty)
+        row = (b * FORM.HEADS + offs_h) * q_blocks + program
+        tl.store(q_pooled_ptr + row * FORM.HEAD_PAD + offs_d, mean, mask=mask)
     else:
-        at -= q_blocks
-        total = _block(
-            k.out_ptr + b * n_kv * CHANNELS, k.ptr + b * k.strides[0], k.weight_ptr,
-            rotary, at * K_TOKENS, k.strides[1], n_kv, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, STAGES,
-        )  # fmt: skip
-        sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
-        tl.store(sums, total, mask=mask)
+        part = program - q_blocks
+        total = _sum_of_tokens(
+            k, b, rotary, part * FORM.K_TOKENS, n_kv, eps, FORM, FORM.K_TOKENS, FORM.K_NORM
+        )
+        row = (b * k_parts + part) * FORM.HEADS + offs_h
+        tl.store(k_sums_ptr + row * FORM.HEAD_PAD + offs_d, total, mask=mask)
 
 
 def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
@@ -174,23 +173,34 @@ def _prepared(
     """Return q, k, q_pooled of `Tokens`, and sums of parts of k, fp32 [B, parts, H, HEAD_PAD]."""
     target_of(a.q.device)
     q, k, heads, head_dim = dense_rows(a.q), dense_rows(a.k), a.spec.heads, a.head_dim
-    norm_q, norm_k = a.norms[:2]
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
+    weights = [None if weight is None else weight.contiguous() for weight in a.norms[:2]]
+    q_norm, k_norm = (norm_kind(weight, None, channels) for weight in weights)
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     token_bytes = heads_pad * head_pad * q.element_size()
     q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
-    q_norm, k_norm = (norm_kind(weight, None, channels) for weight in (norm_q, norm_k))
-    rotary = None if a.rotary is None else tuple(one.contiguous() for one in a.rotary)
+    rotary = None if a.rotary is None else tuple(table.contiguous() for table in a.rotary)
     q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
     k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rotary else q
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_norm or rotary else k
+    form = TokensForm(
+        HEADS=heads,
+        HEADS_PAD=heads_pad,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        Q_TOKENS=block_q,
+        K_TOKENS=_K_TOKENS,
+        Q_NORM=q_norm,
+        K_NORM=k_norm,
+        STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
+    )
     launch(
         prepare_tokens_kernel,
         (q_blocks + k_parts, batch),
         q.device,
-        q=Rows(q, q.stride()[:2], None if norm_q is None else norm_q.contiguous(), q_out),
-        k=Rows(k, k.stride()[:2], None if norm_k is None else norm_k.contiguous(), k_out),
+        q=TokenRows(q, q.stride()[:2], weights[0], None, q_out),
+        k=TokenRows(k, k.stride()[:2], weights[1], None, k_out),
         q_pooled_ptr=q_pooled,
         k_sums_ptr=k_sums,
         rotary=rotary,
@@ -199,15 +209,7 @@ def _prepared(
         q_blocks=q_blocks,
         k_parts=k_parts,
         eps=a.norms.eps,
-        CHANNELS=channels,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        HEADS_PAD=heads_pad,
-        BLOCK_Q=block_q,
-        K_TOKENS=_K_TOKENS,
-        Q_NORM=q_norm,
-        K_NORM=k_norm,
-        STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
+        FORM=form,
         num_warps=_WARPS,
         num_stages=1,
     )
@@ -458,10 +460,8 @@ def _block_of(lut, i, count, STEPS: tl.constexpr):
 
 @triton.jit
 def _over_blocks(
-    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_strides, offs_m, limit, lut, count,
-    FORM: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    acc, l_i, m_i, head, limit, lut, count, FORM: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Compute the online softmax over the first `count` blocks of keys in lut, unmasked."""
     # The table is read two steps ahead, because copies of the next step's keys begin in this one
     # and would wait for an address that was just loaded. The value has to change between steps.
@@ -471,11 +471,7 @@ def _over_blocks(
     following = _block_of(lut, 1, count, steps)
     for i in tl.range(0, count * steps):
         later = _block_of(lut, i + 2, count, steps)
-        acc, l_i, m_i = over_block(
-            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-            v_strides, offs_m, limit, start_n,
-            FORM, False,
-        )  # fmt: skip
+        acc, l_i, m_i = over_block(acc, l_i, m_i, head, limit, start_n, FORM, MASKED=False)
         start_n = following * BLOCK_K + (i + 1) % steps * FORM.BLOCK_N
         following = later
     return acc, l_i, m_i
@@ -491,16 +487,15 @@ def _features(rows, start, mask_m, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _add_linear(
-    acc, rows, matrix, total, mask_m, eps,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def _add_linear(acc, rows, matrix, total, mask_m, eps, HEAD_DIM: tl.constexpr):
     """Return acc + phi(x) matrix / (phi(x) · total + eps) for the rows x at `rows` [BLOCK_M, 1].
 
     Two loops read a few channels at a time, instead of one tile with all channels. Beside the
     accumulator there is no room for such a tile if three programs share a multiprocessor.
     """
     STEP: tl.constexpr = 32
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    HEAD_PAD: tl.constexpr = acc.shape[1]
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     along = tl.zeros([BLOCK_M], tl.float32)  # phi · total, unnormalised
@@ -549,47 +544,36 @@ class LinearOperands(NamedTuple):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def sparse_attention_kernel(
-    y_ptr, lut_ptr, branch, q_src, k_src, v_src, scales,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count,
-    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    y_ptr, lut_ptr, branch, q_src, k_src, v_src, operands, n_q, n_kv, q_blocks, count,
+    FORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T) v over chosen keys + phi(q) matrix / (phi(q) · total + eps) + bias.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
-    y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of BLOCK_K keys
-    that a block of BLOCK_Q rows sees; branch: `LinearOperands`; the rest as in
-    `online_softmax.attend`.
+    y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of keys that a
+    block of queries sees; BLOCKS: queries and keys in a block; branch: `LinearOperands`; the rest
+    as in `online_softmax.attend`.
     """
+    BLOCK_K: tl.constexpr = BLOCKS[1]
     start_m = tl.program_id(0) * FORM.BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
-    bh = b.to(tl.int64) * heads + h
-    offs_m = start_m + tl.arange(0, FORM.BLOCK_M)
+    head, acc, l_i, m_i = begin(q_src, k_src, v_src, operands, b, h, start_m, FORM)
+    bh, offs_m = head.bh, head.offs_m
     offs_d = tl.arange(0, FORM.HEAD_PAD)
-    q, q_scale, k_scales, v_head, ones, acc, l_i, m_i = begin(
-        q_src, v_src, scales, n_q_padded, n_kv_padded, b, h, bh, start_m, offs_m, FORM
-    )
 
     # Blocks ascend, so only the last chosen one may end past the last key.
-    lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
+    lut = lut_ptr + (bh * q_blocks + start_m // BLOCKS[0]) * count
     partial = tl.load(lut + count - 1) * BLOCK_K
     whole = count
     if partial + BLOCK_K > n_kv:
         whole = count - 1
     else:
         partial = n_kv
-    acc, l_i, m_i = _over_blocks(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        scales.v_strides, offs_m, n_kv, lut, whole,
-        FORM, BLOCK_K,
-    )  # fmt: skip
-    acc, l_i, m_i = over_keys(
-        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        scales.v_strides, offs_m, n_kv, partial, n_kv,
-        FORM, True,
-    )  # fmt: skip
+    acc, l_i, m_i = _over_blocks(acc, l_i, m_i, head, n_kv, lut, whole, FORM, BLOCK_K=BLOCK_K)
+    acc, l_i, m_i = over_keys(acc, l_i, m_i, head, n_kv, partial, n_kv, FORM, MASKED=True)
     total = row_sums(l_i, FORM.FP8)
     if FORM.FP8:
-        acc = times_v_scale(acc, total, 0.0, scales.v_levels_ptr, bh, FORM.HEAD_PAD)
+        acc = times_v_scale(acc, total, 0.0, operands.v_levels_ptr, bh, FORM.HEAD_PAD)
     else:
         acc = acc / total[:, None]
 
@@ -601,14 +585,13 @@ def sparse_attention_kernel(
     features = features + rows * branch.features_strides[1]
     acc = _add_linear(
         acc, features + h * FORM.HEAD_DIM, branch.matrix_ptr + bh * FORM.HEAD_PAD * FORM.HEAD_PAD,
-        branch.total_ptr + bh * FORM.HEAD_PAD, mask_m, branch.eps,
-        FORM.HEAD_DIM, FORM.HEAD_PAD, FORM.BLOCK_M,
+        branch.total_ptr + bh * FORM.HEAD_PAD, mask_m, branch.eps, FORM.HEAD_DIM,
     )  # fmt: skip
     if FORM.FP8:
-        acc += v_correction(scales.v_levels_ptr, bh, n_kv, FORM.HEAD_PAD)[None, :]
+        acc += v_correction(operands.v_levels_ptr, bh, n_kv, FORM.HEAD_PAD)[None, :]
     if branch.bias_ptr is not None:
         acc += tl.load(branch.bias_ptr + offs_d)[None, :]
-    out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * FORM.HEAD_DIM) + offs_c
+    out = y_ptr + (b.to(tl.int64) * n_q + rows) * (operands.heads * FORM.HEAD_DIM) + offs_c
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -636,7 +619,7 @@ def launch_kernel(
     # The rows of a program share their blocks of keys, and a step stays within one block.
     tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
     arguments = attention_arguments(a, operands, tile)
-    assert arguments.pop("lengths_ptr") is None
+    assert operands.lengths is None
     y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
     launch(
         sparse_attention_kernel,
@@ -647,8 +630,7 @@ def launch_kernel(
         branch=LinearOperands(a.q, a.q.stride()[:2], *branch),
         q_blocks=lut.shape[2],
         count=lut.shape[3],
-        BLOCK_Q=block_q,
-        BLOCK_K=block_k,
+        BLOCKS=(block_q, block_k),
         **register_limit(a, tile),
         **arguments,
     )

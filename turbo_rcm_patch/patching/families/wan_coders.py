@@ -210,7 +210,10 @@ class Decoder(WanCoder):
         *lower, half, full = self.resolutions()
         times = 2 ** sum(level.resample.mode == "upsample3d" for level in (*lower, half))
         batch, _, frames, height, width = x.shape
-        frames = times * frames - (times - 1) * (start not in session.history)
+        if start in session.history:
+            frames *= times
+        else:  # A video's first frame stays one.
+            frames = 1 + times * (frames - 1)
         scale = 2 ** (len(lower) + 1)
         out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
         done = 0
