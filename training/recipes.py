@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from training.data import Shapes, Source, World
 from training.loop import Budget
@@ -66,7 +66,7 @@ class Recipe:
         return max(1, self.stages[stage].batch * first // size)
 
 
-_WORLD: Final = {
+_WORLD: Final[dict[str, dict[str, Any]]] = {
     "vae": {
         "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True],
         "scale_factor_spatial": 8,
