@@ -211,19 +211,18 @@ def _int8(
         return "values of another number of channels"
     lengths = None
     if mask is not None:
-        found = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
-        if found is None:
+        visible = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
+        if visible is None:
             return "a mask of more than keys"
-        order, lengths = found
+        order, lengths = visible
         if few := settings.why_exact(order.shape[1], k.device):
             return few
         where = order[:, None, :, None] if skip_reshape else order[:, :, None, None]
         k, v = (torch.take_along_dim(x, where, dim=tokens_at) for x in (k, v))
     pv: Any = settings.pv
-    out, _ = attention_of_heads(
-        q, k, v, "HND" if skip_reshape else "NHD", attention="int8", pv=pv, sm_scale=scale,
-        kv_lengths=lengths,
-    )  # fmt: skip
+    layout = "HND" if skip_reshape else "NHD"
+    spec = AttentionSpec(heads=q.shape[heads_at], attention="int8", pv=pv, sm_scale=scale)
+    out, _ = attention_of_heads(q, k, v, layout, spec, kv_lengths=lengths)
     if skip_output_reshape:
         return out if skip_reshape else out.transpose(1, 2)
     return (out.transpose(1, 2) if skip_reshape else out).flatten(2)

@@ -139,8 +139,8 @@ class TurboRCMSampler:
         import comfy.samplers
 
         options = {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
-        made = comfy.samplers.KSAMPLER(sample_rcm, options)
-        return made, rcm_times(steps, sigma_max).float()
+        ksampler = comfy.samplers.KSAMPLER(sample_rcm, options)
+        return ksampler, rcm_times(steps, sigma_max).float()
 
 
 class TurboRCMVAE:

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200 with
-#: 12 heads of 128 int8 takes 0.166 ms over 4,096 tokens and exact attention 0.177. Over 2,048 they
-#: take 0.087 and 0.068 (results/h200/attention.json). Other cards have not been measured.
+#: 12 heads of 128 int8 with values in bf16 takes 0.158 ms over 4,096 tokens and cuDNN's attention
+#: 0.161, and over 8,192 they take 0.513 and 0.644 (results/2026-11-28/attention_pv.json). Other
+#: cards have not been measured.
 INT8_AUTO_TOKENS: Final = 4096
 #: Least number of keys for which pv="auto" takes fp8 where the device has it, and that of Hopper.
 #: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has
@@ -93,7 +94,6 @@ def choose(
 
     target = target_of(device)
     *special, portable = table
-
     for row in special:
         if row.serves(target, call):
             function = hopper_function(row.load, row.what)

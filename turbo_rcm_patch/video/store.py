@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,12 +67,7 @@ class StoredClip:
     @property
     def note(self) -> dict[str, Any]:
         """Everything but the frames, for JSON."""
-        return {
-            "seconds": self.seconds,
-            "decode_seconds": self.decode_seconds,
-            "peak_bytes": self.peak_bytes,
-            "forms": list(self.forms),
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
 
 
 class Store:
