@@ -226,18 +226,18 @@ def settings_for(
     kind, folder = kind_of(pipe), folder_of(pipe)
     usual = dict(kind.usual)
     if isinstance(pipe.scheduler, RCMScheduler):
-        kept = pipe.scheduler.config
-        usual |= {"sampler": "rcm", "sigma_max": kept.sigma_max, "form": kept.sampler}
-        if kept.times is not None:
-            usual |= {"sampler": "times", "times": tuple(kept.times)}
+        config = pipe.scheduler.config
+        usual |= {"sampler": "rcm", "sigma_max": config.sigma_max, "form": config.sampler}
+        if config.times is not None:
+            usual |= {"sampler": "times", "times": tuple(config.times)}
     if settings is None:
-        settings = Settings.for_model(folder, usual, kind.own, **overrides)
+        settings = Settings.for_model(folder, usual, kind.with_scheduler, **overrides)
     elif overrides:
         settings = Settings.for_model(None, **settings.as_dict() | overrides)
     settings = replace(settings, lora=loras_of(pipe))
     _check_settings(pipe, settings)
     if settings.few_steps or settings.steps < _MANY:
-        says = Settings.for_model(folder, usual, kind.own)
+        says = Settings.for_model(folder, usual, kind.with_scheduler)
         if not (says.few_steps or says.steps < _MANY or settings.lora):
             _say_once(
                 f"{settings.steps} steps (sampler {settings.sampler}): nothing says that "
@@ -278,20 +278,20 @@ def _check_size(pipe: VideoPipeline, settings: Settings) -> None:
         if getattr(settings, name) > most:
             got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
             raise ConfigError(f"{name} of this model", expected=expected, got=got)
-    made = frames_made(pipe, settings.num_frames)
-    if made != settings.num_frames:
-        _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")
+    frames = frames_made(pipe, settings.num_frames)
+    if frames != settings.num_frames:
+        _say_once(f"num_frames {settings.num_frames}: this VAE makes {frames} frames of that")
 
 
 def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
     """Return the scheduler that `settings` ask for, the pipeline's own or a few-step one."""
     if settings.few_steps is None:
         return pipe.scheduler
-    own = pipe.scheduler.config
+    config = pipe.scheduler.config
     return RCMScheduler(
-        num_train_timesteps=own.get("num_train_timesteps", 1000),
+        num_train_timesteps=config.get("num_train_timesteps", 1000),
         noise_seed=seed,
-        timestep_dtype=own.get("timestep_dtype", "float32"),
+        timestep_dtype=config.get("timestep_dtype", "float32"),
         **settings.few_steps,
     )
 

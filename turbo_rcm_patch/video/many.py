@@ -39,14 +39,14 @@ class Ranks:
     world: int = 1
     local: int = 0
 
-    def device(self, given: str | None) -> str | None:
-        """Return the device of this process: the given one, or the GPU of its number.
+    def device(self, asked: str | None) -> str | None:
+        """Return the device of this process: the asked one, or the GPU of its number.
 
         Raises:
             ConfigError: There are more processes than GPUs on this machine.
         """
-        if self.world == 1 or given not in (None, "cuda") or not torch.cuda.is_available():
-            return given
+        if self.world == 1 or asked not in (None, "cuda") or not torch.cuda.is_available():
+            return asked
         if self.local >= (count := torch.cuda.device_count()):
             got, remedy = f"number {self.local}, counted from 0", "Lower --nproc-per-node"
             raise _refused(f"at most {count} processes, one for each GPU", got, remedy)
@@ -59,10 +59,10 @@ def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:
     Raises:
         ConfigError: They contradict each other.
     """
-    given = os.environ if environment is None else environment
-    if "WORLD_SIZE" not in given:
+    variables = os.environ if environment is None else environment
+    if "WORLD_SIZE" not in variables:
         return Ranks()
-    values = [given.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    values = [variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     with suppress(ValueError):
         ranks = Ranks(*map(int, values))
         if 0 <= ranks.local <= ranks.rank < ranks.world:

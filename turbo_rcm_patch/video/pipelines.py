@@ -29,7 +29,7 @@ class Kind:
 
     Attributes:
         usual: Settings where neither the caller nor the model's folder says.
-        own: Steps and guidance that the pipeline's own scheduler is usually run with.
+        with_scheduler: Steps and guidance that the pipeline's own scheduler is usually run with.
         image: True if it makes a video from an image, the first frame.
         few_steps: True if its networks predict a rectified flow's velocity, as few-step samplers
             need. CogVideoX's predict v = alpha noise - sigma x0 of a variance-preserving process.
@@ -38,7 +38,7 @@ class Kind:
     """
 
     usual: Mapping[str, object] = field(default_factory=dict)
-    own: Mapping[str, object] = field(default_factory=lambda: WAN_OWN)
+    with_scheduler: Mapping[str, object] = field(default_factory=lambda: WAN_OWN)
     image: bool = False
     few_steps: bool = False
     cogvideox: bool = False
@@ -87,7 +87,7 @@ def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
     """
     needed = kind.image
     for prompt in (prompt for prompt, there in given.items() if there != needed):
-        others = " or ".join(name for name, one in PIPELINES.items() if one.image)
+        others = " or ".join(name for name, other in PIPELINES.items() if other.image)
         raise SamplingError(
             f"image of the prompt {prompt!r}",
             expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
