@@ -174,7 +174,7 @@ def test_the_hopper_prologue_equals_the_portable_one(
     assert other.shift is not None
     largest = other.shift[:, :, seen].abs().max().item()
     assert torch.allclose(one.shift[:, :, seen], other.shift[:, :, seen], atol=1e-5 * largest)
-    if n_kv == 1:  # It is its own mean, so roundings are all that is left, of which each has its own.
+    if n_kv == 1:  # It is its own mean, and what is left of it are roundings.
         for keys in (own.keys, portable.keys):
             assert keys.int8.abs().max() * keys.scale.max() < 1e-6 * inputs.k.abs().max()
     else:
