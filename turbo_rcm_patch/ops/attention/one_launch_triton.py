@@ -118,8 +118,8 @@ def one_launch_kernel(
     Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
     complete soon after its first program starts.
     out: `OneLaunchOutput`; FORM: `AttendForm`; PROJECTION: `ProjectionForm`; the rest as in
-    `project_tile`, `attend` and `close_skip`. KINDS is an argument of its own: Triton 3.6 loses the
-    types of a tuple within a tuple of constants.
+    `project_tile`, `attend` and `close_skip`. KINDS is an argument of its own, because Triton 3.6
+    loses the types of a tuple within a tuple of constants.
     """
     h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_m = block * FORM.BLOCK_M
