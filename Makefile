@@ -30,9 +30,9 @@ demo: $(VENV)/.installed ## Text to video with and without the patch on the ship
 	$(BIN)/python -m turbo_rcm_patch demo --out $(OUT)
 
 # Lint and types run beside the tests: by themselves they keep one core busy.
-test: $(VENV)/.installed-dev ## Lint, types and every test that a CPU can run
+test: $(VENV)/.installed-dev ## Lint, types and every test that a CPU can run; the slowest are in build/durations.txt
 	($(LINT)) & lint=$$!; \
-	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS); code=$$?; \
+	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" --durations-to build/durations.txt $(PYTEST_ARGS); code=$$?; \
 	wait $$lint || { echo 'make lint found faults: they are named above' >&2; exit 1; }; exit $$code
 
 # Not part of `test`: it takes wheels from the package index.
@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
 test-two-gpus: $(VENV)/.installed-dev ## Ulysses, a ring and CFG parallel over two cards through NCCL, each against one card
-	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_two_gpus.py tests/test_several_ranks.py $(PYTEST_ARGS)
 
 test-op: $(VENV)/.installed-dev ## The tests of one operator, without Triton's interpreter: make test-op OP=attention
 	$(BIN)/python -m pytest -v -m "not gpu and not interpreter" tests/ops/test_$(OP).py $(PYTEST_ARGS)
@@ -60,7 +60,7 @@ mutants: $(VENV)/.installed-dev ## Break the library in many places and see whet
 	$(BIN)/python -m tools.mutants --out outputs/mutants.json $(MUTANTS_ARGS)
 
 record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, into results/gpu
-	for one in attention sparse fidelity network length pipeline vae; do \
+	for one in attention network pipeline vae; do \
 		$(BIN)/python -m benchmarks $$one --limit 3600 --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types

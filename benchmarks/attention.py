@@ -2,6 +2,10 @@
 
 Inputs are q, k, v as [B, N, H*D], which is how a transformer's Linears leave them. A method that
 wants separate heads gets views of the same memory, and every result is read as [B, N, H*D].
+
+Cases whose name ends in a share of key blocks measure a whole self-attention, sparse-linear (SLA)
+and dense: it begins with q, k and v as the Linears leave them and ends before the output
+projection, so norm, rotary embedding, quantisation, block map and linear branch are in the time.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.runner import (
@@ -35,136 +40,214 @@ from benchmarks.runner import (
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import MissingPackageError
 from turbo_rcm_patch.extras import version_of
+from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.sageattn import sageattn
+from turbo_rcm_patch.ops.sparse_linear import reference
 
-#: Relative L2 to fp64 from which an output is wrong: int8 with fp8 p and v has 0.04.
-WRONG: Final = 0.1
-#: Rows of the output that are compared with fp64.
-_ROWS: Final = 256
-#: Case -> heads, tokens, channels of a head. First those that are measured unless others are
-#: named, then what else engines run: Wan at 480p and 720p, and the heads of a rank of 4 and of 8.
-SHAPES: Final = {
-    f"H{heads}-N{tokens}-D{dim}": (heads, tokens, dim)
-    for heads, tokens, dim in (
-        (12, 2048, 128), (12, 4096, 128), (12, 8192, 128), (12, 16384, 128), (12, 32760, 128),
-        (40, 75600, 128), (48, 17776, 64),
-        (3, 32760, 128), (5, 32760, 128), (10, 32760, 128), (40, 32760, 128),
-        (3, 75600, 128), (5, 75600, 128), (10, 75600, 128), (12, 75600, 128),
+
+class Case(NamedTuple):
+    """Heads, tokens, channels of a head, and the share of key blocks of a sparse attention."""
+
+    heads: int
+    tokens: int
+    dim: int
+    topk: float | None = None
+
+
+#: First those that are measured unless others are named, then what else engines run: Wan at 480p
+#: and 720p, and the heads of a rank of 4 and of 8.
+_DENSE: Final = {
+    f"H{case.heads}-N{case.tokens}-D{case.dim}": case
+    for case in map(Case._make, (
+        (12, 2048, 128, None), (12, 4096, 128, None), (12, 8192, 128, None),
+        (12, 16384, 128, None), (12, 32760, 128, None), (40, 75600, 128, None),
+        (48, 17776, 64, None), (3, 32760, 128, None), (5, 32760, 128, None),
+        (10, 32760, 128, None), (40, 32760, 128, None), (3, 75600, 128, None),
+        (5, 75600, 128, None), (10, 75600, 128, None), (12, 75600, 128, None),
+    ))
+}  # fmt: skip
+_SPARSE: Final = {
+    f"H{case.heads}-N{case.tokens}-D{case.dim}-k{case.topk:g}": case
+    for case in (
+        Case(12, 32760, 128, 0.1), Case(12, 32760, 128, 0.15), Case(12, 32760, 128, 0.2),
+        Case(40, 75600, 128, 0.1), Case(12, 8192, 128, 0.1),
     )
 }  # fmt: skip
-_DEFAULT: Final = list(SHAPES)[:7]
-_MICRO: Final = (2, 70, 64)
+#: Relative L2 to exact mathematics from which an output is wrong: int8 with fp8 p and v has 0.04.
+WRONG: Final = 0.1
+#: Rows of the output that are compared, and blocks of queries of a sparse attention.
+_ROWS, _BLOCKS = 256, 3
 #: Inputs of several calls in turn are together larger than the L2 of any card (H200: 50 MB).
 _L2_BYTES: Final = 128 * 2**20
-_COLUMNS: Final = (*TIMES, Column("TOPS", "tops", ".0f"), ERROR)
-_ABOUT: Final = {
-    "inputs": "q, k, v [1, N, H*D], standard normal, bf16; several sets in turn",
-    "ms": "calls queued one after another, prologue or smoothing and quantisation included",
-    "tops": "4 N^2 D H / median",
-    "error": f"relative L2 to softmax(q k^T / sqrt(D)) v in fp64, {_ROWS} rows",
-}
 
-Inputs = Sequence[torch.Tensor]
+Inputs = Sequence[Tensor]
 
 
 @torch.no_grad()
-def _measure(case: str, methods: list[str], journal: Journal) -> None:
-    plan, device = journal.plan, journal.device
-    heads, tokens, dim = _MICRO if plan.micro else SHAPES[case]
-    sets = input_sets(heads * dim, tokens, plan, device)
-    rows = torch.linspace(0, tokens - 1, min(_ROWS, tokens), device=device).long()
-    q, k, v = sets[0]
-    error = error_to(attention_fp64(q[:, rows], k, v, heads), WRONG)
+def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
+    plan, device, case = journal.plan, journal.device, {**_DENSE, **_SPARSE}[name]
+    if plan.micro:
+        case = Case(2, 70, 64) if case.topk is None else Case(2, 300, 64, 0.5)
+    sets = _input_sets(case, plan, device)
+    kind = _Dense(case, sets[0]) if case.topk is None else _Sparse(case, sets[0], plan)
 
-    def one(method: str, record: Record) -> None:
+    def fill(method: str, record: Record) -> None:
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with cudnn if method == "torch cuDNN" else nullcontext():
-            calls = [METHODS[method](heads, *inputs) for inputs in sets]
+            calls = [kind.call(method, *inputs) for inputs in sets]
             output = calls[0]()
             if not output.isfinite().all():
                 raise Wrong("wrong: not finite")
-            record["error"] = error(output[:, rows])
-            record["ms"] = time_calls(in_turn(calls), device, calls_within(calls[0], journal))
-        record["tops"] = 4 * tokens**2 * dim * heads / record["ms"]["median"] / 1e9
+            rows, right = kind.truth(method)
+            record["error"] = error_to(right, WRONG)(output[:, rows])
+            turn = itertools.cycle(calls)
+            count = _calls_within(calls[0], journal)
+            record["ms"] = time_calls(lambda: next(turn)(), device, count)
+        if case.topk is None:
+            operations = 4 * case.tokens**2 * case.dim * case.heads
+            record["tops"] = operations / record["ms"]["median"] / 1e9
 
     for method in methods:
-        journal.measure(case, method, partial(one, method))
+        journal.measure(name, method, partial(fill, method))
 
 
-def input_sets(channels: int, tokens: int, plan: Plan, device: torch.device) -> list[Inputs]:
+def _input_sets(case: Case, plan: Plan, device: torch.device) -> list[Inputs]:
     """Draw sets of q, k and v [1, N, H*D], at least two and more than fit into L2."""
-    count = max(2, min(12, -(-_L2_BYTES // (6 * tokens * channels))))
+    channels = case.heads * case.dim
+    count = 2 if plan.micro else max(2, min(12, -(-_L2_BYTES // (6 * case.tokens * channels))))
     random = generator(device, plan.seed)
 
-    def draw() -> torch.Tensor:
-        return torch.randn(1, tokens, channels, generator=random, device=device).bfloat16()
+    def draw() -> Tensor:
+        return torch.randn(1, case.tokens, channels, generator=random, device=device).bfloat16()
 
-    return [tuple(draw() for _ in "qkv") for _ in range(2 if plan.micro else count)]
-
-
-def in_turn(calls: Sequence[Call]) -> Call:
-    """Return a call that makes the given ones in turn."""
-    turn = itertools.cycle(calls)
-    return lambda: next(turn)()
+    return [tuple(draw() for _ in "qkv") for _ in range(count)]
 
 
-def calls_within(call: Call, journal: Journal) -> int:
+def _calls_within(call: Call, journal: Journal) -> int:
     """Return how many calls take about 0.3 s, 5 to 100."""
     call()
     once = seconds_of(call, journal.device)
     return journal.plan.most(max(5, min(100, int(0.3 / once))))
 
 
-def attention_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v in fp64, a head at a time; tensors are [B, N, H*D]."""
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    dim = q.shape[-1] // heads
-    for head in range(heads):
-        part = slice(head * dim, (head + 1) * dim)
-        logits = q[..., part].double() @ k[..., part].double().transpose(-1, -2) * dim**-0.5
-        out[..., part] = logits.softmax(-1) @ v[..., part].double()
-    return out
+class _Dense:
+    """Attention alone. The truth is softmax(q k^T / sqrt(D)) v of some rows in fp64."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self._heads, self._inputs = case.heads, inputs
+
+    def call(self, method: str, *inputs: Tensor) -> Call:
+        """Return the call to be timed."""
+        return METHODS[method](self._heads, *inputs)
+
+    @cached_property
+    def _exact(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self._inputs
+        rows = torch.linspace(0, q.shape[1] - 1, min(_ROWS, q.shape[1]), device=q.device).long()
+        heads = zip(*(split_heads(x, self._heads)[0] for x in (q[:, rows], k, v)), strict=True)
+        outputs = []
+        for q_h, k_h, v_h in heads:  # [N, D]; all heads at once would need 20 GB in fp64
+            logits = q_h.double() @ k_h.double().T * q_h.shape[1] ** -0.5
+            outputs.append(logits.softmax(-1) @ v_h.double())
+        return rows, torch.cat(outputs, -1)[None]
+
+    def truth(self, method: str) -> tuple[Tensor, Tensor]:
+        """Rows [R] and their right output [1, R, H*D]."""
+        return self._exact
+
+
+class _Sparse:
+    """A self-attention with norms, rotary embedding and SLA's projection."""
+
+    def __init__(self, case: Case, inputs: Inputs, plan: Plan) -> None:
+        assert case.topk is not None
+        self._inputs, self.heads, dim, device = inputs, case.heads, case.dim, inputs[0].device
+        torch.manual_seed(plan.seed)
+        angle = torch.randn(case.tokens, dim // 2, device=device).repeat_interleave(2, -1)
+        norm = (1 + 0.1 * torch.randn(case.heads * dim, device=device)).bfloat16()
+        self.given: Any = {
+            "norm_q": norm, "norm_k": norm, "rotary": (angle.cos(), angle.sin())
+        }  # fmt: skip
+        self.weight = torch.randn(dim, dim, device=device) * dim**-0.5
+        self.bias = torch.randn(dim, device=device)
+        self.sparsity = ops.Sparsity.sage(case.topk, device)
+
+    def call(self, method: str, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        """Return the call to be timed."""
+        spec = ops.AttentionSpec(heads=self.heads, pv="bf16" if "bf16-pv" in method else "auto")
+        if "dense" in method:
+            return lambda: ops.attention_skip(q, k, v, spec, **self.given)
+        return lambda: ops.sparse_linear_attention(
+            q, k, v, self.weight, self.bias, spec, self.sparsity, **self.given
+        )
+
+    def truth(self, method: str) -> tuple[Tensor, Tensor]:
+        """Rows of a few blocks of queries, and their result by the definition in fp32."""
+        inputs = self._inputs
+        (cos, sin), norm = self.given["rotary"], self.given["norm_q"]
+        q, k = (
+            norm_rope(x, self.heads, weight=norm, cos=cos, sin=sin, eps=1e-6).bfloat16().float()
+            for x in inputs[:2]
+        )
+        v, tokens, dim = split_heads(inputs[2], self.heads).float(), q.shape[2], q.shape[3]
+        sizes = {"block_q": self.sparsity.block_q, "block_k": self.sparsity.block_k}
+        kept = ops.Sparsity(topk=1.0, **sizes) if "dense" in method else self.sparsity
+        count = kept.count(tokens)
+        blocks = reference.block_map(q, k, count=count, dtype=torch.bfloat16, **sizes)
+        last = blocks.shape[2] - 1
+        some = torch.tensor([last * i // (_BLOCKS - 1) for i in range(_BLOCKS)], device=q.device)
+        offsets = torch.arange(kept.block_q, device=q.device)
+        rows = (some[:, None] * kept.block_q + offsets).flatten()
+        rows = rows[rows < tokens]
+        right = reference.exact_sparse_attention(
+            q[:, :, rows], k, v, blocks[:, :, some], sm_scale=dim**-0.5, **sizes
+        )
+        if "dense" not in method:
+            right += reference.linear_branch(
+                q[:, :, rows], k, v, self.weight, self.bias, dtype=torch.float32
+            )
+        return rows, right.transpose(1, 2).flatten(2)
 
 
 # --- methods: each takes the number of heads and q, k, v, and returns the call to be timed ------
 
 
-def _fused(heads: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: str) -> Call:
+def _fused(heads: int, q: Tensor, k: Tensor, v: Tensor, **options: str) -> Call:
     spec = ops.AttentionSpec(heads=heads, **options)  # type: ignore[arg-type]
     return lambda: ops.attention_skip(q, k, v, spec)
 
 
-def _with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, N, H*D] as a view [B, N, H, D]."""
-    return x.view(*x.shape[:2], heads, -1)
+def _with_heads(heads: int, *inputs: Tensor) -> list[Tensor]:
+    """[B, N, H*D] as views [B, N, H, D]."""
+    return [x.view(*x.shape[:2], heads, -1) for x in inputs]
 
 
-def _sdpa(heads: int, *inputs: torch.Tensor) -> Call:
-    q, k, v = (_with_heads(x, heads).transpose(1, 2) for x in inputs)
+def _sdpa(heads: int, *inputs: Tensor) -> Call:
+    q, k, v = (x.transpose(1, 2) for x in _with_heads(heads, *inputs))
     return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _sage(heads: int, *inputs: torch.Tensor) -> Call:
+def _sage(heads: int, *inputs: Tensor) -> Call:
     if not version_of("sageattention"):
         raise MissingPackageError("sageattention", expected="the package", got="none installed")
     peer = import_module("sageattention").sageattn
-    q, k, v = (_with_heads(x, heads) for x in inputs)
+    q, k, v = _with_heads(heads, *inputs)
     k = k.clone()  # Release 1 writes into it.
     return lambda: peer(q, k, v, tensor_layout="NHD").flatten(2)
 
 
-def _as_engines_call(heads: int, *inputs: torch.Tensor) -> Call:
-    q, k, v = (_with_heads(x, heads) for x in inputs)
+def _as_engines_call(heads: int, *inputs: Tensor) -> Call:
+    q, k, v = _with_heads(heads, *inputs)
     return lambda: sageattn(q, k, v, tensor_layout="NHD").flatten(2)
 
 
-def _flash_3(heads: int, *inputs: torch.Tensor) -> Call:
-    attention = import_module("flash_attn_interface").flash_attn_func
-    q, k, v = (_with_heads(x, heads) for x in inputs)
+def _flash_3(heads: int, *inputs: Tensor) -> Call:
+    function = import_module("flash_attn_interface").flash_attn_func
+    q, k, v = _with_heads(heads, *inputs)
 
-    def call() -> torch.Tensor:
-        out = attention(q, k, v)
-        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    def call() -> Tensor:
+        out = function(q, k, v)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
         return first.flatten(2)
 
     return call
@@ -180,7 +263,21 @@ METHODS: Final[dict[str, Callable[..., Call]]] = {
     "sageattention": _sage,
     "FlashAttention-3": _flash_3,
 }
+_SPARSE_METHODS: Final = ("fused dense int8", "fused sparse", "fused sparse bf16-pv")
 attention: Final = Benchmark(
-    name="attention", about=_ABOUT, columns=_COLUMNS, cases=SHAPES, methods=METHODS,
-    measure=_measure, default=_DEFAULT,
-)  # fmt: skip
+    name="attention",
+    text="attention alone, compared with cuDNN, flash and sageattention, and sparse (SLA)",
+    example='"H12-N32760-D128,fused int8,torch cuDNN"',
+    about={
+        "inputs": "q, k, v [1, N, H*D], standard normal, bf16; several sets in turn",
+        "k": "share of the key blocks, which have SageSLA's sizes on this device",
+        "ms": "calls queued one after another, prologue or smoothing and quantisation included",
+        "tops": "4 N^2 D H / median",
+        "error": f"relative L2 to softmax(q k^T / sqrt(D)) v in fp64, {_ROWS} rows; of SLA to its "
+        f"definition in fp32, {_BLOCKS} blocks of queries of a head",
+    },
+    columns=(*TIMES, Column("TOPS", "tops", ".0f"), ERROR),
+    cases={**dict.fromkeys(_DENSE, list(METHODS)), **dict.fromkeys(_SPARSE, _SPARSE_METHODS)},
+    measure=_measure,
+    default=[*list(_DENSE)[:7], "H12-N32760-D128-k0.1"],
+)

@@ -1,158 +1,49 @@
-"""Networks of published sizes with seeded random weights, and calls of them."""
+"""Networks and VAEs of published sizes with seeded random weights, and ways to run a network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Unpack
 
+import diffusers
 import torch
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import Call, Plan, generator
+from benchmarks.runner import Call, Plan, Record, generator
+from turbo_rcm_patch import PatchConfig, PatchReport, patched
+from turbo_rcm_patch.config import PatchOptions
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError
+from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
-if TYPE_CHECKING:
-    from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
-
-#: Makes a forward from a seed; with `wide` in fp32.
-MakeCall = Callable[..., Call]
-
-_WAN: Final[dict[str, Any]] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 12,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 8960,
-    "num_layers": 30,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-}
-#: The network whose self-attention is sparse-linear: each one holds a `proj_l`.
+#: The Wan whose self-attention is sparse-linear: each one holds a `proj_l`.
 SLA: Final = "1.3b-sla"
-#: Wan, text to video.
-WANS: Final[dict[str, dict[str, Any]]] = {
-    "1.3b": _WAN,
-    "14b": _WAN | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-    "wan2.2-5b": _WAN
-    | {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
-    SLA: _WAN,
-}
-_MICRO_WAN: Final[dict[str, Any]] = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "text_dim": 32,
-    "freq_dim": 32,
-    "ffn_dim": 128,
-    "num_layers": 2,
-}
-#: The entries that differ from CogVideoX-2B, which diffusers' defaults describe.
-COGVIDEOXS: Final[dict[str, dict[str, Any]]] = {
-    "cogvideox-2b": {},
-    "cogvideox-5b": {
-        "num_attention_heads": 48,
-        "num_layers": 42,
-        "use_rotary_positional_embeddings": True,
-    },
-}
-_MICRO_COGVIDEOX: Final[dict[str, Any]] = {
-    "num_attention_heads": 2,
-    "num_layers": 2,
-    "time_embed_dim": 32,
-    "text_embed_dim": 32,
-    "max_text_seq_length": 9,
-    "sample_width": 8,
-    "sample_height": 8,
-    "sample_frames": 9,
-}
-#: Tokens -> latent frames, height and width; 32,760 are 81 frames of 480 x 832, 75,600 of
-#: 720 x 1280.
-LENGTHS: Final = {
-    "256": (1, 32, 32),
-    "780": (1, 60, 52),
-    "1950": (5, 30, 52),
-    "7800": (5, 60, 104),
-    "17160": (11, 60, 104),
-    "32760": (21, 60, 104),
-    "75600": (21, 90, 160),
-}
-_MICRO_SIZE: Final = (3, 8, 8)
-_TEXT_TOKENS: Final = 512
-#: Added to both gate rows of a block with live gates, so that attention reaches the output.
-_LIVE_GATE: Final = 0.3
-_TIMESTEP: Final = 988
-#: Factor on the query norms of a network with peaked attention.
-_SHARP: Final = 8.0
-#: Rows of a block's scale_shift_table that gate self-attention and feed-forward.
-_GATE_ROWS: Final = (2, 5)
-
-
-@contextmanager
-def made_on(device: torch.device, seed: int, dtype: torch.dtype) -> Iterator[None]:
-    """Give modules that are made inside seeded weights on the device."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
-
-def build_wan(name: str, plan: Plan, device: torch.device) -> WanTransformer3DModel:
-    """Make a Wan transformer with seeded random weights.
-
-    It is in bf16, except the parameters that `from_pretrained(torch_dtype=torch.bfloat16)` keeps
-    in fp32: scale-shift tables, norm1 to norm3 and the time embedder.
-
-    Args:
-        name: A key of `WANS`.
-        plan: For seed and sizes.
-        device: Where it is made.
-    """
-    from diffusers import WanTransformer3DModel
-
-    channels = {key: WANS[name][key] for key in ("in_channels", "out_channels")}
-    config = _MICRO_WAN | channels if plan.micro else WANS[name]
-    # In fp32, 14 billion parameters would leave no room.
-    dtype = torch.bfloat16 if name == "14b" else torch.float32
-    with made_on(device, plan.seed, dtype):
-        network = WanTransformer3DModel(**config)
-    kept = set(network._keep_in_fp32_modules)
-    for path, parameter in network.named_parameters():
-        wide = not kept.isdisjoint(path.split("."))
-        parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
-    if name == SLA:
-        random, dim = generator(device, plan.seed), network.config.attention_head_dim
-        for block in network.blocks:
-            drawn = torch.randn(dim + 1, dim, generator=random, device=device)
-            attach_proj_l(block.attn1, drawn[:-1] * dim**-0.5, drawn[-1])
-    return network.eval().requires_grad_(False)
-
-
-def build_cogvideox(name: str, plan: Plan, device: torch.device) -> CogVideoXTransformer3DModel:
-    """Make a CogVideoX transformer with seeded random weights, wholly in bf16.
-
-    Args:
-        name: A key of `COGVIDEOXS`.
-        plan: For seed and sizes.
-        device: Where it is made.
-    """
-    from diffusers import CogVideoXTransformer3DModel
-
-    config = COGVIDEOXS[name] | (_MICRO_COGVIDEOX if plan.micro else {})
-    with made_on(device, plan.seed, torch.float32):
-        network = CogVideoXTransformer3DModel(**config)
-    for tensor in (*network.parameters(), *network.buffers()):
-        tensor.data = tensor.data.bfloat16()
-    return network.eval().requires_grad_(False)
-
-
-#: VAE -> what differs from diffusers' defaults, which are those of Wan 2.1 and CogVideoX.
+_HEADS: Final = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+_WAN_14B: Final = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+_WAN_5B: Final = {
+    "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48,
+    "out_channels": 48,
+}  # fmt: skip
+_COG_5B: Final = {
+    "num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True
+}  # fmt: skip
+#: Network -> what differs from diffusers' defaults, which are Wan2.1-14B's and CogVideoX-2B's.
+NETWORKS: Final[dict[str, dict[str, Any]]] = {
+    "1.3b": _HEADS, SLA: _HEADS, "14b": _WAN_14B, "wan2.2-5b": _WAN_5B,
+    "cogvideox-2b": {}, "cogvideox-5b": _COG_5B,
+}  # fmt: skip
+_MICRO_WAN: Final = {
+    "num_attention_heads": 2, "attention_head_dim": 64, "text_dim": 32, "freq_dim": 32,
+    "ffn_dim": 128, "num_layers": 2,
+}  # fmt: skip
+_MICRO_COGVIDEOX: Final = {
+    "num_attention_heads": 2, "num_layers": 2, "time_embed_dim": 32, "text_embed_dim": 32,
+    "max_text_seq_length": 9, "sample_width": 8, "sample_height": 8, "sample_frames": 9,
+}  # fmt: skip
 _VAES: Final[dict[str, dict[str, Any]]] = {
     "wan2.1": {},
     "wan2.2-5b": {
@@ -169,35 +60,112 @@ _MICRO_VAES: Final[dict[str, dict[str, Any]]] = {
         "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4,
     },
 }  # fmt: skip
+#: Tokens of Wan -> latent frames, height and width; 32,760 are 81 frames of 480 x 832, 75,600 of
+#: 720 x 1280.
+SIZES: Final = {
+    256: (1, 32, 32), 780: (1, 60, 52), 1950: (5, 30, 52), 7800: (5, 60, 104),
+    17160: (11, 60, 104), 32760: (21, 60, 104), 75600: (21, 90, 160),
+}  # fmt: skip
+_TIMESTEP: Final = 988
 
 
-def build_vae(name: str, plan: Plan, device: torch.device) -> Any:
-    """Make a VAE with seeded random weights, in fp32.
+def text_tokens(network: Any, plan: Plan) -> int:
+    """Tokens of text that a network gets."""
+    return getattr(network.config, "max_text_seq_length", 9 if plan.micro else 512)
+
+
+@contextmanager
+def drawn_on(device: torch.device, seed: int, dtype: torch.dtype) -> Iterator[None]:
+    """Give modules that are made inside seeded weights on the device."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def build_network(name: str, plan: Plan, device: torch.device) -> Any:
+    """Make a transformer with seeded random weights.
+
+    It is in bf16, except the parameters that `from_pretrained(dtype=torch.bfloat16)` keeps in
+    fp32: those of norms and times of a Wan.
 
     Args:
-        name: A key of `_VAES`.
+        name: A key of `NETWORKS`.
         plan: For seed and sizes.
         device: Where it is made.
     """
-    from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+    config, cogvideox = NETWORKS[name], name.startswith("cog")
+    kind = diffusers.CogVideoXTransformer3DModel if cogvideox else diffusers.WanTransformer3DModel
+    if plan.micro:
+        config = {**config, **(_MICRO_COGVIDEOX if cogvideox else _MICRO_WAN)}
+    # In fp32, 14 billion parameters would leave no room.
+    dtype = torch.bfloat16 if name == "14b" else torch.float32
+    with drawn_on(device, plan.seed, dtype):
+        network = kind(**config)
+    kept = set(network._keep_in_fp32_modules or ())
+    for path, parameter in network.named_parameters():
+        wide = not kept.isdisjoint(path.split("."))
+        parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
+    if cogvideox:
+        for buffer in network.buffers():
+            buffer.data = buffer.data.bfloat16()
+    if name == SLA:
+        random, dim = generator(device, plan.seed), network.config.attention_head_dim
+        for block in network.blocks:
+            drawn = torch.randn(dim + 1, dim, generator=random, device=device)
+            attach_proj_l(block.attn1, drawn[:-1] * dim**-0.5, drawn[-1])
+    return network.eval().requires_grad_(False)
 
-    make: Any = AutoencoderKLCogVideoX if name == "cogvideox" else AutoencoderKLWan
-    with made_on(device, plan.seed, torch.float32):
-        return make(**_VAES[name] | (_MICRO_VAES[name] if plan.micro else {})).eval()
+
+def build_vae(name: str, plan: Plan, device: torch.device) -> Any:
+    """Make a VAE with seeded random weights, in fp32."""
+    kind = diffusers.AutoencoderKLWan if "wan" in name else diffusers.AutoencoderKLCogVideoX
+    with drawn_on(device, plan.seed, torch.float32):
+        return kind(**_VAES[name] | (_MICRO_VAES[name] if plan.micro else {})).eval()
 
 
-def _noise(device: torch.device, seed: int, wide: bool) -> Callable[..., torch.Tensor]:
-    """Return a source of normal noise: bf16 values, held in fp32 if `wide`."""
-    random = generator(device, seed)
+def make_call(
+    network: Any, plan: Plan, device: torch.device, tokens: int = 32760, *, wide: bool = False
+) -> Call:
+    """Return one forward at batch 1.
 
-    def draw(*size: int) -> torch.Tensor:
+    CogVideoX has 480 x 720 and 49 frames: 17,550 tokens and 226 of text.
+
+    Args:
+        network: A network of `build_network`.
+        plan: For seed and sizes.
+        device: Where the network is.
+        tokens: A key of `SIZES`, for Wan.
+        wide: Give the same inputs in fp32.
+    """
+    config, random = network.config, generator(device, plan.seed)
+
+    def noise(*size: int) -> torch.Tensor:
         drawn = torch.randn(*size, generator=random, device=device).bfloat16()
         return drawn.float() if wide else drawn
 
-    return draw
+    inputs: Record = {}
+    if hasattr(network, "blocks"):
+        size = (3, 8, 8) if plan.micro else SIZES[tokens]
+        inputs["hidden_states"] = noise(1, config.in_channels, *size)
+        text, time = config.text_dim, float(_TIMESTEP)
+    else:
+        frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
+        height, width = config.sample_height, config.sample_width
+        inputs["hidden_states"] = noise(1, frames, config.in_channels, height, width)
+        text, time = config.text_embed_dim, _TIMESTEP
+        if config.use_rotary_positional_embeddings:
+            grid = (height // config.patch_size, width // config.patch_size)
+            inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(
+                config.attention_head_dim, ((0, 0), grid), grid, frames, device=device
+            )
+    inputs["encoder_hidden_states"] = noise(1, text_tokens(network, plan), text)
+    inputs["timestep"] = torch.tensor([time], device=device)
 
-
-def _forward(network: Any, inputs: dict[str, Any]) -> Call:
     def call() -> torch.Tensor:
         output: torch.Tensor = network(**inputs, return_dict=False)[0]
         return output
@@ -205,103 +173,138 @@ def _forward(network: Any, inputs: dict[str, Any]) -> Call:
     return call
 
 
-def wan_call(
-    network: WanTransformer3DModel,
-    plan: Plan,
-    device: torch.device,
-    size: Sequence[int],
-    seed: int,
-    *,
-    wide: bool = False,
-) -> Call:
-    """Return one forward at batch 1.
+# --- ways to run a network -----------------------------------------------------------------------
 
-    Args:
-        network: A network of `build_wan`.
-        plan: With `micro`, the inputs are of toy size.
-        device: Where the network is.
-        size: Latent frames, height and width.
-        seed: Of the inputs.
-        wide: Give the same inputs in fp32.
-    """
-    noise = _noise(device, seed, wide)
-    inputs = {
-        "hidden_states": noise(1, 16, *size),
-        "encoder_hidden_states": noise(
-            1, 9 if plan.micro else _TEXT_TOKENS, network.config.text_dim
-        ),
-        "timestep": torch.tensor([float(_TIMESTEP)], device=device),
-    }
-    return _forward(network, inputs)
+#: Changes how a network runs for the length of a `with` block; takes a backend of torch.compile.
+Way = Callable[[Any, str], AbstractContextManager[object]]
 
 
-def cogvideox_call(
-    network: CogVideoXTransformer3DModel, device: torch.device, seed: int, *, wide: bool = False
-) -> Call:
-    """Return one forward at batch 1: 480 x 720 and 49 frames are 17,550 tokens and 226 of text.
-
-    The arguments are those of `wan_call`.
-    """
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    config, noise = network.config, _noise(device, seed, wide)
-    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
-    height, width = config.sample_height, config.sample_width
-    rotary = None
-    if config.use_rotary_positional_embeddings:
-        grid = (height // config.patch_size, width // config.patch_size)
-        rotary = get_3d_rotary_pos_embed(
-            config.attention_head_dim, ((0, 0), grid), grid, frames, device=device
-        )
-    inputs = {
-        "hidden_states": noise(1, frames, config.in_channels, height, width),
-        "encoder_hidden_states": noise(1, config.max_text_seq_length, config.text_embed_dim),
-        "timestep": torch.tensor([_TIMESTEP], device=device),
-        "image_rotary_emb": rotary,
-    }
-    return _forward(network, inputs)
+def as_written(network: Any, backend: str) -> AbstractContextManager[object]:
+    """Change nothing."""
+    return nullcontext()
 
 
-def network_of(
-    name: str, plan: Plan, device: torch.device, tokens: str = "32760"
-) -> tuple[Any, MakeCall]:
-    """Make a network, and a function that makes forwards of it.
+def both(first: Way, second: Way) -> Way:
+    """Return the second way inside the first; entering gives what the first gives."""
 
-    Args:
-        name: A key of `WANS` or `COGVIDEOXS`.
-        plan: For seed and sizes.
-        device: Where it is made.
-        tokens: A key of `LENGTHS`, for Wan.
-    """
-    if name in COGVIDEOXS:
-        cogvideox = build_cogvideox(name, plan, device)
-        return cogvideox, partial(cogvideox_call, cogvideox, device)
-    network = build_wan(name, plan, device)
-    return network, partial(wan_call, network, plan, device, size_of(tokens, plan))
+    @contextmanager
+    def enter(network: Any, backend: str) -> Iterator[object]:
+        with first(network, backend) as given, second(network, backend):
+            yield given
+
+    return enter
 
 
-def size_of(tokens: str, plan: Plan) -> tuple[int, int, int]:
-    """Return latent frames, height and width for a key of `LENGTHS`."""
-    return _MICRO_SIZE if plan.micro else LENGTHS[tokens]
+def patch(**options: Unpack[PatchOptions]) -> Way:
+    """Return the patch, without the guard unless the options say so; entering gives the report."""
+
+    def enter(network: Any, backend: str) -> AbstractContextManager[PatchReport]:
+        return patched(network, PatchConfig(guard=False), **options)
+
+    return enter
 
 
 @contextmanager
-def changed(network: WanTransformer3DModel, *, live: bool, sharp: bool) -> Iterator[None]:
-    """Give a network live gates or peaked attention for the length of a `with` block."""
-    before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        before.append((tensor, tensor.clone()))
-        return tensor
-
-    for block in network.blocks:
-        if live:
-            noted(block.scale_shift_table.data)[:, list(_GATE_ROWS)] += _LIVE_GATE
-        if sharp:
-            for attention in (block.attn1, block.attn2):
-                noted(attention.norm_q.weight.data).mul_(_SHARP)
+def _compiled(modules: Sequence[Any], **options: Any) -> Iterator[None]:
+    torch._dynamo.reset()
+    for module in modules:
+        module.compile(**options)
     try:
         yield
     finally:
-        for tensor, values in before:
-            tensor.copy_(values)
+        for module in modules:
+            module._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def compiled(
+    network: Any, backend: str, *, fullgraph: bool = True
+) -> AbstractContextManager[object]:
+    """Compile every block, as diffusers' `compile_repeated_blocks` does.
+
+    CogVideoX names no repeated blocks, so the blocks are compiled here.
+    """
+    blocks = getattr(network, "blocks", None) or network.transformer_blocks
+    return _compiled(blocks, fullgraph=fullgraph, backend=backend)
+
+
+def reduce_overhead(network: Any, backend: str) -> AbstractContextManager[object]:
+    """Compile the whole network with mode="reduce-overhead", which captures CUDA graphs."""
+    inductor = backend == "inductor"  # Other backends have no modes.
+    options = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
+    return _compiled([network], fullgraph=True, **options)
+
+
+def cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
+    """Let torch's attention run on cuDNN."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+
+@contextmanager
+def sage(network: Any, backend: str) -> Iterator[None]:
+    """Run diffusers' attentions on sageattention 2 (a CUDA build)."""
+    if not hasattr(network, "blocks"):
+        raise ConfigError(
+            "sageattention", got=f"{type(network).__name__}, which calls torch's attention",
+            expected="a network that asks diffusers for its attention backend",
+        )  # fmt: skip
+    release = version_of("sageattention") or ""
+    if not release.startswith("2."):
+        expected = "release 2.x, a CUDA build"
+        raise MissingPackageError("sageattention", expected=expected, got=release or "no package")
+    with attention_backend("sage"):
+        yield
+
+
+EAGER: Final = "eager"
+#: Method -> how it runs the network. `EAGER` is what others are compared with.
+WAYS: Final[dict[str, Way]] = {
+    EAGER: as_written,
+    "eager cuDNN": cudnn,
+    "compile": compiled,
+    "sage": sage,
+    # Its CUDA build breaks the graph at every attention.
+    "compile sage": both(sage, partial(compiled, fullgraph=False)),
+    "patched": patch(),
+    "patched int8 Linears": patch(linear="int8"),
+    "patched exact": patch(attention="exact"),
+    "patched guard on": patch(guard=True),
+    "patched int8 Linears guard on": patch(guard=True, linear="int8"),
+    "patched exact guard on": patch(guard=True, attention="exact"),
+    "patched compile": both(patch(), compiled),
+    "patched int8 Linears compile": both(patch(linear="int8"), compiled),
+    # These take longest to begin with.
+    "reduce-overhead": reduce_overhead,
+    "patched reduce-overhead": both(patch(), reduce_overhead),
+    "patched int8 Linears reduce-overhead": both(patch(linear="int8"), reduce_overhead),
+}
+
+
+def record_report(record: Record, report: object) -> None:
+    """Note what ran on the last forward of a patched network; nothing for an unpatched one."""
+    if isinstance(report, PatchReport) and report.last_forward:
+        record["ran"] = ran = report.last_forward
+        record["in_int8"] = sum(n for how, n in ran.items() if "int8 attention" in how)
+
+
+@contextmanager
+def changed(network: Any, *, live: bool, sharp: bool) -> Iterator[None]:
+    """Change a Wan for the length of a `with` block.
+
+    Args:
+        network: A Wan.
+        live: Add 0.3 to the gates of attention and feed-forward, so that they reach the output.
+        sharp: Multiply the query norms by eight, so that attention is peaked.
+    """
+    with ExitStack() as stack:
+        for block in network.blocks if live or sharp else ():
+            gates = block.scale_shift_table.data
+            norms = [block.attn1.norm_q.weight.data, block.attn2.norm_q.weight.data]
+            for tensor in (gates, *norms):
+                stack.callback(tensor.copy_, tensor.clone())
+            if live:
+                gates[:, [2, 5]] += 0.3
+            if sharp:
+                for norm in norms:
+                    norm.mul_(8.0)
+        yield

@@ -1,26 +1,30 @@
-"""`network`: one forward of Wan, of Wan with SLA, and of CogVideoX, at their published sizes.
-`length`: a forward of Wan2.1-1.3B by its number of tokens.
+"""`network`: one forward of Wan, of Wan with SLA, and of CogVideoX: its time and its error.
 
 Short sequences are bound by the CPU, so a row has two times: of forwards that are queued one after
 another, and of the CPU for one forward that begins on an idle GPU.
+
+In cases for fidelity the truth is the network with its bf16 weights and inputs upcast to fp32,
+without TF32 and with exact attention. Random gates hardly let attention reach the output and
+random queries are hardly peaked, so that some of these cases change both.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any, Final
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from benchmarks.models import (
-    COGVIDEOXS,
-    LENGTHS,
+    EAGER,
+    SIZES,
     SLA,
-    WANS,
-    build_wan,
-    network_of,
-    size_of,
-    wan_call,
+    WAYS,
+    build_network,
+    changed,
+    make_call,
+    record_report,
 )
 from benchmarks.runner import (
     ERROR,
@@ -29,112 +33,138 @@ from benchmarks.runner import (
     Call,
     Column,
     Journal,
-    Plan,
     Record,
+    Wrong,
     error_to,
     peak_gib,
     seconds_of,
     time_forwards,
 )
-from benchmarks.ways import EAGER, WAYS, record_report
+from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.patching import sla_as_defined
+from turbo_rcm_patch.video.measures import highest_precision, upcast
 
+
+class Case(NamedTuple):
+    """A network and its tokens; `fidelity` compares with fp32, of gates or queries that differ."""
+
+    network: str
+    tokens: int = 32760
+    fidelity: bool = False
+    live: bool = False
+    sharp: bool = False
+
+
+_CASES: Final = {
+    "1.3b": Case("1.3b"), "14b": Case("14b"), "wan2.2-5b": Case("wan2.2-5b"), SLA: Case(SLA),
+    "cogvideox-2b": Case("cogvideox-2b"), "cogvideox-5b": Case("cogvideox-5b"),
+    **{f"1.3b-{tokens}": Case("1.3b", tokens) for tokens in SIZES if tokens != 32760},
+    **{
+        f"1.3b-{'live' if live else 'drawn'}-x{8 if sharp else 1}":
+        Case("1.3b", fidelity=True, live=live, sharp=sharp)
+        for live in (False, True) for sharp in (False, True)
+    },
+    "14b-fidelity": Case("14b", fidelity=True),
+    "cogvideox-2b-fidelity": Case("cogvideox-2b", fidelity=True),
+    "cogvideox-5b-fidelity": Case("cogvideox-5b", fidelity=True),
+}  # fmt: skip
 #: Relative L2 to the truth from which a forward is broken and is not timed.
 BROKEN: Final = 0.2
-_COLUMNS: Final = (
-    *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of eager", "of_eager", ".3f"),
-    Column("first s", "first_seconds", ".2f"), Column("in int8", "in_int8", "d"),
-    Column("GiB", "peak_gib", ".1f"), ERROR,
-)  # fmt: skip
-_ABOUT: Final = {
-    "weights": "seeded random, bf16; batch 1, guard off",
-    "ms": "of forwards queued one after another, by the wall clock",
-    "cpu_ms": "until a forward returns that began on an idle GPU",
-    "first_seconds": "the first forward with this method in this process, compilation included",
-    "in_int8": "blocks whose self-attention ran in int8 on the last forward",
-    "peak_gib": "allocated memory at the peak of a forward, weights included",
-    "error": "relative L2 to the unpatched eager output; with SLA to SLA by its definition",
-    "compile": "every block with fullgraph=True, as compile_repeated_blocks does",
-}
+#: A patched network's error over the unpatched one's from which the command fails, as `compare`
+#: does.
+MOST: Final = 2.0
 #: Over more tokens the GPU never waits, so CUDA graphs change nothing and take minutes to begin.
 _MOST_FOR_GRAPHS: Final = 10_000
-#: With SLA the author's forward is dense attention, another function.
-_SLA_METHODS: Final = ("patched", "patched int8 Linears", "patched compile")
+
+
+def _methods(name: str, case: Case) -> Sequence[str]:
+    if case.network == SLA:  # Unpatched it is dense attention, another function.
+        return "patched", "patched int8 Linears", "patched compile"
+    if case.fidelity:
+        return [way for way in WAYS if way in (EAGER, "compile", "sage") or "guard" in way] + [
+            "patched",
+            "patched int8 Linears",
+        ]
+    long = "-" in name and case.tokens > _MOST_FOR_GRAPHS
+    return [way for way in WAYS if "guard" not in way and not (long and "reduce-overhead" in way)]
 
 
 @torch.no_grad()
-def _measure(case: str, methods: list[str], journal: Journal) -> None:
-    network, make = network_of(case, journal.plan, journal.device)
-    call = make(journal.plan.seed)
-    if case == SLA:
-        methods = [name for name in methods if name in _SLA_METHODS]
-        with sla_as_defined(network, 0.1):
+def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
+    case, plan, device = _CASES[name], journal.plan, journal.device
+    network = build_network(case.network, plan, device)
+    with changed(network, live=case.live, sharp=case.sharp):
+        call = make_call(network, plan, device, case.tokens)
+        if case.fidelity:
+            with highest_precision(), upcast(network):
+                truth = make_call(network, plan, device, case.tokens, wide=True)()
+        elif case.network == SLA:
+            with sla_as_defined(network, 0.1):
+                truth = call()
+        else:
             truth = call()
-    else:
-        truth = call()
-    count = sum(p.numel() for p in network.parameters())
-    journal.case(case, parameters=count, finite=bool(truth.isfinite().all()))
-    _measure_forwards(methods, network, call, truth, journal, case)
+        count = sum(p.numel() for p in network.parameters())
+        journal.case(name, parameters=count, finite=bool(truth.isfinite().all()))
+        if case.fidelity:
+            methods = list(dict.fromkeys([EAGER, *methods]))
+        for method in methods:
+            journal.measure(
+                name, method, partial(_one, method, network, call, truth, journal, name)
+            )
 
 
-@cache
-def _built(plan: Plan, device: torch.device) -> Any:
-    return build_wan("1.3b", plan, device)
-
-
-@torch.no_grad()
-def _measure_length(tokens: str, methods: list[str], journal: Journal) -> None:
-    plan, device = journal.plan, journal.device
-    network = _built(plan, device)
-    call = wan_call(network, plan, device, size_of(tokens, plan), plan.seed)
-    if int(tokens) > _MOST_FOR_GRAPHS:
-        methods = [m for m in methods if not m.endswith("reduce-overhead") or m in plan.only]
-    _measure_forwards(methods, network, call, call(), journal, tokens)
-
-
-def _measure_forwards(
-    methods: list[str], network: Any, call: Call, truth: torch.Tensor, journal: Journal, case: str
-) -> None:
-    for method in methods:
-        function = partial(measure_forward, method, network, call, truth, journal, case)
-        journal.measure(case, method, function)
-
-
-def measure_forward(
-    method: str, network: Any, call: Call, truth: torch.Tensor, journal: Journal, case: str,
+def _one(
+    method: str, network: Any, call: Call, truth: torch.Tensor, journal: Journal, name: str,
     record: Record,
 ) -> None:  # fmt: skip
-    """Check and time one way to run a network.
-
-    Args:
-        method: A key of `WAYS`.
-        network: Unpatched and uncompiled before and after.
-        call: A forward.
-        truth: Its right output.
-        journal: Of the benchmark.
-        case: Name of the case, for the ratio to eager.
-        record: Gets the numbers.
-    """
+    """Check and time one way to run a network, which is as it was before and after."""
     device, plan = journal.device, journal.plan
-    output: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     with WAYS[method](network, plan.compiler) as report:
-        record["first_seconds"] = seconds_of(lambda: output.append(call()), device)
-        record["error"] = error_to(truth, BROKEN)(output.pop())
-        for _ in range(2):  # CUDA graphs are captured in the second forward.
-            call()
+        record["first_seconds"] = seconds_of(lambda: outputs.append(call()), device)
+        record["error"] = error_to(truth, BROKEN)(outputs[0])
+        record["same_bits"] = torch.equal(outputs.pop(), call())
+        call()  # CUDA graphs are captured in the second forward.
         record["peak_gib"] = peak_gib(call, device)
         record["ms"], record["cpu_ms"] = time_forwards(call, device, plan.most(5))
         record_report(record, report)
-    eager = journal.case(case).get(EAGER, {})
+        if isinstance(report, PatchReport) and "guard on" in method:
+            record["predicted"], record["guard"] = report.guard.prediction, str(report.guard)
+    eager = record if method == EAGER else journal.case(name).get(EAGER, {})
     if "ms" in eager:
         record["of_eager"] = record["ms"]["median"] / eager["ms"]["median"]
+    if _CASES[name].fidelity and "error" in eager:
+        record["error_of_eager"] = record["error"] / eager["error"]
+        if record["error_of_eager"] > MOST:
+            raise Wrong(f"{record['error_of_eager']:.3g} times the unpatched network's error")
 
 
 network: Final = Benchmark(
-    name="network", about=_ABOUT, columns=_COLUMNS, cases=[*WANS, *COGVIDEOXS],
-    methods=WAYS, measure=_measure, default=["1.3b"],
-)  # fmt: skip
-length: Final = Benchmark(
-    name="length", about=_ABOUT | {"network": "Wan2.1-T2V-1.3B"}, columns=_COLUMNS, cases=LENGTHS,
-    methods=WAYS, measure=_measure_length,
+    name="network",
+    text="one forward of Wan and CogVideoX: its time, or its distance to fp32",
+    example='"1.3b,1.3b-780,1.3b-live-x8,eager,patched,patched guard on"',
+    about={
+        "weights": "seeded random, bf16; batch 1",
+        "ms": "of forwards queued one after another, by the wall clock",
+        "cpu_ms": "until a forward returns that began on an idle GPU",
+        "first_seconds": "the first forward with this method in this process, compilation "
+        "included; the guard decides in it",
+        "same_bits": "the second forward returns the bits of the first",
+        "in_int8": "blocks whose self-attention ran in int8 on the last forward",
+        "peak_gib": "allocated memory at the peak of a forward, weights included",
+        "error": "relative L2 to the unpatched eager output; with SLA to SLA by its definition; "
+        "in cases for fidelity of the first forward to the same network in fp32",
+        "error_of_eager": "error over that of the unpatched network",
+        "predicted": "the same ratio as the guard predicts it",
+        "compile": "every block with fullgraph=True, as compile_repeated_blocks does",
+    },
+    columns=(
+        *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of eager", "of_eager", ".3f"),
+        Column("first s", "first_seconds", ".2f"), Column("in int8", "in_int8", "d"),
+        Column("GiB", "peak_gib", ".1f"), ERROR, Column("of eager's", "error_of_eager", ".3f"),
+        Column("predicted", "predicted", ".3f"), Column("same bits", "same_bits", ""),
+    ),
+    cases={name: _methods(name, case) for name, case in _CASES.items()},
+    measure=_measure,
+    default=[name for name, case in _CASES.items() if case.network == "1.3b"],
 )  # fmt: skip

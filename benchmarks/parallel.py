@@ -11,9 +11,9 @@ computes the whole by itself.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.models import network_of
+from benchmarks.models import build_network, make_call, record_report
 from benchmarks.network import BROKEN
 from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import (
@@ -43,7 +43,6 @@ from benchmarks.runner import (
     summary,
     time_forwards,
 )
-from benchmarks.ways import record_report
 from turbo_rcm_patch import PatchConfig, PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
 from turbo_rcm_patch.diffusers_backend import BACKEND
@@ -91,52 +90,41 @@ _WAYS: Final = {
     "CFG patched decoded alone": _Way("cfg", _PATCHED, alone=True),
 }
 #: Case -> network and tokens of a forward, or a video.
-_CASES: Final[dict[str, tuple[str, str] | Case]] = {
-    "1.3b": ("1.3b", "32760"),
-    "14b": ("14b", "32760"),
-    "14b-75600": ("14b", "75600"),
+_CASES: Final[dict[str, tuple[str, int] | Case]] = {
+    "1.3b": ("1.3b", 32760),
+    "14b": ("14b", 32760),
+    "14b-75600": ("14b", 75600),
     "1.3b-video": Case("1.3b", 4, 5.0, SIZE_480P),
     "14b-video": Case("14b", 4, 5.0, SIZE_480P),
 }
-_COLUMNS: Final = (
-    *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of one GPU", "of_one", ".3f"),
-    Column("video s", "video_seconds", ".2f"), Column("of one GPU", "video_of_one", ".3f"),
-    Column("GiB", "peak_gib", ".1f"), Column("same on all", "same_on_all_ranks", ""),
-    Column("same as one", "same_as_one", ""), ERROR,
-)  # fmt: skip
-_ABOUT: Final = {
-    "network": "Wan2.1, seeded random weights, bf16, batch 1",
-    "ms": "of forwards queued one after another on all ranks, by the first rank's wall clock; of "
-    "a video a step with guidance: denoising by the number of steps",
-    "video_seconds": "denoising, decoding and frames; VAE in bf16, patched where the network is",
-    "of_one": "median over that of one GPU with the same patch, or without one",
-    "video_of_one": "the same of video_seconds",
-    "video": "all ranks decode its rows together, unless a method decodes alone",
-    "same_on_all_ranks": "every rank got the same bits",
-    "same_as_one": "they are the bits of one GPU with the same patch, or without one",
-    "error": "relative L2 to the unpatched forward, or the unpatched video's frames, on one GPU",
-    "CFG": "cfg=2, and ulysses=N in each group of N ranks",
-}
+
+
+def _splits(case: tuple[str, int] | Case) -> tuple[str, ...]:
+    """How a case can be divided: guidance is a video's alone."""
+    return ("", "cfg") if isinstance(case, Case) else ("", "ulysses", "ring")
+
+
 _TIMEOUT: Final = timedelta(seconds=180)
 
 
-def parallel(plan: Plan) -> int:
-    """Measure, and write `parallel.json`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnRanks(Benchmark):
+    """A benchmark that starts a process for each GPU."""
 
-    Returns:
-        0 if every patched forward was right on every rank.
+    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
+        """Measure on all GPUs, and write `parallel.json`.
 
-    Raises:
-        ConfigError: There is one GPU only.
-    """
-    _PARALLEL.chosen(plan)
-    ranks = 2 if plan.micro and plan.device == "cpu" else torch.cuda.device_count()
-    if ranks < 2:
-        raise ConfigError("parallel", expected="two GPUs or more", got=str(ranks))
-    with tempfile.TemporaryDirectory() as folder:
-        # Daemons end with this process, also where one waits for another after Ctrl-C.
-        spawn(_rank, (plan, ranks, folder), nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
-        return 0 if Path(folder, "right").exists() else 1
+        Raises:
+            ConfigError: There is one GPU only.
+        """
+        self.chosen(plan)
+        ranks = 2 if plan.micro and plan.device == "cpu" else torch.cuda.device_count()
+        if ranks < 2:
+            raise ConfigError("parallel", expected="two GPUs or more", got=str(ranks))
+        with tempfile.TemporaryDirectory() as folder:
+            # Daemons end with this process, also where one waits for another after Ctrl-C.
+            spawn(_rank, (plan, ranks, folder), nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
+            return 0 if Path(folder, "right").exists() else 1
 
 
 def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
@@ -152,7 +140,7 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
         init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT,
     )  # fmt: skip
     try:
-        wrong = replace(_PARALLEL, about=_ABOUT | {"ranks": ranks})(plan, device, rank)
+        wrong = Benchmark.__call__(parallel, plan, device, rank)
         if not wrong and rank == 0:
             Path(folder, "right").touch()
     finally:
@@ -160,17 +148,19 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
 
 
 @torch.no_grad()
-def _measure(case: str, methods: list[str], journal: Journal) -> None:
+def _measure(case: str, methods: Sequence[str], journal: Journal) -> None:
     plan, device, what = journal.plan, journal.device, _CASES[case]
     pipe: Any
+    call: Callable[..., torch.Tensor]
     if isinstance(what, Case):
         pipe, call = build_pipeline(what, plan, torch.bfloat16, device)
     else:
-        network, make = network_of(what[0], plan, device, what[1])
-        pipe, call = SimpleNamespace(transformer=network), make(plan.seed)
-    splits = ("", "cfg") if isinstance(what, Case) else ("", "ulysses", "ring")
+        network = build_network(what[0], plan, device)
+        pipe = SimpleNamespace(transformer=network)
+        call = make_call(network, plan, device, what[1])
+    journal.case(case, ranks=dist.get_world_size())
     outputs = {"truth": call()}
-    for method in [name for name in methods if _WAYS[name].split in splits]:
+    for method in methods:
         known = journal.case(case)
         journal.measure(case, method, partial(_one, method, pipe, call, outputs, known, journal))
 
@@ -270,7 +260,34 @@ def _same(x: torch.Tensor) -> bool:
     return all(torch.equal(x, other) for other in every)
 
 
-_PARALLEL: Final = Benchmark(
-    name="parallel", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_WAYS,
-    measure=_measure, default=["1.3b"],
+parallel: Final = _OnRanks(
+    name="parallel",
+    text="a forward of Wan, and a video with guidance, on all GPUs",
+    example='"1.3b-video,one GPU patched,CFG patched"',
+    about={
+        "network": "Wan2.1, seeded random weights, bf16, batch 1",
+        "ms": "of forwards queued one after another on all ranks, by the first rank's wall clock; "
+        "of a video a step with guidance: denoising by the number of steps",
+        "video_seconds": "denoising, decoding and frames; VAE in bf16, patched where the network "
+        "is; all ranks decode its rows together, unless a method decodes alone",
+        "of_one": "median over that of one GPU with the same patch, or without one",
+        "video_of_one": "the same of video_seconds",
+        "same_on_all_ranks": "every rank got the same bits",
+        "same_as_one": "they are the bits of one GPU with the same patch, or without one",
+        "error": "relative L2 to the unpatched forward, or the unpatched video's frames, on one "
+        "GPU",
+        "CFG": "cfg=2, and ulysses=N in each group of N ranks",
+    },
+    columns=(
+        *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of one GPU", "of_one", ".3f"),
+        Column("video s", "video_seconds", ".2f"), Column("of one GPU", "video_of_one", ".3f"),
+        Column("GiB", "peak_gib", ".1f"), Column("same on all", "same_on_all_ranks", ""),
+        Column("same as one", "same_as_one", ""), ERROR,
+    ),
+    cases={
+        name: [way for way, how in _WAYS.items() if how.split in _splits(case)]
+        for name, case in _CASES.items()
+    },
+    measure=_measure,
+    default=["1.3b"],
 )  # fmt: skip

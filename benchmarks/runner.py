@@ -8,11 +8,10 @@ as it is measured.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,22 +80,18 @@ class Plan:
             return torch.device("cpu")
         if self.device.split(":")[0] != "cuda":
             raise ConfigError(
-                "--device",
-                expected='"cuda" or "cuda:1"',
-                got=self.device,
+                "--device", expected='"cuda" or "cuda:1"', got=self.device,
                 remedy="--device cpu --micro tries the command without a GPU",
-            )
-        device = torch.device(self.device)
-        if (device.index or 0) >= torch.cuda.device_count():
+            )  # fmt: skip
+        index = torch.device(self.device).index or 0  # set_device wants a number
+        if index >= torch.cuda.device_count():
             raise DeviceError(
-                "--device",
-                expected="a CUDA device that torch sees",
+                "--device", expected="a CUDA device that torch sees",
                 got=f"{self.device}, and torch sees {torch.cuda.device_count()}",
                 remedy="`turbo-rcm-patch doctor` says why; --device cpu --micro needs none",
-            )
-        device = torch.device("cuda", device.index or 0)  # set_device wants a number
-        torch.cuda.set_device(device)
-        return device
+            )  # fmt: skip
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
 
 
 # --- clocks and errors ---------------------------------------------------------------------------
@@ -106,10 +101,15 @@ class Wrong(Exception):
     """An output is too far from the truth for its time to mean anything."""
 
 
-def check(error: float, limit: float) -> float:
-    """Return a relative L2 error, or raise `Wrong` if it is not below the limit."""
-    if not error < limit:
-        raise Wrong(f"wrong: relative L2 {error:.3g}")
+def error_to(truth: torch.Tensor, limit: float) -> Callable[[torch.Tensor], float]:
+    """Return a function that gives an output's relative L2 error, or raises `Wrong`."""
+
+    def error(output: torch.Tensor) -> float:
+        distance = relative_l2(output, truth)
+        if not distance < limit:
+            raise Wrong(f"wrong: relative L2 {distance:.3g}")
+        return distance
+
     return error
 
 
@@ -124,11 +124,9 @@ def summary(times: Sequence[float]) -> Record:
     ordered = sorted(times)
     fifth = len(ordered) // 5
     return {
-        "median": statistics.median(ordered),
-        "p20": ordered[fifth],
-        "p80": ordered[-1 - fifth],
+        "median": statistics.median(ordered), "p20": ordered[fifth], "p80": ordered[-1 - fifth],
         "calls": len(ordered),
-    }
+    }  # fmt: skip
 
 
 def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> Record:
@@ -139,12 +137,7 @@ def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> 
     call()
     wait(device)
     if device.type != "cuda":
-        times = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return summary(times)
+        return summary([1e3 * seconds_of(call, device) for _ in range(calls)])
     events: list[tuple[Any, Any]] = []
     for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -182,16 +175,13 @@ def time_forwards(
     whole, cpu = [], []
     for _ in range(rounds):
         ready()
-        wait(device)
-        begin = time.perf_counter()
+        begin = idle_at(device)
         for _ in range(queued):
             call()
-        wait(device)
-        whole.append(1e3 * (time.perf_counter() - begin) / queued)
+        whole.append(1e3 * (idle_at(device) - begin) / queued)
     for _ in range(rounds):
         ready()
-        wait(device)
-        begin = time.perf_counter()
+        begin = idle_at(device)
         call()
         cpu.append(1e3 * (time.perf_counter() - begin))
     wait(device)
@@ -213,13 +203,14 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     """GiB of allocated memory at the peak of a call, weights included; None on a CPU."""
-    cuda = device.type == "cuda"
+    if device.type != "cuda":
+        call()
+        return None
     wait(device)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
     call()
     wait(device)
-    return torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
+    return torch.cuda.max_memory_allocated(device) / 2**30
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -244,27 +235,35 @@ class Column(NamedTuple):
     path: str
     form: str
 
+    def cell(self, record: Record) -> str:
+        """The number of a record in this column."""
+        value: Any = record
+        for key in self.path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:{self.form}}" if isinstance(value, (int, float)) else str(value or "")
+
 
 TIMES: Final = (
-    Column("ms", "ms.median", ".3f"),
-    Column("p20", "ms.p20", ".3f"),
+    Column("ms", "ms.median", ".3f"), Column("p20", "ms.p20", ".3f"),
     Column("p80", "ms.p80", ".3f"),
-)
+)  # fmt: skip
 ERROR: Final = Column("error", "error", ".4f")
 
 
 def machine(device: torch.device) -> Record:
     """Name, compute capability, size and driver of a device."""
-    found: Record = {"device": device_name(device)}
+    about: Record = {"device": device_name(device)}
     if device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(device)
-        found |= {
+        about |= {
             "capability": f"{card.major}.{card.minor}",
             "multiprocessors": card.multi_processor_count,
             "memory_gib": round(card.total_memory / 2**30, 1),
             "driver": _driver(),
         }
-    return found
+    return about
 
 
 def _driver() -> str:
@@ -276,79 +275,116 @@ def _driver() -> str:
         return "unknown"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A registered benchmark.
+
+    Attributes:
+        name: Its file is `<name>.json`.
+        text: What it measures, for the help.
+        example: Of `--only`.
+        about: Definitions, for the file.
+        columns: Of the table, after case and method. The first one is what two trees compare.
+        cases: Case -> the methods that it can be measured with.
+        measure: Measures a case with some of the methods.
+        default: The cases that are measured unless others are named; empty for all.
+    """
+
+    name: str
+    text: str
+    example: str
+    about: Mapping[str, object]
+    columns: Sequence[Column]
+    cases: Mapping[str, Sequence[str]]
+    measure: Callable[[str, Sequence[str], Journal], None]
+    default: Sequence[str] = ()
+
+    def chosen(self, plan: Plan) -> dict[str, list[str]]:
+        """Return the methods of each case that `--only` names, in the order of the table.
+
+        Raises:
+            ConfigError: A name is neither a case nor a method.
+        """
+        methods = list(dict.fromkeys(name for names in self.cases.values() for name in names))
+        unknown = [name for name in plan.only if name not in self.cases and name not in methods]
+        if unknown:
+            raise ConfigError(
+                "--only", got=", ".join(unknown),
+                expected=f"cases ({', '.join(self.cases)}) or methods ({', '.join(methods)})",
+            )  # fmt: skip
+        first = list(self.default or self.cases)[: 1 if plan.micro else None]  # All are alike.
+        cases = [name for name in self.cases if name in plan.only] or first
+        named = set(plan.only).intersection(methods) or methods
+        return {case: [name for name in self.cases[case] if name in named] for case in cases}
+
+    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
+        """Measure one case after the other, as long as the time allows, and write the file.
+
+        Args:
+            plan: What was asked for.
+            device: Where to measure; by default the plan's.
+            rank: Of this process. Ranks above 0 measure along and write nothing.
+
+        Returns:
+            0 if every method of this library ran and was right, else 1.
+        """
+        chosen = self.chosen(plan)
+        journal = Journal(self, plan, device, rank)
+        try:
+            for case, methods in chosen.items():
+                if not journal.late(case):
+                    self.measure(case, methods, journal)
+                    free(journal.device)
+        finally:
+            journal.close()
+        return int(journal.failed)
+
+
 class Journal:
-    """One run of a benchmark. A file of the same machine, versions and code is continued.
+    """The table and the file of one run.
 
     Args:
-        name: Of the benchmark; its file is `<name>.json`.
+        benchmark: Which one.
         plan: What was asked for.
-        columns: Of the table, after case and method.
-        about: Definitions, for the file.
         device: Where it measures; the plan's by default.
         rank: Ranks above 0 print and write nothing.
 
     Raises:
-        OutputExistsError: A file of that name is there that no benchmark wrote.
+        OutputExistsError: The file is there.
         OutputError: The file cannot be written.
     """
 
     def __init__(
-        self,
-        name: str,
-        plan: Plan,
-        columns: Sequence[Column],
-        about: Mapping[str, object],
-        device: torch.device | None = None,
-        rank: int = 0,
+        self, benchmark: Benchmark, plan: Plan, device: torch.device | None, rank: int
     ) -> None:
-        self.plan, self.columns, self._rank = plan, columns, rank
+        self.plan, self.failed, self._columns, self._rank = plan, False, benchmark.columns, rank
         self.device = plan.torch_device() if device is None else device
-        self.path = plan.out / f"{name}.json"
-        self.failed = False
+        self.path = plan.out / f"{benchmark.name}.json"
+        if not rank:
+            check_new(self.path)
         self._begin = time.monotonic()
-        head: Record = {
-            "benchmark": name,
+        self.document: Record = {
+            "benchmark": benchmark.name,
             "machine": machine(self.device),
             "versions": versions(),
             "code": code_digest(),
             "micro": plan.micro,
             "seed": plan.seed,
-            "about": dict(about),
-        }
-        before = {} if rank else self._before(name)
-        same = all(before.get(key) == value for key, value in head.items())
-        self.document: Record = before if same else head | {"runs": [], "cases": {}}
-        self._run: Record = {
+            "about": dict(benchmark.about),
             "command": plan.command,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "left_out": [],
+            "cases": {},
         }
-        self.document["runs"].append(self._run)
         known = self.document["versions"]
-        self._say(f"{head['machine']['device']}, torch {known['torch']}, triton {known['triton']}")
-        self._say(f"| case | method | {' | '.join(column.title for column in columns)} |")
-        self._say("|---|---|" + "---:|" * len(columns))
+        name = self.document["machine"]["device"]
+        self._say(f"{name}, torch {known['torch']}, triton {known['triton']}")
+        self._say(f"| case | method | {' | '.join(column.title for column in self._columns)} |")
+        self._say("|---|---|" + "---:|" * len(self._columns))
 
     def _say(self, line: str) -> None:
         if not self._rank:
             print(line, flush=True)
-
-    def _before(self, name: str) -> Record:
-        check_writable(self.path)
-        if not self.path.exists():
-            return {}
-        try:
-            found: Record = json.loads(self.path.read_text(encoding="utf-8"))
-            if found["benchmark"] == name:
-                return found
-        except (OSError, ValueError, LookupError, TypeError):
-            pass
-        raise OutputExistsError(
-            f"--out {self.path.parent}",
-            expected="a new folder, or one that a benchmark has written to",
-            got=f"{self.path.name} of another origin",
-            remedy="Choose another folder",
-        )
 
     def case(self, name: str, **facts: object) -> dict[str, Record]:
         """Return the records of a case's methods, after adding facts about the case."""
@@ -358,15 +394,14 @@ class Journal:
         return methods
 
     def late(self, what: str) -> bool:
-        """Return True if the time is up, on rank 0 if there are several, and note what is left
-        out."""
+        """Return True if the time is up, by the clock of rank 0, and note what is left out."""
         late = time.monotonic() >= self._begin + self.plan.limit
         if dist.is_available() and dist.is_initialized():
-            said = torch.tensor(int(late), device=self.device)
-            dist.broadcast(said, 0)
-            late = bool(said)
+            flag = torch.tensor(int(late), device=self.device)
+            dist.broadcast(flag, 0)
+            late = bool(flag)
         if late:
-            self._run["left_out"].append(what)
+            self.document["left_out"].append(what)
         return late
 
     def measure(self, case: str, method: str, function: Callable[[Record], None]) -> None:
@@ -388,10 +423,11 @@ class Journal:
         except Wrong as error:
             record.update(status="wrong", reason=str(error))
         except Exception as error:  # A peer may fail in any way.
-            record.update(status="missing", reason=reason_of(error))
+            first = str(error).strip().split("\n")[0][:300] or "no message"
+            record.update(status="missing", reason=f"{type(error).__name__}: {first}")
         self.case(case)[method] = record
         self.failed |= is_patched(method) and record["status"] != "timed"
-        cells = [_cell(record, column) for column in self.columns]
+        cells = [column.cell(record) for column in self._columns]
         if "reason" in record:
             cells[:1] = [record["reason"]]
         self._say(f"| {case} | {method} | {' | '.join(cells)} |")
@@ -400,100 +436,33 @@ class Journal:
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
-        self._run["seconds"] = round(time.monotonic() - self._begin, 1)
+        self.document["seconds"] = round(time.monotonic() - self._begin, 1)
         if not self._rank:
             write_json(self.path, self.document)
 
     def close(self) -> None:
         """Write the file and say where it is and what is missing."""
         self.write()
-        for what in self._run["left_out"]:
+        for what in self.document["left_out"]:
             self._say(f"left out, no time: {what}")
-        self._say(f"{self.path}: {self._run['seconds']} s")
+        self._say(f"{self.path}: {self.document['seconds']} s")
+
+
+def check_new(path: Path) -> None:
+    """Check that a file can be written and replaces none.
+
+    Raises:
+        OutputExistsError: The file is there.
+        OutputError: It cannot be written.
+    """
+    check_writable(path)
+    if path.exists():
+        raise OutputExistsError(
+            f"--out {path.parent}", expected="a folder without a file of this benchmark",
+            got=path.name, remedy="Choose another folder",
+        )  # fmt: skip
 
 
 def is_patched(method: str) -> bool:
     """Return True if a method is this library's."""
     return not {"patched", "fused"}.isdisjoint(method.split())
-
-
-def _cell(record: Record, column: Column) -> str:
-    value: Any = record
-    for key in column.path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:{column.form}}" if isinstance(value, (int, float)) else str(value or "")
-
-
-def reason_of(error: BaseException) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """A registered benchmark.
-
-    Attributes:
-        name: Its file is `<name>.json`.
-        about: Definitions, for the file.
-        columns: Of the table, after case and method.
-        cases, methods: All their names.
-        measure: Measures a case with some of the methods.
-        default: The cases that are measured unless others are named; empty for all.
-    """
-
-    name: str
-    about: Mapping[str, object]
-    columns: Sequence[Column]
-    cases: Collection[str]
-    methods: Collection[str]
-    measure: Callable[[str, list[str], Journal], None]
-    default: Sequence[str] = ()
-
-    def chosen(self, plan: Plan) -> tuple[list[str], list[str]]:
-        """Divide the names of `--only` into cases and methods, each in their own order.
-
-        Raises:
-            ConfigError: A name is neither.
-        """
-        only = plan.only
-        unknown = [name for name in only if name not in self.cases and name not in self.methods]
-        if unknown:
-            raise ConfigError(
-                "--only",
-                expected=f"cases ({', '.join(self.cases)}) or methods ({', '.join(self.methods)})",
-                got=", ".join(unknown),
-            )
-        first = list(self.default or self.cases)[: 1 if plan.micro else None]  # All are alike.
-        cases = [name for name in self.cases if name in only] or first
-        return cases, [name for name in self.methods if name in only] or list(self.methods)
-
-    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
-        """Measure one case after the other, as long as the time allows, and write the file.
-
-        Args:
-            plan: What was asked for.
-            device: Where to measure; by default the plan's.
-            rank: Of this process. Ranks above 0 measure along and write nothing.
-
-        Returns:
-            0 if every method of this library ran and was right, else 1.
-        """
-        cases, methods = self.chosen(plan)
-        journal = Journal(self.name, plan, self.columns, self.about, device, rank)
-        try:
-            for case in cases:
-                if not journal.late(case):
-                    self.measure(case, methods, journal)
-                    free(journal.device)
-        finally:
-            journal.close()
-        return int(journal.failed)
-
-
-def error_to(truth: torch.Tensor, limit: float) -> Callable[[torch.Tensor], float]:
-    """Return a function that gives an output's relative L2 error, or raises `Wrong`."""
-    return lambda output: check(relative_l2(output, truth), limit)

@@ -6,7 +6,9 @@ without TF32, over the first frames, because that one is slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from turbo_rcm_patch import patched
 from turbo_rcm_patch.config import PatchOptions
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """A VAE, its input [B, C, T, H, W], and how many frames of it the error is taken over."""
 
     vae: str
@@ -38,12 +40,12 @@ class _Case(NamedTuple):
 
 
 _CASES: Final = {
-    "wan2.1-decode": _Case("wan2.1", False, (1, 16, 21, 60, 104), 5),
-    "wan2.1-encode": _Case("wan2.1", True, (1, 3, 81, 480, 832), 9),
-    "wan2.2-decode": _Case("wan2.2-5b", False, (1, 48, 31, 44, 80), 3),
-    "wan2.2-encode": _Case("wan2.2-5b", True, (1, 3, 121, 704, 1280), 5),
-    "cogvideox-decode": _Case("cogvideox", False, (1, 16, 13, 60, 90), 5),
-    "cogvideox-encode": _Case("cogvideox", True, (1, 3, 49, 480, 720), 9),
+    "wan2.1-decode": Case("wan2.1", False, (1, 16, 21, 60, 104), 5),
+    "wan2.1-encode": Case("wan2.1", True, (1, 3, 81, 480, 832), 9),
+    "wan2.2-decode": Case("wan2.2-5b", False, (1, 48, 31, 44, 80), 3),
+    "wan2.2-encode": Case("wan2.2-5b", True, (1, 3, 121, 704, 1280), 5),
+    "cogvideox-decode": Case("cogvideox", False, (1, 16, 13, 60, 90), 5),
+    "cogvideox-encode": Case("cogvideox", True, (1, 3, 49, 480, 720), 9),
 }
 #: Method -> dtype of the VAE, and the options of its patch or None without one.
 _METHODS: Final[dict[str, tuple[torch.dtype, PatchOptions | None]]] = {
@@ -55,56 +57,51 @@ _METHODS: Final[dict[str, tuple[torch.dtype, PatchOptions | None]]] = {
 }
 #: Relative L2 from which a result is wrong; the unpatched VAEs in bf16 have up to 0.03.
 _WRONG: Final = 0.1
-_COLUMNS: Final = (Column("s", "seconds", ".3f"), Column("GiB", "peak_gib", ".2f"), ERROR)
-_ABOUT: Final = {
-    "seconds": "the faster of two calls after one to warm up, TF32 allowed, guard off",
-    "peak_gib": "allocated memory at the peak of a call, weights and result included",
-    "error": "relative L2 to fp32 without TF32, over the first frames",
-}
 
 
 @torch.no_grad()
-def _measure(case: str, methods: list[str], journal: Journal) -> None:
-    plan, device, one = journal.plan, journal.device, _CASES[case]
-    vae = build_vae(one.vae, plan, device).to(torch.bfloat16).float()
-    micro = (1, 3, 9, 32, 48) if one.encodes else (1, one.size[1], 5, 4, 6)
-    size = micro if plan.micro else one.size
+def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
+    plan, device, case = journal.plan, journal.device, _CASES[name]
+    model = build_vae(case.vae, plan, device).to(torch.bfloat16).float()
+    micro = (1, 3, 9, 32, 48) if case.encodes else (1, case.size[1], 5, 4, 6)
+    size = micro if plan.micro else case.size
     x = torch.randn(*size, generator=generator(device, plan.seed), device=device)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        made: Any = vae.encode(x).latent_dist.parameters if one.encodes else vae.decode(x).sample
-        return torch.as_tensor(made)
+        coded: Any = model.encode(x).latent_dist.parameters if case.encodes else None
+        return torch.as_tensor(model.decode(x).sample if coded is None else coded)
 
     torch.backends.cudnn.allow_tf32 = False
-    truth = call(x[:, :, : one.first])
+    error = error_to(call(x[:, :, : case.first]), _WRONG)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    error = error_to(truth, _WRONG)
 
-    def timed(dtype: torch.dtype, options: PatchOptions | None) -> Callable[[Record], None]:
-        def fill(record: Record) -> None:
-            vae.to(dtype)
-            given = x.to(dtype)
-
-            def run() -> None:
-                record["error"] = error(call(given[:, :, : one.first]).to(torch.float32))
-                free(device)
-                call(given)
-                record["seconds"] = min(seconds_of(lambda: call(given), device) for _ in range(2))
-                record["peak_gib"] = peak_gib(lambda: call(given), device)
-
-            if options is None:
-                run()
-                return
-            with patched(vae, **options) as report:
-                run()
+    def fill(dtype: torch.dtype, options: PatchOptions | None, record: Record) -> None:
+        model.to(dtype)
+        video = x.to(dtype)
+        patch = nullcontext() if options is None else patched(model, **options)
+        with patch as report:
+            record["error"] = error(call(video[:, :, : case.first]).float())
+            free(device)
+            call(video)
+            record["seconds"] = min(seconds_of(lambda: call(video), device) for _ in range(2))
+            record["peak_gib"] = peak_gib(lambda: call(video), device)
+            if report is not None:
                 record["ran"] = report.ran()
 
-        return fill
-
     for method in methods:
-        journal.measure(case, method, timed(*_METHODS[method]))
+        journal.measure(name, method, partial(fill, *_METHODS[method]))
 
 
 vae: Final = Benchmark(
-    name="vae", about=_ABOUT, columns=_COLUMNS, cases=_CASES, methods=_METHODS, measure=_measure
+    name="vae",
+    text="decoding and encoding a video by the VAEs of Wan and CogVideoX",
+    example='"wan2.1-decode,bf16,bf16 patched"',
+    about={
+        "seconds": "the faster of two calls after one to warm up, TF32 allowed, guard off",
+        "peak_gib": "allocated memory at the peak of a call, weights and result included",
+        "error": "relative L2 to fp32 without TF32, over the first frames",
+    },
+    columns=(Column("s", "seconds", ".3f"), Column("GiB", "peak_gib", ".2f"), ERROR),
+    cases=dict.fromkeys(_CASES, list(_METHODS)),
+    measure=_measure,
 )

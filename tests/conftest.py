@@ -12,6 +12,8 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         metavar="PATH",
         help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
+    )
+    parser.addoption(
+        "--durations-to",
+        type=Path,
+        metavar="FILE",
+        help="write the seconds of the slowest hundred tests and fixtures to this file",
     )
 
 
@@ -65,6 +73,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    path = config.getoption("--durations-to")
+    if path is None:
+        return
+    every = [one for found in terminalreporter.stats.values() for one in found]
+    reports = [one for one in every if isinstance(one, pytest.TestReport)]
+    slowest = sorted(reports, key=lambda report: -report.duration)[:100]
+    lines = [f"{one.duration:7.1f} s  {one.when:8}  {one.nodeid}\n" for one in slowest]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

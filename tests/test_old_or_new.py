@@ -33,8 +33,7 @@ from turbo_rcm_patch.files import (
     write_json,
     write_text,
 )
-from turbo_rcm_patch.video.generation import Sample
-from turbo_rcm_patch.video.store import Store
+from turbo_rcm_patch.video.store import Store, StoredClip
 from turbo_rcm_patch.video.video import write_mp4
 
 
@@ -103,11 +102,11 @@ def test_stopped_at_any_write_the_old_or_the_new_is_there(
 
 def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> None:
     out, key = tmp_path / "out", Store.key("a", 0)
-    sample = Sample(torch.ones(2), (torch.zeros(2),), 1.0, None)
+    clip = StoredClip(frames=torch.ones(2), seconds=1.0)
 
     def run() -> None:
         store = Store(out, {"model": "m"}, fresh=False)
-        store.save_sample(key, "baseline", sample)
+        store.save_clip(key, "baseline", clip)
         store.write_json("runs/baseline.json", {"a": 1})
 
     for step in itertools.count(1):
@@ -115,8 +114,8 @@ def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> Non
         if not stopped_at(step, tmp_path, run):
             break
         store = Store(out, {"model": "m"}, fresh=False)
-        if store.has_sample(key, "baseline"):
-            assert torch.equal(store.load_sample(key, "baseline").latents, sample.latents)
+        if store.has_clip(key, "baseline"):
+            assert torch.equal(store.load_clip(key, "baseline").frames, clip.frames)
         assert store.read_json("runs/baseline.json") in (None, {"a": 1})
         assert not list(out.rglob(".*")), "what a killed process left is removed"
     assert step > 5
@@ -124,9 +123,9 @@ def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> Non
         if not stopped_at(step, tmp_path, lambda: Store(out, {"model": "n"}, fresh=True)):
             break
         if json.loads((out / "settings.json").read_text())["model"] == "n":
-            assert not (out / "latents").exists(), "it is called new when the old is gone"
-        Store(out, {"model": "m"}, fresh=True).save_sample(key, "baseline", sample)
-    assert step > 3 and not (out / "latents").exists()
+            assert not (out / "clips").exists(), "it is called new when the old is gone"
+        Store(out, {"model": "m"}, fresh=True).save_clip(key, "baseline", clip)
+    assert step > 3 and not (out / "clips").exists()
 
 
 # Errors.
@@ -166,6 +165,11 @@ def test_a_full_disk_is_told_and_other_errors_are_passed_on(
         raise error
     if error in OTHERS:
         assert caught.value is error
+        # An error of reading is not one of the folder; a file is all that its block writes.
+        unread = PermissionError(errno.EACCES, "Permission denied", "base")
+        kind = PermissionError if writer is folder_writer else OutputError
+        with pytest.raises(kind), writer(target):
+            raise unread
     else:
         told = ("target cannot be written", "No space", "GiB free", "another disk")
         assert all(text in str(caught.value) for text in told)

@@ -75,7 +75,7 @@ def third_party(folder: Path) -> dict[str, str]:
 
 
 def test_what_the_package_imports_is_declared() -> None:
-    known = declared("all") | declared("flip")
+    known = declared("all")
     for name, path in third_party(ROOT / "turbo_rcm_patch").items():
         assert name in known | dict.fromkeys(ENGINES), (
             f"{path} imports {name}, which pyproject.toml does not list"
@@ -108,19 +108,14 @@ def test_the_error_for_a_missing_package_knows_every_extra() -> None:
         wanted = {canonicalize_name(DISTRIBUTION_OF.get(one, one)) for one in names}
         assert wanted == set(declared(extra)) - base
     every = {canonicalize_name(DISTRIBUTION_OF.get(one, one)) for one in EVERY}
-    assert every == (set(declared("all")) | set(declared("flip"))) - base
+    assert every == set(declared("all")) - base
 
 
-def test_the_tested_releases_of_diffusers_are_those_declared() -> None:
-    bounds = {s.operator: s.version for s in declared("diffusers")["diffusers"].specifier}
-    assert bounds == {">=": DIFFUSERS[0], "<": DIFFUSERS[1]}
-
-
-def test_doctor_knows_the_declared_ranges() -> None:
+def test_the_code_knows_the_declared_ranges() -> None:
     from turbo_rcm_patch.cli.doctor import RANGES
 
     known = declared("dev")
-    for name, (least, first_untested) in RANGES.items():
+    for name, (least, first_untested) in {"diffusers": DIFFUSERS, **RANGES}.items():
         bounds = {s.operator: s.version for s in known[name].specifier}
         assert bounds == {">=": least} | ({"<": first_untested} if first_untested else {}), name
 

@@ -24,10 +24,11 @@ README = ROOT / "README.md"
 MAKEFILE = ROOT / "Makefile"
 PAGES = [
     README,
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("turbo_rcm_patch/ops/*/README.md")),
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-    ROOT / "results" / "README.md",
+    *(ROOT / name / "README.md" for name in ("results", "training", "integrations/comfyui")),
+    *sorted(ROOT.glob("turbo_rcm_patch/tiny/weights/*/README.md")),
 ]
 BLOCK = re.compile(
     r"(?:^<!--[ ]*not[ ]run:(?P<reason>[^\n]*?)-->\s*\n)?^```python[^\n]*\n(?P<code>.*?)^```[ ]*$",
@@ -40,7 +41,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 SAVED = re.compile(r"# file: (?P<name>\S+)\n")
 #: How a page calls this package's command line, and how that of the benchmarks.
 PACKAGE = ("turbo-rcm-patch ", "python -m turbo_rcm_patch ")
-BENCHMARKS = "python -m benchmarks "
+BENCHMARKS, TRAINING = "python -m benchmarks ", "python -m training "
 
 
 def name_of(page: Path) -> str:
@@ -68,7 +69,7 @@ def commands(text: str) -> list[list[str]]:
     # Ellipses and alternatives (`1.3b|14b`) are for people.
     inline = INLINE.findall(CONSOLE.sub("", text))
     found += [one for one in inline if not re.search(r"[…|]|\.\.\.", one)]
-    starts = (*PACKAGE, BENCHMARKS, "make ")
+    starts = (*PACKAGE, BENCHMARKS, TRAINING, "make ")
     return [shlex.split(one, comments=True) for one in found if one.startswith(starts)]
 
 
@@ -76,16 +77,6 @@ def anchors(page: Path) -> set[str]:
     """The anchors that a forge makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
-
-
-def test_blocks_and_commands_are_found() -> None:
-    page = (
-        "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny\n```\n```sh\nls\n"
-        "```\n`make a`, `make ... y`\n"
-        "```console\n$ make b \\\n  c\nprinted\n$ make d  # why\n```\n"
-    )
-    assert blocks(page) == [("x = 1\n", ""), ("y\n", "needs a GPU")]
-    assert commands(page) == [["make", "b", "c"], ["make", "d"], ["make", "a"]]
 
 
 @pytest.mark.slow
@@ -126,8 +117,8 @@ def test_commands_are_ones_that_are_there(page: Path) -> None:
             assert all("=" in word or word in targets for word in words[1:]), words
             continue
         parser = _parser()
-        if words[1:3] == ["-m", "benchmarks"]:
-            parser = import_module("benchmarks.__main__").parser()
+        if words[1:3] in (["-m", "benchmarks"], ["-m", "training"]):
+            parser = import_module(f"{words[2]}.__main__").parser()
         try:
             parser.parse_args(words[1 if words[0] == "turbo-rcm-patch" else 3 :])
         except SystemExit as stop:
@@ -147,22 +138,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{name_of(page)}: no heading for {link}"
 
 
-@EVERY_PAGE
+@pytest.mark.parametrize("page", [*PAGES, MAKEFILE], ids=name_of)
 def test_files_that_are_named_are_there(page: Path) -> None:
     named = re.findall(
-        r"\b(?:results|tests|examples|tools|turbo_rcm_patch|integrations)/[\w./*-]+\.(?:json|txt|py|md)",
+        r"(?:\b(?:results|tests|examples|tools|training|turbo_rcm_patch|integrations)|\.ci)"
+        r"/[\w./*-]+\.(?:jsonl?|txt|py|md)\b",
         text_of(page),
     )
     for name in named:
         if name != "turbo_rcm_patch/patching/families/lumen.py":  # the example of CONTRIBUTING.md
             assert list(ROOT.glob(name)), f"{name_of(page)} names {name}, which is not there"
-
-
-def test_files_that_the_makefile_names_are_there() -> None:
-    named = re.findall(r"\b(?:tests|tools|\.ci)/[\w./-]+\.py", text_of(MAKEFILE))
-    assert named
-    for name in named:
-        assert (ROOT / name).is_file(), f"the Makefile names {name}, which is not there"
 
 
 def test_every_results_file_and_picture_is_on_a_page() -> None:

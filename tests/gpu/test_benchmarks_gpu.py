@@ -16,7 +16,11 @@ pytestmark = pytest.mark.gpu
 MAY_BE_MISSING = ("sage", "FlashAttention", "cuDNN")
 #: Parts of benchmarks whose other parts run the same code again. A pipeline is two processes
 #: a method.
-ONLY = {"length": "780", "pipeline": "1.3b-4-steps,patched"}
+ONLY = {
+    "attention": "H12-N2048-D128,H12-N32760-D128-k0.1",
+    "network": "1.3b-780,1.3b-live-x8",
+    "pipeline": "1.3b-4-steps,patched",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "parallel"])

@@ -33,8 +33,8 @@ def test_compare_runs_the_kernels(folder: Path, tmp_path: Path) -> None:
     found = compare(pipe, [PROMPT, "a blue square"], out=tmp_path, settings=SETTINGS)
     metrics = json.loads(found.metrics.read_text())
     assert metrics["patch"]["impl"] == "triton"
-    assert found.control_backend in ("flash", "efficient", "cudnn", "math")
-    assert found.fusion <= 3e-6
+    assert found.model.control_backend in ("flash", "efficient", "cudnn", "math")
+    assert found.model.fusion <= 3e-6
     assert metrics["times"]["patched"]["peak_bytes"] > 0
     assert "NVIDIA" in metrics["identity"]["device"] or torch.version.hip
 

@@ -6,11 +6,6 @@ import pytest
 import torch
 
 from tests.video.turbowan import (
-    LATENTS,
-    PROMPT,
-    SIZE,
-    condition,
-    embedding,
     expert_pths,
     image_base,
     network_of,
@@ -18,40 +13,32 @@ from tests.video.turbowan import (
     pipeline,
     plain_loop,
     sample,
-    stretched,
     text_base,
-    text_pth,
+    text_pths,
 )
 from turbo_rcm_patch import patch_model
 
-__all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pth"]
+__all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pths"]
 
 pytestmark = pytest.mark.gpu
+#: Of the pipeline with the two experts.
+IMAGE = {"seed": 3, "sigma_max": 200.0, "boundary": 0.9}
 
 
-def test_text_to_video(text_pth, text_base) -> None:
+def check(pths, base, **how) -> None:
     """In fp32, with the numbers of the GPU's generator."""
-    how = {"seed": 7, "samples": 2}
-    text = embedding(text_base, PROMPT).cuda()
-    network = network_of(text_pth).cuda()
-    expected = plain_loop([network], text, shape=LATENTS, device="cuda", **how)
-    ours = sample(pipeline([text_pth], text_base, device="cuda"), **how)
+    networks = [network_of(path).cuda() for path in pths]
+    expected = plain_loop(networks, base, device="cuda", **how)
+    ours = sample(pipeline(pths, base, device="cuda"), **how)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+
+
+def test_text_to_video(text_pths, text_base) -> None:
+    check(text_pths, text_base, seed=7, samples=2)
 
 
 def test_image_to_video(expert_pths, image_base, picture) -> None:
-    how = {"seed": 3, "sigma_max": 200.0, "boundary": 0.9}
-    expected = plain_loop(
-        [network_of(path).cuda() for path in expert_pths],
-        embedding(image_base, PROMPT).cuda(),
-        shape=LATENTS,
-        given=condition(image_base, picture, *SIZE, 5).cuda(),
-        device="cuda",
-        **how,
-    )
-    pipe = pipeline(expert_pths, image_base, device="cuda")
-    ours = sample(pipe, image=stretched(picture, SIZE), **how)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+    check(expert_pths, image_base, picture=picture, **IMAGE)
 
 
 @pytest.mark.parametrize("offload", ["none", "model"])
@@ -60,7 +47,6 @@ def test_the_kernels_run_both_experts(offload: str, expert_pths, image_base, pic
     how = {"dtype": torch.bfloat16, "device": "cuda", "offload": offload}
     pipe = pipeline(expert_pths, image_base, **how)
     report = patch_model(pipe, linear="int8")
-    image = stretched(picture, SIZE)
-    first, again = (sample(pipe, seed=3, sigma_max=200.0, image=image) for _ in range(2))
+    first, again = (sample(pipe, picture=picture, seed=3, sigma_max=200.0) for _ in range(2))
     assert "triton" in str(report)
     assert first.isfinite().all() and torch.equal(first, again)

@@ -23,7 +23,7 @@ from tests.integrations.comfyui import (
     load_nodes,
 )
 from tests.measures import relative_l2
-from tests.patching.test_vae_original import model_of
+from tests.patching.vae import COMFYUI, COMFYUI_22
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
@@ -85,10 +85,10 @@ def test_patch_computes_the_same_and_leaves_the_original_as_it_was(fuse, kind, g
 
 
 def test_auto_is_int8_where_that_is_faster(given: tuple[torch.Tensor, ...]) -> None:
-    """As `patch_model`: on a GPU from 4,096 keys on, on a CPU at once."""
+    """As `patch_model`: on a GPU from 6,144 keys on, on a CPU at once."""
     settings, gpu = attention.Settings("auto", min_keys=64), torch.device("cuda")
-    assert settings.why_exact(4095, gpu) == "fewer than 4096 keys"
-    assert settings.why_exact(4096, gpu) == settings.why_exact(64, torch.device("cpu")) == ""
+    assert settings.why_exact(6143, gpu) == "fewer than 6144 keys"
+    assert settings.why_exact(6144, gpu) == settings.why_exact(64, torch.device("cpu")) == ""
     assert attention.Settings("int8", min_keys=64).why_exact(64, gpu) == ""
     model = ModelPatcher(Model())
     assert torch.equal(
@@ -484,9 +484,9 @@ class VAE:
             return self.first_stage_model.decode(samples)
 
 
-@pytest.mark.parametrize("kind", ["WanVAE", "WanVAE-2.2"])
-def test_the_vae_node_leaves_the_vae_that_comes_in_as_it_was(kind: str, caplog) -> None:
-    before, z = VAE(model_of(kind)), torch.randn(1, 4, 3, 4, 6)
+@pytest.mark.parametrize("vae", [COMFYUI, COMFYUI_22], ids=lambda vae: vae.name)
+def test_the_vae_node_leaves_the_vae_that_comes_in_as_it_was(vae: Any, caplog) -> None:
+    before, z = VAE(vae.model()), torch.randn(1, 4, 3, 4, 6)
     network, expected = before.first_stage_model, before.decode(z)
     held = dict(vars(network))
     (after,) = VAENode().patch(before, "as-is")

@@ -1,11 +1,18 @@
-"""A patched VAE makes its author's video, and leaves to its author what it does not know."""
+"""A patched VAE makes its author's video, and leaves to its author what it does not know.
+
+Every coder of the table in `tests/patching/vae.py` keeps every promise.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -18,39 +25,48 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.implementations import over
-from tests.patching import models
+from tests.patching import models, wan_original
 from tests.patching.test_threads import together
-from tests.patching.vae import COGVIDEOX, VAE, VAES, WAN, WAN_RESIDUAL, conv_in_float64
+from tests.patching.vae import (
+    COGVIDEOX,
+    COMFYUI,
+    DIFFUSERS,
+    VAE,
+    VAES,
+    WAN,
+    WAN_RESIDUAL,
+    conv_in_float64,
+    decode,
+    encode,
+)
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
-from turbo_rcm_patch.errors import AlreadyPatchedError, UnknownArchitectureError
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    FamilyError,
+    NotPatchedError,
+    UnknownArchitectureError,
+)
 from turbo_rcm_patch.ops.conv3d.api import conv3d
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
 from turbo_rcm_patch.patching.measure import ROW_ROOM
-from turbo_rcm_patch.patching.vae import distance
+from turbo_rcm_patch.patching.vae import distance, share
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
 FUSION = 3e-6
 
-every = pytest.mark.parametrize("vae", VAES, ids=lambda one: one.name)
-both_wan = pytest.mark.parametrize("vae", (WAN, WAN_RESIDUAL), ids=lambda one: one.name)
+every = pytest.mark.parametrize("vae", VAES, ids=lambda vae: vae.name)
+every_wan = pytest.mark.parametrize(
+    "vae", [vae for vae in VAES if vae is not COGVIDEOX], ids=lambda vae: vae.name
+)
+diffusers = pytest.mark.parametrize("vae", DIFFUSERS, ids=lambda vae: vae.name)
 
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def decode(model: Any, z: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model.decode(z).sample
-    return found
-
-
-def encode(model: Any, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model.encode(x).latent_dist.parameters
-    return found
 
 
 def both(model: Any, z: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,25 +98,28 @@ def as_before(model: nn.Module) -> dict[str, Any]:
 
 
 @every
-@pytest.mark.parametrize("frames", [1, 2, 5])
-@pytest.mark.parametrize("batch,height,width", [(1, 4, 6), (2, 3, 5)], ids=["even", "batch-odd"])
+@pytest.mark.parametrize(
+    ("frames", "batch", "height", "width"),
+    [(1, 1, 4, 6), (2, 2, 3, 5), (5, 1, 4, 6), (5, 2, 3, 5)],
+    ids=["image", "two-frames", "five-frames", "five-frames-odd"],
+)
 def test_the_video_is_the_authors(
     vae: VAE, frames: int, batch: int, height: int, width: int
 ) -> None:
     model, z = vae.model(), vae.latent(frames, height, width, batch)
     x = vae.frames({1: 1, 2: 8 if vae is COGVIDEOX else 5, 5: 17}[frames], batch=batch)
-    if batch > 1 and "residual" not in vae.name:  # those shortcuts need whole squares
+    if batch > 1 and vae in (WAN, COGVIDEOX):  # other shortcuts need whole squares
         x = x[..., :11, :13]
     expected = both(model, z, x)
-    report = patch_model(model, guard=False)
+    report = patch_model(model)
     assert_near(both(model, z, x), expected)
     assert report.fused == len(report.pairs) == vae.pairs
-    assert all(how.startswith("channels-last") for how in report.ran().values())
-    assert len(report.ran()) == 2
+    assert [how.startswith("channels-last") for how in report.ran().values()] == [True, True]
+    assert [record.verdict for record in report.guard] == ["kept", "kept"]
 
 
 @over(reference={"rooms": [(1, 2, 3, 1000)]}, interpreter={"rooms": [(1,)]})
-@both_wan
+@every_wan
 def test_the_bits_do_not_depend_on_the_frames_at_once(
     on: Any, rooms: tuple[int, ...], vae: VAE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +135,7 @@ def test_the_bits_do_not_depend_on_the_frames_at_once(
         assert torch.equal(encode(model, x), expected[1])
 
 
-@both_wan
+@pytest.mark.parametrize("vae", (WAN, WAN_RESIDUAL), ids=lambda vae: vae.name)
 def test_frames_beyond_a_multiple_of_four_are_left_out_as_its_author_does(vae: VAE) -> None:
     model, x = vae.model(), vae.frames(7)
     expected = encode(model, x)
@@ -124,7 +143,7 @@ def test_frames_beyond_a_multiple_of_four_are_left_out_as_its_author_does(vae: V
         assert error(encode(model, x), expected) < FUSION
 
 
-@every
+@diffusers
 def test_tiles_and_slices_are_the_authors(vae: VAE) -> None:
     model = vae.model()
     if vae is COGVIDEOX:
@@ -140,7 +159,7 @@ def test_tiles_and_slices_are_the_authors(vae: VAE) -> None:
     assert all(how.startswith("channels-last") for how in report.ran().values())
 
 
-@every
+@diffusers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None:
     model, z, x = vae.model(dtype), vae.latent(2, 2, 3, 3), vae.frames(1, 1, 2)
@@ -173,7 +192,7 @@ def test_bf16_products_of_a_vae_in_fp32_come_close_to_a_vae_in_bf16(monkeypatch)
 
 
 @over("interpreter", "gpu")
-@every
+@diffusers
 def test_the_kernels_make_the_authors_video(on: Any, vae: VAE) -> None:
     torch.backends.cudnn.allow_tf32 = False
     model, z, x = vae.model().to(on.device), vae.latent(2, 2, 3), vae.frames(5, 1, 2)
@@ -183,19 +202,27 @@ def test_the_kernels_make_the_authors_video(on: Any, vae: VAE) -> None:
     assert_near(both(model, z, x), expected)
 
 
+def test_a_vae_that_cannot_be_shared_says_so() -> None:
+    model = COGVIDEOX.model()
+    with pytest.raises(NotPatchedError, match="share: vae"):
+        share(model, None)
+    patch_model(model)
+    assert not share(model, None)
+
+
 # --- undo ----------------------------------------------------------------------------------------
 
 
 @every
 def test_undo_leaves_nothing(vae: VAE) -> None:
-    model, z = vae.model(), vae.latent()
-    before, expected = as_before(model), decode(model, z)
+    model, z, x = vae.model(), vae.latent(), vae.frames()
+    before, expected = as_before(model), both(model, z, x)
     patch_model(model)
-    decode(model, z)
+    both(model, z, x)
     assert as_before(model) != before
     unpatch_model(model)
     assert as_before(model) == before
-    assert torch.equal(decode(model, z), expected)
+    assert all(map(torch.equal, both(model, z, x), expected))
 
 
 def test_a_copy_of_a_patched_vae_is_a_patched_vae() -> None:
@@ -211,16 +238,29 @@ def test_a_copy_of_a_patched_vae_is_a_patched_vae() -> None:
     assert torch.equal(decode(other, z), expected)
 
 
-def test_patched_twice_or_of_an_unknown_class_it_is_refused() -> None:
+def test_patched_twice_or_of_an_unknown_class_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Other(AutoencoderKLWan):  # type: ignore[misc]
         pass
+
+    class WanVAE_(nn.Module):  # noqa: N801
+        pass
+
+    def forward(self: Any, x: Any, cache: Any, feat_idx: Any) -> Any:
+        return x
 
     model = WAN.model()
     patch_model(model)
     with pytest.raises(AlreadyPatchedError):
         patch_model(model)
-    with pytest.raises(UnknownArchitectureError, match="Other"):
-        patch_model(Other(base_dim=8, z_dim=4, num_res_blocks=1))
+    WanVAE_.__qualname__ = "WanVAE_"
+    for cls, config in ((Other, {"base_dim": 8, "z_dim": 4, "num_res_blocks": 1}), (WanVAE_, {})):
+        with pytest.raises(UnknownArchitectureError, match=cls.__name__):
+            patch_model(cls(**config))
+    monkeypatch.setattr(wan_original.ResidualBlock, "forward", forward)
+    with pytest.raises(FamilyError, match=r"feat_cache.*cache"):
+        patch_model(COMFYUI.model())
 
 
 # --- what the author's code runs -----------------------------------------------------------------
@@ -236,25 +276,23 @@ def _forward(model: Any) -> None:
     conv.forward = lambda *args: 2 * inner(*args)
 
 
-def _no_norm(model: Any) -> None:
-    model.decoder.up_blocks[0].resnets[0].norm1 = nn.Identity()
+def _bilinear(model: Any) -> None:
+    model.decoder.upsamples[1].resample[0].mode = "bilinear"
 
 
-def _no_silu(model: Any) -> None:
-    model.decoder.mid_block.resnets[0].nonlinearity = nn.Identity()
+def replaced(path: str, module: Callable[[], nn.Module] = nn.Identity) -> Callable[[Any], None]:
+    """A change of the decoder: another module at a path."""
+    where, _, name = path.rpartition(".")
 
+    def change(model: Any) -> None:
+        setattr(model.decoder.get_submodule(where), name, module())
 
-def _no_end(model: Any) -> None:
-    model.decoder.norm_out = nn.Identity()
+    return change
 
 
 class _Same(nn.Module):
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
-
-
-def _other_block(model: Any) -> None:
-    model.decoder.up_blocks[0].resnets[1] = _Same()
 
 
 def _compile(model: Any) -> None:
@@ -265,22 +303,29 @@ def _compile_in_place(model: Any) -> None:
     model.decoder.compile(backend="eager")
 
 
-CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "hook": (lambda model: hooked(model.decoder.mid_block), "mid_block has torch hooks"),
-    "outer-hook": (lambda model: hooked(model.decoder), "decoder has torch hooks"),
-    "forward": (_forward, "conv_out has a replaced forward"),
-    "no-norm": (_no_norm, "its layers are not the author's"),
-    "no-silu": (_no_silu, "its layers are not the author's"),
-    "no-end": (_no_end, "its blocks are not the author's"),
-    "other-block": (_other_block, "is a _Same, which is not supported"),
-}
+LAYERS, BLOCKS = "its layers are not the author's", "its blocks are not the author's"
+#: The VAE, a change of its decoder, and why the author's code runs.
+CHANGES: dict[str, tuple[VAE, Callable[[Any], Any], str]] = {
+    "hook": (WAN, lambda model: hooked(model.decoder.mid_block), "mid_block has torch hooks"),
+    "outer-hook": (WAN, lambda model: hooked(model.decoder), "decoder has torch hooks"),
+    "forward": (WAN, _forward, "conv_out has a replaced forward"),
+    "no-norm": (WAN, replaced("up_blocks.0.resnets.0.norm1"), LAYERS),
+    "no-silu": (WAN, replaced("mid_block.resnets.0.nonlinearity"), LAYERS),
+    "no-end": (WAN, replaced("norm_out"), BLOCKS),
+    "other-block": (WAN, replaced("up_blocks.0.resnets.1", _Same), "is a _Same, which is not"),
+    "original-hook": (COMFYUI, lambda model: hooked(model.decoder.middle[0]), "has torch hooks"),
+    "original-norm": (COMFYUI, replaced("head.0"), BLOCKS),
+    "original-layers": (COMFYUI, replaced("middle.0.residual.1"), LAYERS),
+    "original-block": (COMFYUI, replaced("middle.0", nn.SELU), "is a SELU, which is not"),
+    "bilinear": (COMFYUI, _bilinear, "does not repeat pixels"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_an_unknown_module_is_left_to_its_author(name: str, before: bool) -> None:
-    change, words = CHANGES[name]
-    model, twin, z = WAN.model(), WAN.model(), WAN.latent(2, 2, 3)
+    vae, change, reason = CHANGES[name]
+    model, twin, z = vae.model(), vae.model(), vae.latent(2, 2, 3)
     change(twin)
     if before:
         change(model)
@@ -288,9 +333,33 @@ def test_an_unknown_module_is_left_to_its_author(name: str, before: bool) -> Non
     if not before:
         change(model)
     assert torch.equal(decode(model, z), decode(twin, z))
-    assert words in report.ran()["decoder"]
-    assert any(words in pair.reason for pair in report.pairs if pair.path.startswith("decoder"))
-    assert not any(p.reason for p in report.pairs if p.path.startswith("encoder"))
+    assert reason in report.ran()["decoder"]
+    assert any(reason in pair.reason for pair in report.pairs if pair.path.startswith("decoder"))
+    assert not any(pair.reason for pair in report.pairs if pair.path.startswith("encoder"))
+
+
+@pytest.mark.parametrize(("frames", "window"), [(7, 4), (9, 2)])
+def test_other_numbers_of_frames_are_encoded_by_the_author(frames: int, window: int) -> None:
+    model, twin, x = COMFYUI.model(), COMFYUI.model(), COMFYUI.frames(frames)
+    report = patch_model(model)
+    model.temporal_window = window
+    assert torch.equal(encode(model, x), encode(twin, x))
+    assert f"{frames} frames in windows of {window}" in report.ran()["encoder"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_padding_as_comfyuis_newest_has_it(right: bool) -> None:
+    """An integer in time, and the rest as the convolution's own."""
+    model, z = COMFYUI.model(), COMFYUI.latent()
+    expected = decode(model, z)
+    for module in model.decoder.modules():
+        if isinstance(module, wan_original.CausalConv3d):
+            _, width, _, height, module._padding, _ = module._padding
+            module.padding = (0, height, width if right else 1 + width)
+    report = patch_model(model, guard=False)
+    if right:
+        assert error(decode(model, z), expected) < FUSION
+    assert ("its padding is not the author's" in str(report)) == (not right)
 
 
 def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
@@ -358,12 +427,12 @@ def test_a_compiled_decode_is_the_authors(name: str) -> None:
 # --- the guard -----------------------------------------------------------------------------------
 
 
-@every
+@diffusers
 def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.MonkeyPatch) -> None:
     model, z = vae.model(), vae.latent()
     expected = decode(model, z)
     report = patch_model(model)
-    family = type(model._decode.__self__)
+    family = type(getattr(model, "_decode", model.decode).__self__)
     name = "run_batch" if vae is COGVIDEOX else "run_frames"
     inner = getattr(family, name)
 
@@ -409,7 +478,7 @@ def test_a_latent_with_nan_is_left_to_the_author(vae: VAE) -> None:
 # --- videos, threads, devices --------------------------------------------------------------------
 
 
-@every
+@diffusers
 def test_videos_of_other_sizes_and_threads_do_not_meet(vae: VAE) -> None:
     model = vae.model()
     given = [vae.latent(3, 4, 6), vae.latent(2, 3, 4), vae.latent(1, 5, 5, 2)]
@@ -524,6 +593,69 @@ def test_the_peak_of_memory_is_the_unpatched_ones(
             getattr(model, name)(given[name])
         peaks.append(live.most)
     assert peaks[1] < most * peaks[0], peaks
+
+
+# --- weights that ComfyUI casts ------------------------------------------------------------------
+
+
+#: ComfyUI's convolutions: their weights may be elsewhere, and are changed when they are read.
+LENDER = """
+import torch
+lent = []
+
+class _Lends:
+    comfy_cast_weights = True
+
+class Conv2d(torch.nn.Conv2d, _Lends):
+    def forward(self, x):
+        return self._conv_forward(x, *cast_bias_weight(self, x)[:2])
+
+class Conv3d(torch.nn.Conv3d, _Lends):
+    def forward(self, x):
+        return self._conv_forward(x, *cast_bias_weight(self, x)[:2])
+
+def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, offloadable=False):
+    dtype = dtype if input is None else input.dtype
+    weight, bias = s.weight.to(dtype) * 1.5, s.bias.to(dtype) + 0.1
+    if not offloadable:
+        return weight, bias
+    lent.append(s)
+    return weight, bias, s
+
+def uncast_bias_weight(s, weight, bias, stream):
+    lent.remove(stream)
+    weight.fill_(torch.nan)  # It belongs to the lender again.
+    bias.fill_(torch.nan)
+"""
+
+
+@pytest.fixture
+def comfy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The VAEs over ComfyUI's convolutions, as a module."""
+    lender = ModuleType("comfy.ops")
+    exec(LENDER, vars(lender))
+    monkeypatch.setitem(sys.modules, "comfy.ops", lender)
+    spec = importlib.util.spec_from_file_location("casting.wan", Path(wan_original.__file__))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "casting.wan", module)
+    spec.loader.exec_module(module)
+    yield module
+
+
+@pytest.mark.parametrize("patches", [False, True], ids=["2.1", "2.2"])
+def test_weights_that_comfyui_casts_are_read_as_it_casts_them(comfy: Any, patches: bool) -> None:
+    vae = VAE("", partial(comfy.WanVAE, patches=patches), 4, 8 if patches else 4, 0)
+    model, z, x = vae.model(), vae.latent(), vae.frames()
+    model.bfloat16(), model.float()  # Rounding is no part of the comparison.
+    expected = both(model, z, x)
+    for name, weight in model.named_parameters():
+        if not name.startswith("conv") and "gamma" not in name:
+            weight.data = weight.data.bfloat16()  # as if it was kept elsewhere
+    report = patch_model(model)
+    assert_near(both(model, z, x), expected)
+    assert all(how.startswith("channels-last") for how in report.ran().values())
+    assert not comfy.ops.lent
 
 
 # --- a pipeline ----------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+from torch import Tensor
+
+from tests.patching import wan_original
 
 _DOWN = {"temperal_downsample": [False, True, True], "num_res_blocks": 1}
 
@@ -36,7 +40,8 @@ class VAE:
         torch.manual_seed(0)
         vae = self.make().eval().requires_grad_(False)
         for name, weight in vae.named_parameters():
-            if "norm" in name and weight.numel() == max(weight.shape):
+            norm = "norm" in name or name.endswith("gamma")
+            if norm and weight.numel() == max(weight.shape):
                 weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
             elif weight.dim() > 1:
                 weight.normal_(0.0, 1.4 * weight[0].numel() ** -0.5)
@@ -52,6 +57,28 @@ class VAE:
         generator = torch.Generator().manual_seed(2)
         size = height * self.scale, width * self.scale
         return torch.randn(batch, 3, frames, *size, generator=generator)
+
+
+def decode(model: Any, z: Tensor) -> Tensor:
+    """The video of a latent."""
+    out = model.decode(z, *_scale(model, z))
+    video: Tensor = out if isinstance(out, Tensor) else out.sample
+    return video
+
+
+def encode(model: Any, x: Tensor) -> Tensor:
+    """The latent's mean, and the logarithm of its variance where the class returns it."""
+    out = model.encode(x, *_scale(model, x))
+    latent: Tensor = out if isinstance(out, Tensor) else out.latent_dist.parameters
+    return latent
+
+
+def _scale(model: Any, x: Tensor) -> list[list[Tensor]]:
+    """Mean and factor of a latent, which Wan's own class takes."""
+    if type(model).__name__ != "WanVAE_":
+        return []
+    mean, factor = torch.tensor([0.1, -0.2, 0.3, 0.0]), torch.tensor([1.0, 2.0, 0.5, 0.7])
+    return [[mean.to(x), factor.to(x)]]
 
 
 def _wan() -> Any:
@@ -75,7 +102,13 @@ def _cogvideox() -> Any:
 WAN = VAE("wan", _wan, 4, 8, 18)
 WAN_RESIDUAL = VAE("wan-residual", _wan_residual, 6, 16, 25)
 COGVIDEOX = VAE("cogvideox", _cogvideox, 4, 8, 16)
-VAES = (WAN, WAN_RESIDUAL, COGVIDEOX)
+#: Wan's and TurboDiffusion's own class, and ComfyUI's.
+ORIGINAL = VAE("WanVAE_", wan_original.WanVAE_, 4, 4, 12)
+COMFYUI = VAE("WanVAE", wan_original.WanVAE, 4, 4, 12)
+COMFYUI_22 = VAE("WanVAE-2.2", partial(wan_original.WanVAE, patches=True), 4, 8, 20)
+DIFFUSERS = (WAN, WAN_RESIDUAL, COGVIDEOX)
+ORIGINALS = (ORIGINAL, COMFYUI, COMFYUI_22)
+VAES = DIFFUSERS + ORIGINALS
 
 
 def conv_in_float64(

@@ -14,7 +14,7 @@ import torch
 
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch.files import atomic
-from turbo_rcm_patch.video import clips, comparison
+from turbo_rcm_patch.video import clips
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings
 
@@ -72,12 +72,8 @@ def undrawn() -> Iterator[None]:
 
     really_compile = Environment.compile
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (clips, "contact_sheet"),
-            (clips, "write_mp4"),
-            (comparison, "write_mp4"),
-        ):
-            patch.setattr(module, name, digest)
+        for name in ("contact_sheet", "write_mp4"):
+            patch.setattr(clips, name, digest)
         patch.setattr(Figure, "savefig", savefig)
         patch.setattr(Environment, "compile", compile_once)
         yield

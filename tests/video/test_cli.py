@@ -96,7 +96,7 @@ def test_what_is_given_reaches_the_model_and_the_comparison(tmp_path, monkeypatc
     given = ["compare", "--prompt", "a", "--prompt", "b", "--out", str(tmp_path)]
     assert main(given) == 1, "similar is not unchanged"
     assert seen["settings"] == {} and seen["config"] == PatchConfig()
-    assert not {"lora", "attention_backend"} & seen.keys() and seen["prompts"] == ["a", "b"]
+    assert "lora" not in seen and seen["prompts"] == ["a", "b"]
     more = ["--lora", "x.safetensors:0.5", "--lora", "me/y", "--attention-backend", "flash"]
     more += ["--steps", "3", "--pair-form", "two-launch", "--fidelity", "none"]
     assert main([*given, *more, "--no-guard", "--seed", "7", "--linear", "int8-only"]) == 1
@@ -114,7 +114,7 @@ def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, ca
     captured = capsys.readouterr()
     [word] = re.findall(r"^verdict: (\w+)", captured.out, re.MULTILINE)
     assert code == (0 if word == "unchanged" else 1)
-    assert re.search(r"^The first step took .* \d:\d\d:\d\d at this pace", captured.out, re.M)
+    assert re.search(r"^A step took .* \d:\d\d:\d\d at this pace", captured.out, re.M)
     assert re.search(r"s a video unpatched, .* On a CPU the patch is no faster", captured.out)
     assert re.search(r"^unpatched: 2 of 2 after", captured.err, re.M), "no terminal, so lines"
     assert "network against fp32: 0 of" in captured.err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 import subprocess
-from contextlib import nullcontext
-from dataclasses import replace
+from collections import defaultdict
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from peft import LoraConfig
 
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe, save
-from tests.video.micro_cogvideox import micro_cogvideox
-from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch import PatchConfig, is_patched, patched
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     ConfigError,
@@ -30,18 +30,17 @@ from turbo_rcm_patch.errors import (
     SamplingError,
 )
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import comparison, environment, generate, verdict
+from turbo_rcm_patch.video import comparison, environment, generate
 from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import decode_latents, encode, sample_latents
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.measures import (
-    frame_drift,
+    CapturedCalls,
     highest_precision,
-    measure_network,
+    network_number,
+    networks_number,
     upcast,
 )
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.source import Source
 from turbo_rcm_patch.video.store import Store, lock_folder
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
@@ -62,11 +61,18 @@ def pictures(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("no_pictures")
 
 
+def quick(pipe: Any, out: Path, prompts: Any = RED, **given: Any) -> Any:
+    """Compare one step without the network number, unless something else is given."""
+    return compare(
+        pipe, prompts, out=out, **{"settings": ONE_STEP, "network_number": False} | given
+    )
+
+
 def hidden(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.is_file()]
 
 
-def written(out: Path, pattern: str) -> dict[Path, int]:
+def written(out: Path, pattern: str = "prompts/*/*") -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in out.glob(pattern)}
 
 
@@ -84,6 +90,7 @@ def state(pipe) -> object:
     cuda, network = torch.backends.cuda, pipe.transformer
     return (
         {name: sorted(module.__dict__) for name, module in network.named_modules()},
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in network.modules()],
         {n: float(p.detach().double().sum()) for n, p in network.named_parameters()},
         [getattr(m.processor, "_attention_backend", None)
          for m in network.modules() if hasattr(m, "processor")],
@@ -96,79 +103,71 @@ def state(pipe) -> object:
     )  # fmt: skip
 
 
+@pytest.mark.supports("WanTransformer3DModel", "compare")
 def test_everything_is_written(finished, settings: Settings) -> None:
-    out = finished.out
-    assert finished.verdict in ("unchanged", "similar", "changed")
-    for one in finished.results:
-        folder = out / "prompts" / one.key
+    out, page = finished.out, finished.report.read_text()
+    for clip in finished.results:
+        folder = out / "prompts" / clip.key
         shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
-        assert sorted(shapes) == [
-            "baseline.mp4", "difference.mp4", "panes.mp4", "patched.mp4", "side_by_side.mp4"
-        ]  # fmt: skip
+        assert {*shapes, "sheet.png"} == {*clip.files} and len(shapes) == 5
         assert all(s[0] == settings.num_frames for s in shapes.values())
         assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
         assert shapes["baseline.mp4"][1] >= 256, "small videos are enlarged to be seen"
         assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
-    plots = sorted(path.name for path in (out / "plots").iterdir())
-    assert plots == ["frames.png", "prompts.png", "steps.png"]
-    assert hidden(out) == []
+    links = re.findall(r'<a href="([^"]*)"', page)
+    assert len(links) == 8 and all((out / link).is_file() for link in links)
+    assert {path.name for path in (out / "plots").iterdir()} == {"frames.png", "prompts.png"}
+    assert hidden(out) == [] and not list(out.glob("clips/*")), "frames go once they are measured"
     assert str(out / "report.html") in str(finished)
-    assert f"verdict: {finished.verdict}" in str(finished)
+    assert str(out) not in page and finished.model.identity["model"] not in page
 
-
-@pytest.mark.supports("WanTransformer3DModel", "compare")
-def test_metrics_json_has_every_number(finished, settings: Settings) -> None:
     metrics = json.loads(finished.metrics.read_text(), parse_constant=pytest.fail)
-    assert metrics["schema"] == 1
-    assert metrics["verdict"] == finished.verdict
+    assert (metrics["schema"], metrics["verdict"]) == (1, finished.verdict)
     passed = [check["passed"] for check in metrics["checks"]]
     assert passed.count(False) == len(finished.judgement.reasons)
-    for one, prompt in zip(metrics["prompts"], PROMPTS, strict=True):
-        assert one["prompt"] == prompt
+    for numbers, prompt in zip(metrics["prompts"], PROMPTS, strict=True):
+        assert numbers["prompt"] == prompt
         for run in ("patched", "control"):
-            assert len(one[run]["frame_psnr"]) == settings.num_frames
-            assert len(one[run]["steps"]) == settings.steps
-            assert one[run]["worst_psnr"] == min(one[run]["frame_psnr"])
-            assert one[run]["latents"] > 0
+            assert len(numbers[run]["frame_psnr"]) == settings.num_frames
+            assert numbers[run]["worst_psnr"] == min(numbers[run]["frame_psnr"])
     for run in ("baseline", "patched"):
         assert metrics["times"][run]["first_call_seconds"] > 0
         assert metrics["times"][run]["median_seconds"] > 0
+        assert metrics["times"][run]["decode_seconds"] > 0
     assert {"torch", "diffusers", "triton", "python"} <= metrics["identity"]["versions"].keys()
     assert metrics["identity"]["config"]["attention"] == "auto"
     assert metrics["identity"]["settings"]["steps"] == settings.steps
-    assert metrics["patch"]["impl"] == "reference"
-    assert metrics["patch"]["guard"], "the guard has run"
-    assert metrics["network"]["ratio"] == pytest.approx(finished.network.ratio)
+    assert metrics["patch"]["impl"] == "reference" and metrics["patch"]["guard"]
+    assert metrics["network"]["ratio"] == pytest.approx(finished.model.network.ratio)
     assert metrics["fusion"]["fused_vs_unfused"] <= 3e-6
     assert metrics["control_backend"] == "math" and metrics["attention_backend"] is None
 
 
 def test_finished_work_is_kept(pipe, settings, finished) -> None:
-    before = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
+    before = written(finished.out)
     more = compare(pipe, [*PROMPTS, "a green ring"], out=finished.out, settings=settings)
-    after = written(finished.out, "latents/*") | written(finished.out, "prompts/*/record.json")
-    assert before.items() < after.items() and len(after) == len(before) + 3 + 1
+    after = written(finished.out)
+    assert before.items() < after.items() and len(after) == len(before) * 3 / 2
     assert more.results[:2] == finished.results
-    assert more.patch_report and more.network == finished.network
+    assert more.model.patch_report and more.model.network == finished.model.network
 
 
 def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"out": tmp_path, "network_number": False}
-    compare(pipe, RED, settings=ONE_STEP, **given)
-    before = written(tmp_path, "latents/*")
+    quick(pipe, tmp_path)
+    before = written(tmp_path)
     own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "plots/thesis.png")]
     own.append(next(tmp_path.glob("prompts/*/sheet.png")).with_name("mine.mp4"))
     for path in own:
         path.write_text("mine")
-    with pytest.raises(SamplingError, match=r"same settings.*--fresh"):
-        compare(pipe, RED, settings=ONE_STEP, steps=2, **given)
-    for other in ({"config": PatchConfig(guard=False)}, {"attention_backend": "_native_math"}):
-        with pytest.raises(SamplingError, match="same (config|attention_backend)"):
-            compare(pipe, RED, settings=ONE_STEP, **other, **given)
-    assert written(tmp_path, "latents/*") == before
-    found = compare(pipe, RED, settings=ONE_STEP, steps=2, fresh=True, **given)
-    assert found.settings.steps == 2
-    assert not before.items() & written(tmp_path, "latents/*").items()
+    for other in (
+        {"steps": 2}, {"config": PatchConfig(guard=False)}, {"attention_backend": "_native_math"}
+    ):  # fmt: skip
+        with pytest.raises(SamplingError, match=r"same (settings|config|att).*--fresh"):
+            quick(pipe, tmp_path, **other)
+    assert before.items() <= written(tmp_path).items()
+    found = quick(pipe, tmp_path, steps=2, fresh=True)
+    assert found.model.identity["settings"]["steps"] == 2
+    assert not before.items() & written(tmp_path).items()
     assert [path.read_text() for path in own] == ["mine"] * 4
 
 
@@ -182,18 +181,52 @@ def test_an_interruption_leaves_nothing_half_done(
         if what == stage and done > 0:
             raise KeyboardInterrupt
 
-    given: dict[str, Any] = {"out": tmp_path, "settings": settings, "network_number": False}
     with pytest.raises(KeyboardInterrupt):
-        compare(pipe, PROMPTS, progress=stop, **given)
+        quick(pipe, tmp_path, PROMPTS, settings=settings, progress=stop)
     assert state(pipe) == before
     assert hidden(tmp_path) == []
     assert not (tmp_path / "report.html").exists()
-    resumed = compare(pipe, PROMPTS, **given)
-    for one, other in zip(resumed.results, finished.results, strict=False):
-        assert one.patched == other.patched, "a resumed comparison finds the same numbers"
-        assert one.control == other.control
-    assert resumed.patch_report
+    resumed = quick(pipe, tmp_path, PROMPTS, settings=settings)
+    for clip, other in zip(resumed.results, finished.results, strict=False):
+        assert (clip.patched, clip.control) == (other.patched, other.control), "the same numbers"
+    assert resumed.model.patch_report
     assert state(pipe) == before
+
+
+def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
+    for prompts in ([], [" "]):
+        with pytest.raises(SamplingError, match="none of them empty"):
+            quick(pipe, tmp_path, prompts)
+    for name, value in (("seed", 2**64 - 1), ("no_such_setting", 3), ("sampler", "none")):
+        with pytest.raises(ConfigError, match=name):
+            quick(pipe, tmp_path, PROMPTS, **{name: value})
+    with patched(pipe.transformer), pytest.raises(AlreadyPatchedError):
+        quick(pipe, tmp_path)
+    broken = load_pipeline(micro_folder, device="cpu")
+    broken.transformer.proj_out.bias.data.fill_(float("nan"))
+    with pytest.raises(SamplingError, match="NaN"):
+        quick(broken, tmp_path)
+    with lock_folder(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
+        quick(pipe, tmp_path, fresh=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="Not a directory.*--out"):
+        quick(pipe, tmp_path / "file")
+
+
+def test_a_patched_video_with_nan_is_changed(pipe, tmp_path: Path, monkeypatch) -> None:
+    bias = pipe.transformer.proj_out.bias
+    sound = bias.detach().clone()
+
+    def generated(pipe: Any, *given: Any, **named: Any) -> Any:
+        bias.data.copy_(sound * math.nan if is_patched(pipe) else sound)
+        return generate(pipe, *given, **named)
+
+    monkeypatch.setattr(comparison, "generate", generated)
+    found = quick(pipe, tmp_path)
+    assert found.verdict == "changed" and math.isnan(found.results[0].patched.psnr)
+
+
+# --- the control ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,12 +242,25 @@ def test_the_control_is_the_first_exact_backend_that_differs(
     pipe, tmp_path: Path, monkeypatch, backends: tuple[str, ...], found: str
 ) -> None:
     monkeypatch.setattr(comparison, "candidates", lambda _: backends)
-    given: dict[str, Any] = {"out": tmp_path, "settings": ONE_STEP, "network_number": False}
     if found == "math":
-        assert compare(pipe, RED, **given).control_backend == found
+        assert quick(pipe, tmp_path).model.control_backend == found
     else:
         with pytest.raises(SamplingError, match=found):
-            compare(pipe, RED, **given)
+            quick(pipe, tmp_path)
+
+
+def test_the_control_changes_the_networks_attention_alone(pipe, tmp_path: Path) -> None:
+    """The text encoder and the VAE run as they do for the baseline."""
+    allowed: dict[torch.nn.Module, set[bool]] = defaultdict(set)
+    parts = (pipe.transformer.blocks[0], pipe.vae.decoder, pipe.text_encoder)
+    with ExitStack() as hooks:
+        for part in parts:
+            hook = part.register_forward_pre_hook(
+                lambda part, _: allowed[part].add(torch.backends.cuda.flash_sdp_enabled())
+            )
+            hooks.enter_context(hook)
+        quick(pipe, tmp_path)
+    assert [allowed[part] for part in parts] == [{True, False}, {True}, {True}]
 
 
 def test_a_fault_of_the_device_is_no_missing_backend(pipe, tmp_path: Path, monkeypatch) -> None:
@@ -223,73 +269,7 @@ def test_a_fault_of_the_device_is_no_missing_backend(pipe, tmp_path: Path, monke
 
     monkeypatch.setattr(comparison, "sdpa_kernel", faulty)
     with pytest.raises(RuntimeError, match="illegal access"):
-        compare(pipe, RED, out=tmp_path, settings=ONE_STEP, network_number=False)
-
-
-def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"out": tmp_path, "settings": ONE_STEP}
-    for prompts in ([], [" "]):
-        with pytest.raises(SamplingError, match="none of them empty"):
-            compare(pipe, prompts, **given)
-    for name, value in (("seed", 2**64 - 1), ("no_such_setting", 3), ("sampler", "none")):
-        with pytest.raises(ConfigError, match=name):
-            compare(pipe, PROMPTS, **given, **{name: value})
-    with patched(pipe.transformer), pytest.raises(AlreadyPatchedError):
-        compare(pipe, RED, **given)
-    broken = load_pipeline(micro_folder, device="cpu")
-    broken.transformer.proj_out.bias.data.fill_(float("nan"))
-    with pytest.raises(SamplingError, match="NaN"):
-        compare(broken, RED, **given)
-    with lock_folder(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
-        compare(pipe, RED, **given, fresh=True)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="Not a directory.*--out"):
-        compare(pipe, RED, out=tmp_path / "file", settings=ONE_STEP)
-
-
-# --- videos that miss a limit --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["wan", "cogvideox"])
-def test_the_farthest_video_is_measured_against_fp32_where_one_misses_a_limit(
-    family: str, micro_folder: Path, monkeypatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(verdict, "WORST_FRAME_MARGIN_DB", -100.0)
-    folder, more = micro_folder, {"sampler": "rcm"}
-    if family == "cogvideox":
-        folder, more = save(micro_cogvideox(), tmp_path / "model"), {"sampler": "scheduler"}
-    pipe, wide = (load_pipeline(folder, device="cpu") for _ in range(2))
-    wide.transformer.float()
-    settings = replace(ONE_STEP, steps=2, **more)
-    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on
-        before = state(pipe)
-    found = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
-    assert state(pipe) == before and pipe.transformer.dtype == torch.bfloat16
-    i = min(range(2), key=lambda i: found.results[i].patched.worst_psnr)
-    assert found.verdict == "similar" and found.truth.prompt == PROMPTS[i]
-
-    text = encode(pipe, Source(PROMPTS[i]), settings)
-    # CogVideoX's pipeline takes the dtype of its text.
-    precise = {name: one if one is None else one.float() for name, one in text.items()}
-    frames = [
-        decode_latents(pipe, sample_latents(*one, seed=i, settings=settings).latents)[0]
-        for one in ((pipe, text), (wide, precise))
-    ]
-    assert found.truth.baseline == pytest.approx(frame_drift(*frames).worst_psnr, abs=1.5)
-    assert f"the baseline's {found.truth.baseline:.1f}" in str(found)
-    for page in (found.report, found.short_report):
-        assert "Against the network in fp32" in page.read_text()
-    kept = json.loads(found.metrics.read_text())["truth"]
-    monkeypatch.setattr(comparison, "in_fp32", lambda _: pytest.fail("it was measured already"))
-    again = compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings)
-    assert kept["patched"] == again.truth.patched
-    (tmp_path / "out" / "runs" / "truth.json").unlink()
-    monkeypatch.setattr(comparison, "why_no_network", lambda *_: "an offloaded transformer")
-    assert compare(pipe, PROMPTS, out=tmp_path / "out", settings=settings).truth is None
-
-
-def test_nothing_is_measured_against_fp32_where_all_videos_meet_their_limits(finished) -> None:
-    assert finished.verdict == "unchanged" and finished.truth is None
+        quick(pipe, tmp_path)
 
 
 # --- another attention backend -------------------------------------------------------------------
@@ -300,17 +280,15 @@ def test_any_backend_of_diffusers_is_judged(pipe, tmp_path: Path, backend: str) 
     before = state(pipe)
     # 1,024 tokens, from which this package's backend is int8.
     size = {"height": 128, "width": 256} if backend == "turbo_rcm_int8" else {}
-    settings = replace(ONE_STEP, **size)
-    found = compare(pipe, RED, out=tmp_path, settings=settings, attention_backend=backend)
+    found = quick(pipe, tmp_path, attention_backend=backend, network_number=None, **size)
     assert state(pipe) == before
     assert found.verdict == "unchanged"
-    assert 0 < found.results[0].patched.latents < 0.1, "the backend computed it"
-    assert found.network is not None and found.network.patched != found.network.unpatched
-    assert found.fusion is None and found.patch == {}
+    assert 40 < found.results[0].patched.psnr < math.inf, "the backend computed it"
+    model = found.model
+    assert model.network is not None and model.network.patched != model.network.unpatched
+    assert model.fusion is None and model.patch == {}
     assert backend in str(found) and backend in found.metrics.read_text()
-    page, short = found.report.read_text(), found.short_report.read_text()
-    assert f"attention backend {backend}" in page and f"{backend} \\u2212 baseline" in page
-    assert f"{backend}, median" in short
+    assert f"{backend} \\u2212 baseline" in found.report.read_text()
 
 
 def test_a_backend_of_16_bits_alone_is_judged(
@@ -319,26 +297,21 @@ def test_a_backend_of_16_bits_alone_is_judged(
     """As sageattention is one, though a Wan in bf16 keeps some parameters in fp32."""
     pipe = load_pipeline(micro_folder, device="cpu", dtype=torch.bfloat16)
     name = AttentionBackendName._NATIVE_MATH
-    own = _AttentionBackendRegistry._backends[name]
+    original = _AttentionBackendRegistry._backends[name]
 
     def of_16_bits(query: torch.Tensor, *inputs: Any, **named: Any) -> Any:
         assert query.dtype in (torch.bfloat16, torch.float16)
-        return own(query, *inputs, **named)
+        return original(query, *inputs, **named)
 
     monkeypatch.setitem(_AttentionBackendRegistry._backends, name, of_16_bits)
-    found = compare(
-        pipe, RED, out=tmp_path, settings=ONE_STEP, attention_backend=name.value
-    )  # fmt: skip
-    assert found.network is not None and found.verdict == "unchanged"
+    found = quick(pipe, tmp_path, attention_backend=name.value, network_number=None)
+    assert found.model.network is not None and found.verdict == "unchanged"
 
 
 def test_a_backend_that_ran_nothing_in_int8_is_not_judged(pipe, tmp_path: Path) -> None:
     """Of 64 tokens, where it is exact; under guidance each block runs twice a step."""
     guided: dict[str, Any] = {"sampler": "scheduler", "guidance_scale": 4.0}
-    found = compare(
-        pipe, RED, out=tmp_path, settings=ONE_STEP, attention_backend="turbo_rcm_int8",
-        network_number=False, **guided,
-    )  # fmt: skip
+    found = quick(pipe, tmp_path, attention_backend="turbo_rcm_int8", **guided)
     assert found.verdict == "not judged" and "few tokens" in str(found.judgement.ran)
     assert sorted(found.judgement.ran.calls) == ["blocks.0", "blocks.1"]
     assert json.loads(found.metrics.read_text())["ran"]["share_as_asked"] == 0
@@ -346,29 +319,15 @@ def test_a_backend_that_ran_nothing_in_int8_is_not_judged(pipe, tmp_path: Path) 
 
 def test_what_the_guard_made_exact_is_not_judged(pipe, tmp_path: Path) -> None:
     """int4 with the guard on: the videos are those of exact attention, and no verdict on int4."""
-    given: dict[str, Any] = {"out": tmp_path, "network_number": False}
-    config = PatchConfig(attention="int4")
-    settings = replace(ONE_STEP, steps=3)
-    found = compare(pipe, RED, settings=settings, config=config, **given)
-    report = found.judgement.ran
-    assert found.verdict == "not judged" and report.share == 0
+    given: dict[str, Any] = {"steps": 3, "config": PatchConfig(attention="int4")}
+    found = quick(pipe, tmp_path, **given)
+    ran = found.judgement.ran
+    assert found.verdict == "not judged" and ran.share == 0
     assert "verdict: not judged\n  All 2 blocks ran exact attention" in str(found)
-    assert [len(steps) for steps in report.calls.values()] == [3, 3]
+    assert [len(steps) for steps in ran.calls.values()] == [3, 3]
     assert json.loads(found.metrics.read_text())["ran"]["part"] == ["length", "wide-values"]
-    again = compare(pipe, PROMPTS, settings=settings, config=config, **given)
-    assert report.forms.total() == 6 and again.judgement.ran.forms.total() == 12, "kept, and more"
-
-
-def test_both_experts_are_compared_in_their_own_steps(settings, tmp_path: Path) -> None:
-    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
-    found = compare(
-        pipe, RED, out=tmp_path / "out", settings=settings, steps=3, network_number=False
-    )
-    guarded = {record["path"].split(".")[0] for record in found.patch["guard"]}
-    assert guarded == {"transformer", "transformer_2"}
-    for step in range(3):
-        ran = {name for name, steps in found.judgement.ran.calls.items() if steps[step]}
-        assert len({name.partition(".")[0] for name in ran}) == 1, (step, ran)
+    again = quick(pipe, tmp_path, PROMPTS, **given)
+    assert ran.forms.total() == 6 and again.judgement.ran.forms.total() == 12, "kept, and more"
 
 
 @pytest.mark.parametrize(
@@ -385,62 +344,87 @@ def test_a_backend_that_cannot_run_is_refused_with_the_names(
 ) -> None:
     before = state(pipe)
     with pytest.raises(ConfigError, match=said) as caught:
-        compare(pipe, RED, out=tmp_path / "out", settings=ONE_STEP, attention_backend=backend)
+        quick(pipe, tmp_path / "out", attention_backend=backend)
     for name in ("sage", "flash", "native", "turbo_rcm_int8"):
         assert name in caught.value.expected
     assert state(pipe) == before and not (tmp_path / "out").exists()
 
 
 def test_a_backend_is_refused_where_it_would_change_nothing(pipe, tmp_path: Path) -> None:
+    config = PatchConfig(attention="int4", guard=False)
     with pytest.raises(ConfigError, match="attention, guard"):
-        config = PatchConfig(attention="int4", guard=False)
-        given: dict[str, Any] = {"settings": ONE_STEP, "attention_backend": "native"}
-        compare(pipe, RED, out=tmp_path, config=config, **given)
+        quick(pipe, tmp_path, config=config, attention_backend="native")
     with pytest.raises(ConfigError, match="asks for no backend"):
         tiny = load_pipeline("tiny-cogvideox", device="cpu")
         compare(tiny, RED, out=tmp_path, attention_backend="native")
 
 
-@pytest.mark.supports("CogVideoXTransformer3DModel", "its pipeline")
-def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
-    pipe = load_pipeline("tiny-cogvideox", device="cpu")
-    given: dict[str, Any] = {
-        "steps": 1,
-        "sampler": "scheduler",
-        "num_frames": 5,
-        "height": 64,
-        "width": 64,
-    }
-    before = generate(pipe, DEMO_PROMPTS[0], **given).latents
-    with patched(pipe):
-        assert 0 < relative_l2(generate(pipe, DEMO_PROMPTS[0], **given).latents, before) < 0.05
-    assert torch.equal(generate(pipe, DEMO_PROMPTS[0], **given).latents, before)
-
-
 # --- what the numbers are of ---------------------------------------------------------------------
 
 
-def test_the_network_number(pipe, settings) -> None:
-    conditioning, clean = encode(pipe, Source(RED), settings), torch.zeros(1, 4, 2, 4, 4)
-    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on.
-        before = state(pipe)
+def test_the_network_number_replays_calls_of_the_baseline(pipe, settings) -> None:
+    before = state(pipe)
+    calls = CapturedCalls([pipe.transformer])
+    with calls:
+        generate(pipe, RED, settings=settings, steps=4)
+    (inputs,) = calls.kept.values()
+    assert len(inputs) == 4 and all(x["hidden_states"].device.type == "cpu" for x in inputs)
     exact, int8, int4 = (
-        measure_network(
-            pipe, conditioning, clean, settings, PatchConfig(attention=attention, guard=False)
-        )
+        network_number(pipe.transformer, inputs, PatchConfig(attention=attention, guard=False))
         for attention in ("exact", "int8", "int4")
     )
     assert state(pipe) == before
     assert exact.unpatched == int8.unpatched == int4.unpatched and 1e-4 < exact.unpatched < 0.1
     assert exact.ratio < int8.ratio < int4.ratio and int8.ratio < 2.0
-    guarded = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
+    guarded = network_number(pipe.transformer, inputs, PatchConfig(attention="int4"))
     assert guarded.ratio < int4.ratio, "it is the number of what the guard left"
 
 
+@pytest.mark.parametrize(
+    ("count", "kept"), [(1, [0]), (4, [0, 1, 2, 3]), (6, [0, 2, 4]), (50, [0, 16, 32, 48])]
+)
+def test_few_calls_are_kept_spread_over_all_of_them(count: int, kept: list[int]) -> None:
+    network, x = torch.nn.Identity(), torch.zeros(2)
+    calls = CapturedCalls([network])
+    with calls:
+        for i in range(count):
+            network(x.fill_(i))
+    network(x)
+    assert [int(call["input"][0]) for call in calls.kept[network]] == kept
+
+
+def test_both_experts_are_compared_in_their_own_steps(settings, tmp_path, monkeypatch) -> None:
+    """Their network number is had after an interruption too, when the calls are gone."""
+    pipe = load_pipeline(save(micro_pipe(experts=True), tmp_path / "model"), device="cpu")
+    measured: list[dict[torch.nn.Module, list[Any]]] = []
+
+    def spied(calls: Any, *given: Any, **named: Any) -> Any:
+        measured.append(calls)
+        return networks_number(calls, *given, **named)
+
+    monkeypatch.setattr(comparison, "networks_number", spied)
+    given: dict[str, Any] = {"settings": settings, "steps": 4, "network_number": None}
+    found = quick(pipe, tmp_path / "out", **given)
+    guarded = {record["path"].split(".")[0] for record in found.model.patch["guard"]}
+    assert guarded == {"transformer", "transformer_2", "vae"}
+    for step in range(4):
+        ran = {name for name, steps in found.judgement.ran.calls.items() if steps[step]}
+        assert len({name.partition(".")[0] for name in ran}) == 1, (step, ran)
+    (tmp_path / "out" / "runs" / "network.json").unlink()
+    assert quick(pipe, tmp_path / "out", **given).model.network == found.model.network
+    for calls in measured:
+        assert {*calls} == {pipe.transformer, pipe.transformer_2}
+        assert sum(map(len, calls.values())) == 4
+
+
 def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> None:
-    pipe, config = micro_pipe(experts=True), PatchConfig()
-    found = [comparison.identify(pipe, settings, config)]
-    assert comparison.identify(pipe, settings, config) == found[0]
+    pipe = micro_pipe(experts=True)
+
+    def identity() -> dict[str, Any]:
+        return comparison.identify(pipe, settings.as_dict(), PatchConfig())
+
+    found = [identity()]
+    assert identity() == found[0]
     second = pipe.transformer_2
     for change in (
         lambda: second.blocks[1].ffn.net[2].weight.data.mul_(1.1),
@@ -450,7 +434,7 @@ def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> No
         second.disable_adapters,
     ):
         change()
-        found.append(comparison.identify(pipe, settings, config))
+        found.append(identity())
         assert all(found[-1] != one for one in found[:-1])
 
 
@@ -481,16 +465,14 @@ def test_the_verdict_has_power(attention: str, word: str, tmp_path: Path) -> Non
     assert all("PSNR" in reason or "frame" in reason for reason in found.judgement.reasons)
 
 
-def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:
-    settings = Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)
-    found = compare(pipe, RED, out=tmp_path, settings=settings, network_number=False)
-    assert found.network is None and "not measured, as you asked" in str(found)
-    assert len(found.results[0].patched.steps) == 3
-    assert "not measured" in found.report.read_text()
-    # A number that was left out can be had afterwards, and left out again.
-    for wanted in (True, False):
-        again = compare(pipe, RED, out=tmp_path, settings=settings, network_number=wanted)
-        assert (again.network is not None) == wanted
+def test_the_network_number_is_left_out_where_somebody_asked(pipe, tmp_path: Path) -> None:
+    """Here with the pipeline's own scheduler and guidance."""
+    given = {"settings": Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)}
+    for wanted in (False, True, False):
+        found = quick(pipe, tmp_path, network_number=wanted, **given)
+        assert (found.model.network is not None) == wanted
+        assert ("not measured, as you asked" in str(found)) != wanted
+        assert ("not measured: as you asked" in found.report.read_text()) != wanted
 
 
 def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monkeypatch) -> None:
@@ -498,17 +480,17 @@ def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monke
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "measure_network", full)
-        found = compare(pipe, RED, out=tmp_path, settings=ONE_STEP)
+        patch.setattr(comparison, "networks_number", full)
+        found = quick(pipe, tmp_path, network_number=None)
     assert found.verdict == "undecided" and "does not fit" in str(found)
     monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
-    found = compare(pipe, RED, out=tmp_path, settings=ONE_STEP)
+    found = quick(pipe, tmp_path, network_number=None)
     assert found.verdict == "undecided"
     words = "not measured: the network number (an offloaded transformer)"
     assert words in str(found) and words in found.report.read_text()
     with pytest.raises(SamplingError, match="Leave out --network-number"):
-        compare(pipe, RED, out=tmp_path / "new", settings=ONE_STEP, network_number=True)
-    assert not list(tmp_path.glob("new/latents/*"))
+        quick(pipe, tmp_path / "new", network_number=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_highest_precision_restores_flags_after_an_exception() -> None:
@@ -533,9 +515,8 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, stopped: bool) -> Non
         "encoder_hidden_states": torch.randn(1, 7, network.config.text_dim),
         "return_dict": False,
     }
-    before = {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()}
-    hooks = [len(module._forward_hooks) for module in network.modules()]
-    wide = []
+    tensors = {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()}
+    before, wide = state(pipe)[:2], []
 
     def count(block: torch.nn.Module, *args: object) -> None:
         blocks = [all(p.dtype == torch.float32 for p in b.parameters()) for b in network.blocks]
@@ -555,8 +536,22 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, stopped: bool) -> Non
         # One row times a matrix rounds by where the matrix lies in memory.
         assert relative_l2(found, expected(**given)[0]) < 1e-6 and found.dtype == torch.float32
     assert set(wide) == {1}
-    assert {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()} == before
-    assert [len(module._forward_hooks) for module in network.modules()] == hooks
+    assert {n: (x.data_ptr(), x.dtype) for n, x in network.named_parameters()} == tensors
+    assert state(pipe)[:2] == before
+
+
+@pytest.mark.supports("CogVideoXTransformer3DModel", "its pipeline")
+def test_the_shipped_cogvideox_is_near_its_unpatched_self() -> None:
+    pipe = load_pipeline("tiny-cogvideox", device="cpu")
+    size = {"num_frames": 5, "height": 64, "width": 64}
+
+    def latents() -> torch.Tensor:
+        return generate(pipe, DEMO_PROMPTS[0], steps=1, sampler="scheduler", **size).latents
+
+    before = latents()
+    with patched(pipe):
+        assert 0 < relative_l2(latents(), before) < 0.05
+    assert torch.equal(latents(), before)
 
 
 def test_names_do_not_collide() -> None:

@@ -62,6 +62,8 @@ def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
     pipe, cogvideox = loaded(name), name.startswith("cogvideox")
     generator = torch.Generator().manual_seed(seed)
     call: dict[str, Any] = {"generator": generator}
+    if settings.guidance_scale_2 is not None:
+        call["guidance_scale_2"] = settings.guidance_scale_2
     if cogvideox:  # Its pipelines would draw other noise, in bf16.
         shape = (1, 4 if "1.5" in name else 2, 4, 8, 8)
         call = {"latents": torch.randn(shape, generator=generator).bfloat16()}
@@ -87,7 +89,10 @@ def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.supports(CLASSES, "compare")
 def test_frames_are_those_of_the_pipelines_own_call(name: str, guidance: float) -> None:
-    settings = settings_of(name, guidance_scale=guidance, negative_prompt="blue")
+    second = 3.0 if name == "wan-two-experts" else None
+    settings = settings_of(
+        name, guidance_scale=guidance, guidance_scale_2=second, negative_prompt="blue"
+    )
     made = generate(loaded(name), PROMPT, **CASES[name][1], seed=3, settings=settings)
     assert torch.equal(made.frames, by_hand(name, settings, 3))
     count = 8 if name in ("cogvideox", "cogvideox-image") else settings.num_frames

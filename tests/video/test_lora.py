@@ -184,4 +184,4 @@ def test_int8_bases_beside_a_lora_keep_the_video(trained, tmp_path, no_pictures)
     )  # fmt: skip
     # The guard makes most blocks exact for this LoRA, so the verdict is on that.
     assert found.verdict == "not judged" and "NO" not in str(found), str(found)
-    assert "lora" in found.identity["settings"]
+    assert "lora" in found.model.identity["settings"]

@@ -1,5 +1,7 @@
-"""A pipeline on several ranks: CFG parallelism and Ulysses from one call, over real ranks on a
-CPU."""
+"""`parallel` is set up, refuses and is undone, over real ranks on a CPU.
+
+`tests/test_several_ranks.py` compares what the ranks compute.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,143 +24,32 @@ from torch import nn
 from tests import processes
 from tests.measures import relative_l2
 from tests.patching.test_symmetric import mapped
-from tests.patching.test_ulysses import gather_uneven
 from tests.patching.vae import conv_in_float64
 from tests.ranks import on_ranks
-from tests.video.micro import QUICK, SMALL, micro_pipe, micro_video_pipe, options, skyreels
+from tests.test_several_ranks import (
+    PROMPT,
+    STEPS,
+    counted,
+    gather_uneven,
+    latents,
+    same_everywhere,
+)
+from tests.video.micro import QUICK, SMALL, micro_pipe, options, skyreels
 from tests.video.micro_cogvideox import micro_cogvideox
-from tests.video.test_sources import CASES, UNUSUAL, film
 from turbo_rcm_patch import is_patched, parallel, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.diffusers_parallel import ONE_CALL, TWO_CALLS
 from turbo_rcm_patch.errors import ContextParallelError, WrappedError
 from turbo_rcm_patch.patching import vae as patching_vae
-from turbo_rcm_patch.patching.find import qualified_name
 from turbo_rcm_patch.patching.vae import share
 from turbo_rcm_patch.video import generate
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 ROOT = Path(__file__).parents[2]
-PROMPT = "a red circle moves left"
-STEPS = 3
-PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "wan": (micro_pipe, {}),
-    "wan-experts": (lambda: micro_pipe(experts=True), {}),
-    "cogvideox": (micro_cogvideox, {}),
-    **{name: CASES[name] for name in ("wan-clip", "cogvideox-image", "cogvideox-1.5-image")},
-    "wan-video": (micro_video_pipe, {"video": film(5)}),
-    **{name: UNUSUAL[name] for name in ("vace", "cogvideox-video")},
-}
-WAYS: dict[str, dict[str, Any] | None] = {
-    "unpatched": None,
-    "exact": {"attention": "exact", "guard": False},
-    "guard": {"attention": "int8", "linear": "int8", "fidelity": 1.0},
-}
-
-
-def latents(pipe: Any, given: dict[str, Any], guidance: float = 5.0, **more: Any) -> torch.Tensor:
-    call = {"guidance_scale": guidance, "negative_prompt": "green"}
-    if "video" in given:
-        own: torch.Tensor = pipe(
-            prompt=PROMPT, height=SMALL["height"], width=SMALL["width"], num_inference_steps=STEPS,
-            generator=torch.Generator().manual_seed(0), output_type="latent", **given, **call,
-        ).frames  # fmt: skip
-        return own
-    call |= {"sampler": "scheduler", "steps": STEPS, **SMALL, **given, **more}
-    return generate(pipe, PROMPT, **call).latents
 
 
 def networks(pipe: Any) -> list[nn.Module]:
     both = (pipe.transformer, getattr(pipe, "transformer_2", None))
     return [one for one in both if one is not None]
-
-
-@contextmanager
-def counted(pipe: Any) -> Iterator[dict[str, int]]:
-    """Count samples that the networks of this rank compute, and exchanges."""
-    seen = {"samples": 0, "exchanges": 0}
-
-    def see(_: object, args: Any) -> None:
-        seen["samples"] += len(args[0])
-
-    hooks = [one.proj_out.register_forward_pre_hook(see) for one in networks(pipe)]
-    gather = dist.all_gather
-
-    def gathered(*args: Any, **named: Any) -> Any:
-        seen["exchanges"] += 1
-        return gather(*args, **named)
-
-    with mock.patch.object(dist, "all_gather", gathered):
-        yield seen
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def by_halves(pipe: Any) -> Iterator[None]:
-    """One process whose network gets a batch of two one by one. A product of matrices with twice
-    the rows adds up in another order, in torch's own Linears too (2.7e-7 in fp32)."""
-    whole = pipe.transformer.forward
-
-    def forward(**named: Any) -> Any:
-        if len(named["hidden_states"]) == 1:
-            return whole(**named)
-        keys = ("hidden_states", "encoder_hidden_states", "timestep")
-        parts = [
-            whole(**named | {key: named[key].chunk(2)[half] for key in keys})[0]
-            for half in range(2)
-        ]
-        return (torch.cat(parts),)
-
-    pipe.transformer.forward = forward
-    yield
-    del pipe.transformer.forward
-
-
-def halves_a_step(rank: int, name: str, way: str) -> None:
-    make, given = PIPELINES[name]
-    pipe, options = make(), WAYS[way]
-    batched = qualified_name(type(pipe)) in ONE_CALL
-    if batched and way == "guard":  # It sees both halves, and one by one the first alone.
-        options = options | {"fidelity": 3.0}
-    patch = patched(pipe, **options) if options else nullcontext()
-    with patch as report, by_halves(pipe) if batched else nullcontext():
-        expected = latents(pipe, given)
-        levels = report.forms() if report else {}
-    with patched(pipe, **options) if options else nullcontext() as report:
-        with parallel(pipe, cfg=2, vae=False), counted(pipe) as seen:  # rows exchange as well
-            made = latents(pipe, given)
-        assert (report.forms() if report else {}) == levels
-    assert torch.equal(made, expected)
-    steps = STEPS - 1 if "video" in given and "mask" not in given else STEPS  # by its strength
-    assert seen == {"samples": steps, "exchanges": steps}
-
-
-#: Pipelines and ways that one pair of processes tries, one after another.
-TRIED = {
-    "wan": [*(("wan", way) for way in ("unpatched", "exact", "guard")), ("wan-experts", "guard")],
-    "cogvideox": [("cogvideox", way) for way in ("unpatched", "guard")],
-    "others": [(name, "guard") for name in list(PIPELINES)[3:]],
-}
-
-
-def halves_of(rank: int, kind: str) -> None:
-    for name, way in TRIED[kind]:
-        torch.manual_seed(0)
-        try:
-            halves_a_step(rank, name, way)
-        except Exception as error:
-            error.add_note(f"{name}, {way}")
-            raise
-
-
-@pytest.mark.supports(
-    ("WanTransformer3DModel", "WanVACETransformer3DModel", "CogVideoXTransformer3DModel"),
-    "CFG parallel",
-)
-@pytest.mark.parametrize("kind", TRIED)
-def test_two_groups_share_a_step_and_give_the_bits_of_one_process(kind: str) -> None:
-    on_ranks(2, halves_of, kind)
 
 
 def decodes_rows(rank: int, patch_first: bool) -> None:
@@ -234,12 +125,6 @@ def shares_forwards_and_sequence(rank: int, folder: str, patch_first: bool) -> N
         assert not (patch_first and changed), changed
 
 
-def same_everywhere(x: torch.Tensor) -> bool:
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, x)
-    return all(torch.equal(x, other) for other in every)
-
-
 def in_either_order(rank: int, folder: str) -> None:
     for patch_first in (True, False):
         shares_forwards_and_sequence(rank, folder, patch_first)
@@ -275,10 +160,25 @@ def test_heads_that_the_ranks_do_not_divide_are_dealt_out() -> None:
     with_devices(3, deals_out_uneven_heads)
 
 
+def with_another_prompt(pipe: Any) -> torch.Tensor:
+    """Latents where a callback changes the negative prompt after the first step."""
+
+    def change(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: x if step else 2 * x + 1 for name, x in values.items()}
+
+    made: torch.Tensor = pipe(
+        prompt=PROMPT, negative_prompt="green", guidance_scale=5.0, num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(0), output_type="latent", **SMALL,
+        callback_on_step_end=change, callback_on_step_end_tensor_inputs=["negative_prompt_embeds"],
+    ).frames  # fmt: skip
+    return made
+
+
 def differs_without_harm(rank: int) -> None:
     """Guidance off, an interruption, and inputs that differ between ranks."""
     pipe = micro_pipe()
-    one, many = latents(pipe, {}, 1.0), latents(pipe, {})
+    one, many, changed = latents(pipe, {}, 1.0), latents(pipe, {}), with_another_prompt(pipe)
+    assert not torch.equal(many, changed)
 
     class Stop(Exception):
         pass
@@ -292,13 +192,19 @@ def differs_without_harm(rank: int) -> None:
         latents(pipe, {}, seed=rank)
     with pytest.raises(Stop):
         generate(pipe, PROMPT, on_step=stop, sampler="scheduler", steps=STEPS, **SMALL)
-    with counted(pipe) as seen:
+    with counted(pipe) as counts:
         assert torch.equal(latents(pipe, {}, 1.0), one)
-    assert seen == {"samples": STEPS, "exchanges": 0}
+    assert counts == {"samples": STEPS, "exchanges": 0}
     assert torch.equal(latents(pipe, {}), many)
+    with counted(pipe) as counts:
+        assert torch.equal(with_another_prompt(pipe), changed)
+    assert counts == {"samples": STEPS + 1, "exchanges": STEPS}  # a step's second call is others'
 
-    with pytest.raises(ContextParallelError, match="parallel already"):
-        parallel(pipe, cfg=2)
+    def refused(pattern: str, pipe: Any = pipe, **degrees: Any) -> None:
+        with pytest.raises(ContextParallelError, match=pattern):
+            parallel(pipe, **(degrees or {"cfg": 2}))
+
+    refused("parallel already")
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
     with pytest.raises(ContextParallelError, match="FirstBlockCacheConfig"):
         latents(pipe, {})
@@ -314,28 +220,17 @@ def differs_without_harm(rank: int) -> None:
     assert "forward" not in vars(pipe.transformer) and not is_patched(pipe)
 
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
-    with pytest.raises(ContextParallelError, match="no cache; got FirstBlockCacheConfig"):
-        parallel(pipe, cfg=2)
+    refused("no cache; got FirstBlockCacheConfig")
     pipe.transformer.disable_cache()
     pipe.transformer.forward = lambda **named: None
-    with pytest.raises(ContextParallelError, match="cache-dit"):
-        parallel(pipe, cfg=2)
-    for given, words in (
-        ({"cfg": 2, "ulysses": 2}, "4 of one group"),
-        ({"cfg": 3}, "cfg 1 or 2"),
-        ({}, "not both 1"),
-    ):
-        with pytest.raises(ContextParallelError, match=words):
-            parallel(micro_pipe(), **given)
-    with pytest.raises(ContextParallelError, match="WanVACEPipeline"):
-        parallel(skyreels(), cfg=2)
-    with pytest.raises(ContextParallelError, match="a parallel plan in diffusers"):
-        parallel(micro_cogvideox(), ulysses=2)
-    with (
-        mock.patch.object(torch.accelerator, "device_count", return_value=0),
-        pytest.raises(ContextParallelError, match="expected a GPU.*Use cfg=2 alone"),
-    ):
-        parallel(micro_pipe(), ulysses=2)
+    refused("cache-dit")
+    refused("4 of one group", micro_pipe(), cfg=2, ulysses=2)
+    refused("cfg 1 or 2", micro_pipe(), cfg=3)
+    refused("not both 1", micro_pipe(), cfg=1)
+    refused("WanVACEPipeline", skyreels())
+    refused("a parallel plan in diffusers", micro_cogvideox(), ulysses=2)
+    with mock.patch.object(torch.accelerator, "device_count", return_value=0):
+        refused("expected a GPU.*Use cfg=2 alone", micro_pipe(), ulysses=2)
 
 
 def test_what_would_go_wrong_is_refused_in_words() -> None:
@@ -401,6 +296,14 @@ def test_a_compiled_network_is_shared_too() -> None:
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
+from tests.test_several_ranks import (
+    PROMPT,
+    STEPS,
+    counted,
+    gather_uneven,
+    latents,
+    same_everywhere,
+)
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import parallel
 from turbo_rcm_patch.video import generate
@@ -460,8 +363,3 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def test_every_pipeline_of_the_list_is_tried() -> None:
-    tried = {qualified_name(type(make())) for make, _ in PIPELINES.values()}
-    assert tried == TWO_CALLS | ONE_CALL

@@ -19,7 +19,7 @@ from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.extra_file import mark_of_tensors
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import MARK, PROJ_L, attached_proj_l
-from turbo_rcm_patch.video.comparison import compare, identify
+from turbo_rcm_patch.video.comparison import RUNS, compare, identify
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings
@@ -27,7 +27,6 @@ from turbo_rcm_patch.video.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
 PROMPT = "a red circle moves left"
-PASSES = ("baseline", "patched", "control")
 SETTINGS = Settings(sampler="rcm", steps=2, guidance_scale=1.0, **SMALL)
 
 
@@ -52,34 +51,35 @@ def sla_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path: Path) -> None:
+def test_the_baseline_is_sla_and_not_dense_attention(sla_folder, tmp_path, monkeypatch) -> None:
     pipe, settings = load_pipeline(sla_folder, device="cpu"), SETTINGS
     experts = [pipe.transformer, pipe.transformer_2]
-    dense = generate(pipe, PROMPT, settings=settings).latents
+    dense = generate(pipe, PROMPT, settings=settings)
+    monkeypatch.setattr(Store, "remove_clips", lambda *_: None)
     before = [sorted(m.__dict__) for part in experts for m in part.modules()]
     found = compare(pipe, PROMPT, out=tmp_path, settings=settings)
     assert [sorted(m.__dict__) for part in experts for m in part.modules()] == before
 
-    store = Store(tmp_path, json.loads(found.metrics.read_text())["identity"], fresh=False)
-    samples = {v: store.load_sample(found.results[0].key, v).latents for v in PASSES}
     with sla_as_defined(pipe, 0.1) as count:
         assert count == 2 * len(experts)
-        sla = generate(pipe, PROMPT, settings=settings).latents
-    assert torch.equal(samples["baseline"], sla)
-    far = relative_l2(dense, sla)
-    assert far > 0.02
+        sla = generate(pipe, PROMPT, settings=settings)
+    store = Store(tmp_path, json.loads(found.metrics.read_text())["identity"], fresh=False)
+    frames = {run: store.load_clip(found.results[0].key, run).frames for run in RUNS}
+    assert torch.equal(frames["baseline"], sla.frames)
+    assert relative_l2(dense.latents, sla.latents) > 0.02
+    far = relative_l2(dense.frames, sla.frames)
     for variant in ("patched", "control"):
-        assert 0 < relative_l2(samples[variant], sla) < far / 2, variant
+        assert 0 < relative_l2(frames[variant], sla.frames) < far / 2, variant
 
     said = f"SLA computed by its definition in plain torch in {count} attentions"
-    assert said in found.baseline and "sla_topk=0.1" in found.baseline
-    assert found.baseline in str(found)
+    assert said in found.model.baseline and "sla_topk=0.1" in found.model.baseline
+    assert found.model.baseline in str(found)
     metrics = json.loads(found.metrics.read_text())
-    assert metrics["baseline"] == found.baseline
+    assert metrics["baseline"] == found.model.baseline
     assert said in found.report.read_text()
     # Against dense attention as truth the unpatched network's error would be `far`.
-    assert found.network is not None and found.network.unpatched < 0.02
-    assert found.network.ratio < 3
+    assert found.model.network is not None and found.model.network.unpatched < 0.02
+    assert found.model.network.ratio < 3
 
 
 def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
 
 def test_a_finished_comparison_does_not_serve_another_proj_l(sla_folder: Path, tmp_path) -> None:
     pipe, settings = load_pipeline(sla_folder, device="cpu"), SETTINGS
-    first = identify(pipe, settings, PatchConfig())
+    first = identify(pipe, settings.as_dict(), PatchConfig())
     unload_extra(pipe.transformer)
-    assert identify(pipe, settings, PatchConfig()) != first
+    assert identify(pipe, settings.as_dict(), PatchConfig()) != first
 
 
 def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:

@@ -1,21 +1,22 @@
-"""TurboDiffusion's checkpoints in diffusers' pipelines draw what its own scripts draw."""
+"""TurboDiffusion's checkpoints in diffusers' pipelines draw what its own scripts draw.
+
+With `--turbodiffusion PATH`, a checkout, the scripts run as they are, on a CPU; in place of their
+networks, VAE and text encoder stand those of the pipelines. Without it, their loop in plain torch.
+"""
 
 from __future__ import annotations
 
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoints.wan_model import Options, save
 from tests.video.turbowan import (
-    LATENTS,
     PROMPT,
-    SIZE,
-    condition,
-    embedding,
     expert_pths,
     image_base,
     network_of,
@@ -23,24 +24,67 @@ from tests.video.turbowan import (
     pipeline,
     plain_loop,
     sample,
-    stretched,
+    script_loop,
     text_base,
-    text_pth,
+    text_pths,
 )
 from turbo_rcm_patch import PatchConfig, patch_model
 
-__all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pth"]
+__all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pths"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "turbowan.py"
+LOOPS = pytest.mark.parametrize("loop", ["plain torch", "its script"])
 
 
-@pytest.mark.parametrize(("steps", "samples"), [(1, 1), (3, 2)])
-def test_text_to_video(steps: int, samples: int, text_pth, text_base) -> None:
+def script(request: pytest.FixtureRequest, name: str) -> Path:
+    """A script of the checkout."""
+    root = request.config.getoption("--turbodiffusion", default=None)
+    if not root:
+        pytest.skip("needs --turbodiffusion PATH, a checkout of TurboDiffusion")
+    path = Path(root) / "turbodiffusion" / "inference" / name
+    if not path.is_file():
+        pytest.fail(f"{root} is not a checkout of TurboDiffusion: no {path}", pytrace=False)
+    return path
+
+
+@LOOPS
+@pytest.mark.parametrize(("steps", "samples"), [(1, 1), (3, 2), (4, 2)])
+def test_text_to_video(loop, steps: int, samples: int, text_pths, text_base, request) -> None:
     how = {"seed": 7, "samples": samples, "steps": steps}
-    text = embedding(text_base, PROMPT)
-    expected = plain_loop([network_of(text_pth)], text, shape=LATENTS, **how)
-    ours = sample(pipeline([text_pth], text_base), **how)
+    if loop == "plain torch":
+        expected = plain_loop([network_of(text_pths[0])], text_base, **how)
+    else:
+        arguments = ["--seed", "7", "--dit_path", str(text_pths[0]), "--num_steps", str(steps)]
+        arguments += ["--num_samples", str(samples)]
+        path = script(request, "wan2.1_t2v_infer.py")
+        expected, calls = script_loop(path, arguments, text_base)
+        assert calls == ["model"] * steps
+    ours = sample(pipeline(text_pths, text_base), **how)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     assert float(expected.std()) > 0.1
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    ("boundary", "ode"), [(0.9, True), (0.9, False), (0.933, False), (0.0, False)]
+)
+def test_image_to_video(
+    loop, boundary: float, ode: bool, expert_pths, image_base, picture, request
+) -> None:
+    """At 0.933 the second step is the high-noise expert's, though its rounded time is under it."""
+    how: dict[str, Any] = {"seed": 3, "samples": 2, "boundary": boundary, "ode": ode}
+    how |= {"sigma_max": 200.0, "picture": picture}
+    if loop == "plain torch":
+        expected = plain_loop([network_of(path) for path in expert_pths], image_base, **how)
+    else:
+        arguments = ["--seed", "3", "--image_path", str(picture), "--num_samples", "2"]
+        arguments += ["--boundary", str(boundary), *(["--ode"] if ode else [])]
+        for name, path in zip(("high", "low"), expert_pths, strict=True):
+            arguments += [f"--{name}_noise_model_path", str(path)]
+        path = script(request, "wan2.2_i2v_infer.py")
+        expected, calls = script_loop(path, arguments, image_base, picture)
+        assert calls == ["high", "high", "low", "low"] or not boundary
+    ours = sample(pipeline(expert_pths, image_base), **how)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("quant", [False, True], ids=["as-is", "quant"])
@@ -51,40 +95,23 @@ def test_patched_text_to_video(quant: bool, text_base, tmp_path) -> None:
     pipe = pipeline([pth], text_base)
     patch_model(pipe, config)
     ours = sample(pipe, seed=0)
-    text = embedding(text_base, PROMPT)
-    how = dict(shape=LATENTS, seed=0, our_roundings=True)
-    patched = plain_loop([network_of(pth, config)], text, **how)
-    plain = plain_loop([network_of(pth)], text, **how)
+    patched = plain_loop([network_of(pth, config)], text_base, seed=0, our_roundings=True)
+    plain = plain_loop([network_of(pth)], text_base, seed=0, our_roundings=True)
     torch.testing.assert_close(ours, patched, rtol=0, atol=1e-5)
     assert not torch.allclose(ours, plain, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("boundary", "ode"), [(0.9, True), (0.933, False), (0.0, False)])
-def test_image_to_video(boundary: float, ode: bool, expert_pths, image_base, picture) -> None:
-    """At 0.933 the second step is the high-noise expert's, though its rounded time is under it."""
-    how = {"seed": 3, "samples": 2, "sigma_max": 200.0, "boundary": boundary, "ode": ode}
-    expected = plain_loop(
-        [network_of(path) for path in expert_pths],
-        embedding(image_base, PROMPT),
-        shape=LATENTS,
-        given=condition(image_base, picture, *SIZE, 5),
-        **how,
-    )
-    pipe = pipeline(expert_pths, image_base)
-    ours = sample(pipe, image=stretched(picture, SIZE), **how)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-
-
 def test_the_example_converts_once_and_makes_a_video(
-    text_pth, text_base, tmp_path, monkeypatch, capsys
+    text_base, tmp_path, monkeypatch, capsys
 ) -> None:
     settings = '{"height": 48, "width": 64, "num_frames": 5}'
     (text_base / "turbo_rcm.json").write_text(settings)
     monkeypatch.chdir(tmp_path)
-    pth = tmp_path / "model.pth"
-    pth.write_bytes(text_pth.read_bytes())
-    monkeypatch.setattr(sys, "argv", ["turbowan.py", str(pth), str(text_base), PROMPT])
-    for _ in range(2):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-        assert "pairs run fused" in capsys.readouterr().out
+    for name in ("model", "model-quant"):
+        pth = tmp_path / f"{name}.pth"
+        save(Options(text=32, sla=True, quant="quant" in name), pth)
+        monkeypatch.setattr(sys, "argv", ["turbowan.py", str(pth), str(text_base), PROMPT])
+        for _ in range(2):
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+            assert "pairs run fused" in capsys.readouterr().out
         assert Path("outputs/turbowan/video.mp4").stat().st_size > 500

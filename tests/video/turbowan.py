@@ -1,11 +1,16 @@
-"""TurboDiffusion's checkpoints in diffusers' pipelines, and its scripts' loop in plain torch."""
+"""TurboDiffusion's checkpoints in diffusers' pipelines, and its scripts' loop: in plain torch, and
+its own from a checkout."""
 
 from __future__ import annotations
 
 import math
 import re
+import runpy
+import sys
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +25,8 @@ from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transf
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.rcm_times import rcm_times
 
-TEXT = Options(text=32, sla=True)
-IMAGE = Options(text=32, inputs=12, sla=True)
 #: Width and height of a picture; 5 frames of it are 24 tokens.
-SIZE = (64, 48)
+SIZE, LATENTS = (64, 48), (4, 2, 6, 8)
 PROMPT = "a red circle  moves left"
 
 
@@ -38,17 +41,17 @@ def text_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text_pth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_pths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     path = tmp_path_factory.mktemp("text") / "model.pth"
-    save(TEXT, path)
-    return path
+    save(Options(text=32, sla=True), path)
+    return [path]
 
 
 @pytest.fixture(scope="module")
 def expert_pths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("image")
     for seed, name in enumerate(("high", "low"), start=1):
-        save(IMAGE, folder / f"{name}.pth", seed=seed)
+        save(Options(text=32, inputs=12, sla=True), folder / f"{name}.pth", seed=seed)
     return [folder / "high.pth", folder / "low.pth"]
 
 
@@ -71,12 +74,24 @@ def pipeline(pths: list[Path], base: Path, **how: Any) -> Any:
     return pipe
 
 
-def stretched(path: Path, size: tuple[int, int]) -> torch.Tensor:
+def network_of(pth: Path, config: PatchConfig | None = None) -> WanTransformer3DModel:
+    """The converted transformer, patched if asked for."""
+    folder = pth.with_suffix("")
+    if not folder.exists():
+        convert_transformer(pth, folder)
+    network = WanTransformer3DModel.from_pretrained(folder).eval()
+    if config is not None:
+        load_extra(network, folder)
+        patch_model(network, config)
+    return network
+
+
+def stretched(path: Path) -> torch.Tensor:
     """[1, 3, H, W] in 0..1: bilinear with antialiasing on bytes, as the models were distilled."""
     with Image.open(path) as image:
         pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]
     pixels = torch.nn.functional.interpolate(
-        pixels, size[::-1], mode="bilinear", antialias=True, align_corners=False
+        pixels, SIZE[::-1], mode="bilinear", antialias=True, align_corners=False
     )
     return pixels.float() / 255
 
@@ -90,14 +105,14 @@ def sample(
     sigma_max: float = 80.0,
     boundary: float = 0.0,
     ode: bool = False,
-    image: torch.Tensor | None = None,
+    picture: Path | None = None,
 ) -> torch.Tensor:
     """The latents that a pipeline makes of the noise that TurboDiffusion's script draws."""
     scheduler = RCMScheduler(
         sigma_max=sigma_max, sampler="ode" if ode else "sde", timestep_dtype="bfloat16"
     )
     pipe.scheduler = scheduler
-    if image is not None:
+    if picture is not None:
         # The loop compares a step's own time with the boundary, a pipeline the rounded one.
         times = rcm_times(steps, sigma_max)[:-1]
         rounded = [*((times * 1000).to(torch.bfloat16).double() / 1000).tolist(), -1.0]
@@ -108,7 +123,7 @@ def sample(
     generator = torch.Generator(device).manual_seed(seed)
     noise = torch.randn(samples, *LATENTS, generator=generator, device=device)
     scheduler.set_noise_generator(generator)
-    made: torch.Tensor = pipe(
+    latents: torch.Tensor = pipe(
         prompt=PROMPT,
         width=SIZE[0],
         height=SIZE[1],
@@ -118,22 +133,22 @@ def sample(
         guidance_scale=1.0,
         latents=scheduler.init_noise(noise),
         output_type="latent",
-        **({} if image is None else {"image": image}),
+        **({} if picture is None else {"image": stretched(picture)}),
     ).frames
-    return made.float()
+    return latents.float()
 
 
 # The numbers of TurboDiffusion's scripts, in plain torch.
 
 
 @torch.no_grad()
-def embedding(base: Path, prompt: str) -> torch.Tensor:
+def embedding(base: Path) -> torch.Tensor:
     """[1, 512, C]: cleaned, padded to 512 tokens, masked, and zeros for the padding."""
     from transformers import AutoTokenizer, UMT5EncoderModel
 
     tokenizer = AutoTokenizer.from_pretrained(base / "tokenizer")
     encoder = UMT5EncoderModel.from_pretrained(base / "text_encoder").eval()
-    cleaned = re.sub(r"\s+", " ", prompt).strip()
+    cleaned = re.sub(r"\s+", " ", PROMPT).strip()
     ids = tokenizer(
         [cleaned], padding="max_length", truncation=True, max_length=512, return_tensors="pt"
     )
@@ -142,11 +157,11 @@ def embedding(base: Path, prompt: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def condition(base: Path, path: Path, width: int, height: int, frames: int) -> torch.Tensor:
+def condition(base: Path, path: Path) -> torch.Tensor:
     """[1, 4 + C, T, H, W]: which latents are given, and the first frame followed by grey."""
     vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
-    first = (stretched(path, (width, height)) - 0.5) / 0.5
-    video = torch.cat([first[:, :, None], torch.zeros(1, 3, frames - 1, height, width)], dim=2)
+    first = (stretched(path) - 0.5) / 0.5
+    video = torch.cat([first[:, :, None], torch.zeros(1, 3, 4, *SIZE[::-1])], dim=2)
     latents = vae.encode(video).latent_dist.mode()
     mask = torch.zeros(1, 4, *latents.shape[2:])
     mask[:, :, 0] = 1.0
@@ -156,25 +171,25 @@ def condition(base: Path, path: Path, width: int, height: int, frames: int) -> t
 @torch.no_grad()
 def plain_loop(
     networks: list[Any],
-    text: torch.Tensor,
+    base: Path,
     *,
-    shape: tuple[int, ...],
     seed: int,
     samples: int = 1,
     steps: int = 4,
     sigma_max: float = 80.0,
     boundary: float = 0.0,
     ode: bool = False,
-    given: torch.Tensor | None = None,
+    picture: Path | None = None,
     our_roundings: bool = False,
     device: str = "cpu",
 ) -> torch.Tensor:
     """In the roundings of the scripts, or with `our_roundings`: a first sample in fp32, as the
     pipelines have it, and fp64 where the scripts multiply noise in fp32. Nothing but last bits,
     but those decide how some values are rounded to int8."""
+    text = embedding(base).to(device).expand(samples, -1, -1)
     generator = torch.Generator(device)
     generator.manual_seed(seed)
-    noise = torch.randn(samples, *shape, dtype=torch.float32, device=device, generator=generator)
+    noise = torch.randn(samples, *LATENTS, device=device, generator=generator)
     trig = [math.atan(sigma_max), *(1.5, 1.4, 1.0)[: steps - 1], 0.0]
     times = [math.sin(t) / (math.cos(t) + math.sin(t)) for t in trig]
     x = noise.double() * times[0]
@@ -182,10 +197,11 @@ def plain_loop(
     for t, t_next in zip(times[:-1], times[1:], strict=True):
         network = networks[-1] if t < boundary else networks[0]
         inputs = x.float()
-        if given is not None:
-            inputs = torch.cat([inputs, given.expand(samples, -1, -1, -1, -1)], dim=1)
+        if picture is not None:
+            first = condition(base, picture).to(device).expand(samples, -1, -1, -1, -1)
+            inputs = torch.cat([inputs, first], dim=1)
         when = torch.tensor([t * 1000]).bfloat16().float().expand(samples).to(device)
-        v = network(inputs, when, text.expand(samples, -1, -1), return_dict=False)[0].double()
+        v = network(inputs, when, text, return_dict=False)[0].double()
         if ode:
             x = x - (t - t_next) * v
         else:
@@ -194,16 +210,100 @@ def plain_loop(
     return x.float()
 
 
-def network_of(pth: Path, config: PatchConfig | None = None) -> WanTransformer3DModel:
-    """The converted transformer, patched if asked for."""
-    folder = pth.with_suffix("")
-    if not folder.exists():
-        convert_transformer(pth, folder)
-    network = WanTransformer3DModel.from_pretrained(folder).eval()
-    if config is not None:
-        load_extra(network, folder)
-        patch_model(network, config)
-    return network
+# Its own scripts, with the networks, the VAE and the text encoder of a folder.
 
 
-LATENTS = (4, 2, 6, 8)
+def module(name: str, **members: object) -> types.ModuleType:
+    result = types.ModuleType(name)
+    vars(result).update(members)
+    return result
+
+
+def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+class Network:
+    """A converted checkpoint, called as the scripts call theirs, which compute in bf16 alone."""
+
+    def __init__(self, path: str, calls: list[str]) -> None:
+        self.network, self.name, self.calls = network_of(Path(path)), Path(path).stem, calls
+
+    def cpu(self) -> Network:
+        return self
+
+    cuda = cpu
+
+    def __call__(
+        self, *, x_B_C_T_H_W: Any, timesteps_B_T: Any, crossattn_emb: Any, y_B_C_T_H_W: Any = None
+    ) -> torch.Tensor:
+        self.calls.append(self.name)
+        x = x_B_C_T_H_W
+        inputs = x if y_B_C_T_H_W is None else torch.cat([x, y_B_C_T_H_W], dim=1)
+        when = timesteps_B_T.bfloat16().float().flatten()
+        return self.network(inputs, when, crossattn_emb, return_dict=False)[0]
+
+
+class Tokenizer:
+    """In the place of its VAE; decoding keeps the latents."""
+
+    latent_ch, spatial_compression_factor = LATENTS[0], 8
+
+    def __init__(self, base: Path, decoded: list[torch.Tensor]) -> None:
+        self.vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
+        self.decoded = decoded
+
+    def get_latent_num_frames(self, frames: int) -> int:
+        return 1 + (frames - 1) // 4
+
+    def encode(self, frames: torch.Tensor) -> torch.Tensor:
+        return self.vae.encode(frames).latent_dist.mode()
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        self.decoded.append(latents)
+        return latents
+
+
+def script_loop(
+    script: Path, arguments: list[str], base: Path, picture: Path | None = None
+) -> tuple[torch.Tensor, list[str]]:
+    """The samples and the expert of every network call."""
+    calls: list[str] = []
+    decoded: list[torch.Tensor] = []
+    transforms = mock.MagicMock()
+    if picture is not None:
+        transforms.Compose.return_value = lambda _: (stretched(picture)[0] - 0.5) / 0.5
+    sizes = dict.fromkeys(("480p", "720p"), {"16:9": SIZE})
+    members: dict[str, dict[str, Any]] = {
+        "einops": {
+            "repeat": lambda x, _, k: x.repeat(k, 1, 1),
+            "rearrange": lambda x, *_, **__: x,
+        },
+        "tqdm": {"tqdm": lambda steps, **_: steps},
+        "imaginaire.utils": {"log": types.SimpleNamespace(info=nothing, success=nothing)},
+        "imaginaire.utils.io": {"save_image_or_video": nothing},
+        "rcm.datasets.utils": {"VIDEO_RES_SIZE_INFO": sizes},
+        "rcm.utils.umt5": {
+            "clear_umt5_memory": nothing,
+            "get_umt5_embedding": lambda **_: embedding(base),
+        },
+        "rcm.tokenizers.wan2pt1": {"Wan2pt1VAEInterface": lambda **_: Tokenizer(base, decoded)},
+        "modify_model": {
+            "create_model": lambda dit_path, **_: Network(dit_path, calls),
+            "tensor_kwargs": {"device": "cpu", "dtype": torch.float32},
+        },
+    }
+    names = ("torchvision", "torchvision.transforms", "imaginaire", "rcm", "rcm.datasets",
+             "rcm.utils", "rcm.tokenizers")  # fmt: skip
+    stubs: dict[str, Any] = {name: module(name) for name in names}
+    stubs |= {name: module(name, **its) for name, its in members.items()}
+    stubs["torchvision.transforms.v2"] = transforms
+    before = torch._dynamo.config.suppress_errors
+    argv = [str(script), "--prompt", "a cat", "--num_frames", "5", *arguments]
+    with mock.patch.dict(sys.modules, stubs), mock.patch.object(sys, "argv", argv):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            torch._dynamo.config.suppress_errors = before  # the scripts switch it on
+    (samples,) = decoded
+    return samples, calls

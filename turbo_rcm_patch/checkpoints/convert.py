@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -82,14 +82,18 @@ def convert_transformer(
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
     needed = folder_bytes(source, dtype, int8_only=int8_only)
-    with atomic_folder(target, force=force, needed=needed) as made:
+    with atomic_folder(target, force=force, needed=needed) as folder:
         written = write_transformer(
-            source, made, dtype=dtype, int8_only=int8_only, shard_bytes=shard_bytes,
+            source,
+            folder,
+            dtype=dtype,
+            int8_only=int8_only,
+            shard_bytes=shard_bytes,
             progress=progress,
-        )  # fmt: skip
-    assumed = heads is None and not source.sizes.sla
-    said = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
-    return replace(written, path=target, heads=said)
+        )
+    is_assumed = heads is None and not source.sizes.sla
+    note = f"{source.sizes.heads_text}: --heads N if that is wrong" if is_assumed else ""
+    return replace(written, path=target, heads=note)
 
 
 def convert_pipeline(
@@ -137,33 +141,36 @@ def convert_pipeline(
     check_target(target, force=force)
     index = _index(root, experts=len(files))
     check_outside(target, root, *files)
-    sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
-    for part, path in zip(_TRANSFORMERS, files, strict=False):
-        config = read_json(root / part / "config.json")
-        source = _read_like(path, root / part, config, heads, network, progress)
-        sources.append((part, source, {key: config[key] for key in _FROM_BASE if key in config}))
-    rest, defaults = _rest(root, index), stored_settings(root)
+    experts = {
+        part: _read_expert(path, root / part, heads, network, progress)
+        for part, path in zip(_TRANSFORMERS, files, strict=False)
+    }
+    other_parts, settings = _other_parts(root, index), stored_settings(root)
     # A base that was made with links may lead back into the folder that is replaced.
-    inside = [path for part in rest.values() for path in (part, *part.rglob("*"))]
-    check_outside(target, *inside)
-    needed = sum(folder_bytes(source, dtype, int8_only=int8_only) for _, source, _ in sources)
+    paths = [path for part in other_parts.values() for path in (part, *part.rglob("*"))]
+    check_outside(target, *paths)
+    needed = sum(folder_bytes(e.source, dtype, int8_only=int8_only) for e in experts.values())
     if copy:
-        needed += sum(path.stat().st_size for path in inside if path.is_file())
+        needed += sum(path.stat().st_size for path in paths if path.is_file())
     results = []
-    with atomic_folder(target, force=force, needed=needed) as made:
-        for part, source, entries in sources:
-            (made / part).mkdir()
+    with atomic_folder(target, force=force, needed=needed) as folder:
+        for part, expert in experts.items():
+            (folder / part).mkdir()
             written = write_transformer(
-                source, made / part, dtype=dtype, int8_only=int8_only, config=entries,
+                expert.source,
+                folder / part,
+                dtype=dtype,
+                int8_only=int8_only,
+                config=expert.config,
                 progress=progress,
-            )  # fmt: skip
+            )
             results.append(replace(written, path=target / part))
-        for part, folder in rest.items():
+        for part, source in other_parts.items():
             if copy:
-                shutil.copytree(folder, made / part)
+                shutil.copytree(source, folder / part)
             else:
-                _link(folder, made / part)
-        _write_sampler(made, index, defaults, experts=len(sources))
+                _link(source, folder / part)
+        _write_sampler(folder, index, settings, experts=len(experts))
     return tuple(results)
 
 
@@ -186,20 +193,29 @@ def _index(root: Path, *, experts: int) -> dict[str, object]:
     return index
 
 
-def _read_like(
+class _Expert(NamedTuple):
+    """A checkpoint, and the entries of config.json that only the base shows."""
+
+    source: Checkpoint
+    config: dict[str, object]
+
+
+def _read_expert(
     path: str | Path,
     folder: Path,
-    config: dict[str, object],
     heads: int | None,
     network: str | None,
     progress: Progress | None,
-) -> Checkpoint:
+) -> _Expert:
     """Read a checkpoint of the model whose configuration is in a folder of the base."""
-    there = config.get("num_attention_heads")
-    there = there if isinstance(there, int) else None  # Another one differs below.
+    config = read_json(folder / "config.json")
+    base_heads = config.get("num_attention_heads")
+    base_heads = base_heads if isinstance(base_heads, int) else None  # Another one differs below.
     try:
-        source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
-        differ = [
+        source = read_checkpoint(
+            path, heads=heads or base_heads, network=network, progress=progress
+        )
+        differences = [
             f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
             for key, value in source.sizes.config().items()
             if key in config and key not in _FROM_BASE and config[key] != value
@@ -207,23 +223,24 @@ def _read_like(
     except CheckpointError as error:
         if error.what != "heads" or heads is not None:
             raise
-        differ = [f"num_attention_heads: {there} there, {error.expected} in the checkpoint"]
-    if differ:
+        text = f"num_attention_heads: {base_heads} there, {error.expected} in the checkpoint"
+        differences = [text]
+    if differences:
         raise ModelFolderError(
             f"{folder} is not the model of {path}",
-            got="; ".join(differ),
+            got="; ".join(differences),
             expected="the same sizes",
             remedy="Choose the diffusers folder of the same Wan model with --base",
         )
-    return source
+    return _Expert(source, {key: config[key] for key in _FROM_BASE if key in config})
 
 
-def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
+def _other_parts(root: Path, index: dict[str, object]) -> dict[str, Path]:
     """The folders of a base that are used unchanged, by their names in the pipeline."""
-    rest = {}
+    parts = {}
     for part, entry in index.items():
-        own = part in (*_TRANSFORMERS, "scheduler")
-        if own or not isinstance(entry, list) or entry[:1] == [None]:
+        is_replaced = part in (*_TRANSFORMERS, "scheduler")
+        if is_replaced or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         if not re.fullmatch(r"\w+", part):
             raise ModelFolderError(
@@ -232,8 +249,8 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
                 remedy="Do not use this base unless you know who wrote it, and why",
             )
         check_part(root, part, weights=part in _WITH_WEIGHTS)
-        rest[part] = (root / part).resolve()
-    return rest
+        parts[part] = (root / part).resolve()
+    return parts
 
 
 def _link(source: Path, place: Path) -> None:
@@ -247,18 +264,18 @@ def _link(source: Path, place: Path) -> None:
 
 
 def _write_sampler(
-    made: Path, index: dict[str, object], defaults: dict[str, object], *, experts: int
+    folder: Path, index: dict[str, object], settings: dict[str, object], *, experts: int
 ) -> None:
     """Write the scheduler, model_index.json and the settings of a distilled pipeline."""
     from turbo_rcm_patch import RCMScheduler
 
     sigma_max = _SIGMA_MAX if experts == 1 else _SIGMA_MAX_TWO_EXPERTS
-    RCMScheduler(sigma_max=sigma_max).save_pretrained(made / "scheduler")
+    RCMScheduler(sigma_max=sigma_max).save_pretrained(folder / "scheduler")
     index = index | {"scheduler": [RCMScheduler.__module__, RCMScheduler.__name__]}
     if experts == 2:
         index["boundary_ratio"] = _BOUNDARY
-    write_json(made / "model_index.json", index, indent=2, sort_keys=True)
+    write_json(folder / "model_index.json", index, indent=2, sort_keys=True)
     # The base may be the teacher, whose guidance no student has.
-    kept = {key: value for key, value in defaults.items() if key in _KEPT}
-    own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
-    write_json(made / DEFAULTS_FILE, kept | own, indent=2, sort_keys=True)
+    kept = {key: value for key, value in settings.items() if key in _KEPT}
+    sampler = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
+    write_json(folder / DEFAULTS_FILE, kept | sampler, indent=2, sort_keys=True)

@@ -146,9 +146,9 @@ def folder_proj_l(folder: Path) -> ProjL:
         CheckpointError: A file is damaged, or a weight lacks its bias.
     """
     extra = folder / EXTRA_FILE
-    found = StoredTensors(extra).proj_l() if extra.is_file() else {}
-    if found:
-        return found
+    proj_l = StoredTensors(extra).proj_l() if extra.is_file() else {}
+    if proj_l:
+        return proj_l
     files = [path for path in weight_files(folder) if path.is_file()]
     return StoredTensors(*(files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))).proj_l()
 
@@ -199,19 +199,19 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
     Raises:
         CheckpointError: They belong to other weights.
     """
-    own, there = mark_of_tensors(proj_l), mark_of(try_json(folder / "config.json"))
+    actual, of_folder = mark_of_tensors(proj_l), mark_of(try_json(folder / "config.json"))
     expected = ""
-    if there and there != own:
+    if of_folder and of_folder != actual:
         expected = "those that config.json beside it marks"
-    elif not there and (folder / EXTRA_FILE).is_file():
+    elif not of_folder and (folder / EXTRA_FILE).is_file():
         expected = "none: config.json marks none, so other weights have left them there"
-    elif isinstance(mark, Mapping) and mark != own:
+    elif isinstance(mark, Mapping) and mark != actual:
         expected = "those that the model's configuration marks; of two experts each has its own"
     if expected:
         raise CheckpointError(
             f"{folder}: proj_l of {len(proj_l)} attentions",
             expected=expected,
-            got=f"digest {own['digest']}",
+            got=f"digest {actual['digest']}",
             remedy="Pass the folder that the model was converted to, or convert it again. Remove "
             f"{EXTRA_FILE} if it does not belong to the weights",
         )

@@ -48,7 +48,7 @@ def demo(given: Demo) -> int:
         "another exact attention backend, all from the same noise."
     )
     with bars() as progress:
-        comparison = compare(
+        result = compare(
             pipe,
             DEMO_PROMPTS,
             out=out,
@@ -59,18 +59,18 @@ def demo(given: Demo) -> int:
             progress=progress,
             command=given.command_line,
         )
-    print(comparison)
+    print(result)
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
-        return of_verdict(comparison.verdict)
+        return of_verdict(result.verdict)
     print("One attention through the Triton kernels ...")
     try:
         check = check_kernels()
     except SamplingError as error:
         print(error.block(), file=sys.stderr)
         return CHANGED
-    write_report(comparison, check)
+    write_report(result, check)
     word = "ok" if check.passed else "FAILED"
     print(f"{word}: {check}")
     print(f"{time.perf_counter() - start:.0f} s in all")
-    return of_verdict(comparison.verdict) if check.passed else CHANGED
+    return of_verdict(result.verdict) if check.passed else CHANGED

@@ -149,7 +149,6 @@ class Compare(Run):
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
     blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
     metrics.json, report.html and report.md. If it was interrupted, the same command continues.
-    Under torchrun the processes share the sampling, and the first one writes.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\

@@ -71,6 +71,20 @@ def check_float(name: str, x: torch.Tensor) -> None:
         raise DTypeError(name, expected="bfloat16, float16 or float32", got=str(x.dtype))
 
 
+def check_tokens(name: str, x: torch.Tensor, channels: str = "channels") -> None:
+    """Refuse a tensor of another float dtype or without three dimensions."""
+    check_float(name, x)
+    if x.dim() != 3:
+        raise ShapeError(name, expected=f"[batch, tokens, {channels}]", got=_shape(x))
+
+
+def check_shape(name: str, x: torch.Tensor, shape: Sequence[int], remark: str = "") -> None:
+    """Refuse a tensor of another float dtype or another shape."""
+    check_float(name, x)
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(name, expected=f"{list(shape)}{remark}", got=_shape(x))
+
+
 def check_spec(spec: object) -> None:
     if not isinstance(spec, AttentionSpec):
         raise ConfigError("spec", expected="an AttentionSpec", got=type(spec).__name__)
@@ -92,9 +106,7 @@ def check_attention(
     """Check q [B, Nq, H*D], k and v [B, Nk, H*D]: one dtype, one device and 1 <= D <= 256."""
     check_spec(spec)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_float(name, x)
-        if x.dim() != 3:
-            raise ShapeError(name, expected="[batch, tokens, heads * head_dim]", got=_shape(x))
+        check_tokens(name, x, "heads * head_dim")
         if x.dtype != q.dtype:
             raise DTypeError(name, expected=f"the dtype of q, {q.dtype}", got=str(x.dtype))
         if x.device != q.device:
@@ -112,9 +124,7 @@ def check_attention(
         )
     if channels % spec.heads or not channels:
         raise ShapeError(
-            "q",
-            expected=f"channels, divisible by heads={spec.heads}",
-            got=f"{channels} channels",
+            "q", expected=f"channels, divisible by heads={spec.heads}", got=f"{channels} channels"
         )
     head_dim = channels // spec.heads
     if head_dim > MAX_HEAD_DIM:
@@ -140,13 +150,7 @@ def check_norm(
     """
     head_dim = channels // heads
     if bias is not None:
-        check_float(f"{name}_bias", bias)
-        if tuple(bias.shape) != (head_dim,):
-            raise ShapeError(
-                f"{name}_bias",
-                expected=f"[{head_dim}] (layer norm per head)",
-                got=_shape(bias),
-            )
+        check_shape(f"{name}_bias", bias, (head_dim,), " (layer norm per head)")
         if weight is None or tuple(weight.shape) != (head_dim,):
             raise ShapeError(
                 name,
@@ -217,13 +221,9 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
 
 def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Check weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        check_float(name, tensor)
-    if bias is not None:
-        check_float("bias", bias)
+    check_tokens("x", x)
+    check_float("weight", weight)
     check_same_device(x.device, weight=weight, bias=bias)
-    if x.dim() != 3:
-        raise ShapeError("x", expected="[batch, tokens, channels]", got=_shape(x))
     if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
         raise ShapeError("weight", expected=f"[Cout, {x.shape[2]}]", got=_shape(weight))
     if x.dtype != weight.dtype:
@@ -233,8 +233,8 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
             got=str(weight.dtype),
             remedy="Call the Linear and close the skip with ops.skip",
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=_shape(bias))
+    if bias is not None:
+        check_shape("bias", bias, (weight.shape[0],))
 
 
 def _checked_coefficient(
@@ -282,9 +282,7 @@ def checked_coefficients(
     Without a residual c_skip is no tensor.
     """
     if residual is not None:
-        check_float("residual", residual)
-        if tuple(residual.shape) != shape:
-            raise ShapeError("residual", expected=str(list(shape)), got=_shape(residual))
+        check_shape("residual", residual, shape)
     c_skip = _checked_coefficient("c_skip", c_skip, shape)
     c_out = _checked_coefficient("c_out", c_out, shape)
     return 1.0 if residual is None and isinstance(c_skip, torch.Tensor) else c_skip, c_out

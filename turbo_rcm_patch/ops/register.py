@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from turbo_rcm_patch.errors import GradientError
 
 _P = ParamSpec("_P")
-_R = TypeVar("_R", Tensor, tuple[Tensor, ...])
+_R = TypeVar("_R", bound=Tensor | tuple[Tensor, ...])
 
 #: The library of torch that holds the operations. Its end would remove them.
 _LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "DEF")  # type: ignore[no-untyped-call]
@@ -80,6 +80,8 @@ def register(
         _FIELDS[record] = getattr(record, "_fields", None) or tuple(record.__annotations__)
         _RECORDS[record.__name__] = record
     single = function.__annotations__["return"] == "Tensor"
+    real: Callable[..., _R] = function
+    empty: Callable[..., _R] = fake
 
     def compute(tensors: list[Tensor], numbers: list[float], key: str) -> list[Tensor]:
         refuse_gradient(f"turbo_rcm_patch::{name}", tensors)
@@ -87,10 +89,10 @@ def register(
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
-            return _as_list(function(*_joined(tensors, numbers, key)))
+            return _as_list(real(*_joined(tensors, numbers, key)))
 
     def imitate(tensors: list[Tensor], numbers: list[float], key: str) -> list[Tensor]:
-        return _as_list(fake(*_joined(tensors, numbers, key)))
+        return _as_list(empty(*_joined(tensors, numbers, key)))
 
     _LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -121,7 +123,7 @@ def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
             got="a transform of torch.func or forward mode" if transformed
             else "a tensor that requires a gradient",
             remedy="Call it under torch.no_grad(), or compute in plain torch where a derivative "
-            "is wanted",
+            "is wanted"
         )  # fmt: skip
 
 

@@ -104,42 +104,28 @@ class Recordings:
     def __init__(self) -> None:
         self.programs: dict[Any, list[Program] | int | None] = {}
 
-    def record(
-        self,
-        signature: Any,
-        tensors: list[torch.Tensor],
-        launcher: Callable[..., _R],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> _R:
-        """Compute the launcher's result, and record the call if that is possible.
+    def recorder(self, signature: Any, tensors: list[torch.Tensor]) -> Recorder | None:
+        """Return a recorder for a call, or None if it cannot be recorded.
 
         Args:
             signature: Equal for equal shapes, strides, dtypes, devices and numbers.
             tensors: The tensors among the arguments, in order.
-            launcher: The launcher.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
         """
         if self.programs.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
-            return launcher(*args, **kwargs)
-        recording = Recorder(tensors)
-        _local.recorder = recording
-        try:
-            with recording:
-                result = launcher(*args, **kwargs)
-        finally:
-            _local.recorder = None
-        program, known = recording.program(result), self.programs.get(signature, 0)
+            return None
+        return Recorder(tensors)
+
+    def keep(self, signature: Any, recorder: Recorder, result: Any) -> None:
+        """Keep a recorded call for later ones, if it can be repeated."""
+        program, known = recorder.program(result), self.programs.get(signature, 0)
         if program is not None:
             self.programs[signature] = [*(known if isinstance(known, list) else []), program]
-        elif not isinstance(known, list) and not _capturing(tensors[0]):
+        elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
             # In a captured graph constants belong to the graph, so a failure there does not count.
             attempts = (known or 0) + 1
             self.programs[signature] = attempts if attempts < _ATTEMPTS else None
         while len(self.programs) > _MOST_PROGRAMS:
             self.programs.pop(next(iter(list(self.programs))), None)
-        return result
 
 
 class _Buffer(NamedTuple):
@@ -212,18 +198,31 @@ class _Launch(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the allocations and the kernels of a launcher.
+    """Records the allocations and the kernels of a launcher that runs inside `with recorder`.
+
+    Args:
+        tensors: The tensors among its arguments, in order.
 
     Attributes:
+        inputs: These.
         complete: False once the launcher has done anything else.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._inputs = tensors
+        self.inputs = tensors
         self._allocated: list[torch.Tensor] = []
         self._launches: list[_Launch] = []
         self.complete = True
+
+    def __enter__(self) -> Recorder:
+        _local.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = None
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -248,11 +247,11 @@ class Recorder(TorchDispatchMode):
         if not self.complete or not self._launches:
             return None
         try:
-            memory = _Memory(self._inputs, self._allocated, result)
+            memory = _Memory(self.inputs, self._allocated, result)
             starts = tuple([_start(launch, memory) for launch in self._launches])
         except _Unrepeatable:
             return None
-        device, alignment = self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs]
+        device, alignment = self.inputs[0].device, [x.data_ptr() & 15 for x in self.inputs]
         return Program(
             index=device.index if device.type == "cuda" else None,
             alignment=alignment,
@@ -555,8 +554,14 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
             stream = _raw_stream(index)
             for start in program.starts:
                 start(at, stream)
-            result: _R = program.result(tensors, buffers)
-            return result
-        return recordings.record(signature, tensors, launcher, args, kwargs)
+            repeated: _R = program.result(tensors, buffers)
+            return repeated
+        recording = recordings.recorder(signature, tensors)
+        if recording is None:
+            return launcher(*args, **kwargs)
+        with recording:
+            result = launcher(*args, **kwargs)
+        recordings.keep(signature, recording, result)
+        return result
 
     return launch

@@ -9,8 +9,10 @@ import: `sageattn_varlen` and `sageattn_qk_int8_pv_*`.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -132,95 +134,85 @@ def sageattn(
             raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
         sm_scale = scale
     return _sage(
-        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
+        "auto", q, k, v, tensor_layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, **torchs,
     )  # fmt: skip
 
 
-def sageattn_qk_int8_pv_fp16_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: Layout = "HND",
-    quantization_backend: str = "triton",
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    sm_scale: float | None = None,
-    smooth_k: bool = True,
-    return_lse: bool = False,
-    **neutral: object,
-) -> Result:
-    """Compute `sageattn` with p and v in fp16. The order of arguments is sageattention's."""
-    neutral["quantization_backend"] = quantization_backend
-    return _sage(
-        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv="fp16",
-    )  # fmt: skip
+#: Arguments of sageattention's functions after q, k and v: their types and defaults.
+_ARGUMENTS: Final[dict[str, tuple[str, object]]] = {
+    "tensor_layout": ("Layout", "HND"),
+    "is_causal": ("bool", False),
+    "sm_scale": ("float | None", None),
+    "return_lse": ("bool", False),
+    "attn_mask": ("Tensor | None", None),
+    "smooth_k": ("bool", True),
+    "smooth_v": ("bool", False),
+    "qk_quant_gran": ("str", "per_thread"),
+    "pv_accum_dtype": ("str", "fp32"),
+    "quantization_backend": ("str", "triton"),
+}
+_OF_TRITON: Final = (
+    "tensor_layout", "quantization_backend", "is_causal", "attn_mask", "sm_scale", "smooth_k",
+    "return_lse",
+)  # fmt: skip
+_OF_SM90: Final = (
+    "tensor_layout", "is_causal", "qk_quant_gran", "sm_scale", "pv_accum_dtype", "smooth_k",
+    "return_lse",
+)  # fmt: skip
+_OF_CUDA: Final = (*_OF_SM90[:-1], "smooth_v", "return_lse")
 
 
-def _cuda(name: str, pv: PVDType, sums: str, text: str) -> Callable[..., Result]:
-    """Make the function of one of sageattention's CUDA kernels, which differ in the type of p and
-    v, and in the default of an argument."""
+def _variant(
+    name: str, text: str, order: tuple[str, ...], *, pv: PVDType = "auto", **defaults: object
+) -> Callable[..., Result]:
+    """Make the function of one of sageattention's kernels.
 
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensor_layout: Layout = "HND",
-        is_causal: bool = False,
-        qk_quant_gran: str = "per_thread",
-        sm_scale: float | None = None,
-        pv_accum_dtype: str = sums,
-        smooth_k: bool = True,
-        smooth_v: bool = False,
-        return_lse: bool = False,
-        *,
-        attn_mask: Tensor | None = None,
-        **neutral: object,
-    ) -> Result:
-        neutral |= {
-            "qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v
-        }  # fmt: skip
-        return _sage(
-            q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-            return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral, pv=pv,
-        )  # fmt: skip
+    Args:
+        name: Its name.
+        text: How it differs from `sageattn`.
+        order: Its arguments after q, k and v, in sageattention's order.
+        pv: Type of p and v.
+        **defaults: Defaults that differ from those in `_ARGUMENTS`.
+    """
+    kind, names = inspect.Parameter, ("q", "k", "v", *order)
+    positional = [kind(x, kind.POSITIONAL_OR_KEYWORD, annotation="Tensor") for x in "qkv"]
+    by_keyword = [] if "attn_mask" in order else ["attn_mask"]
+    for argument in (*order, *by_keyword):
+        annotation, default = _ARGUMENTS[argument]
+        how = kind.KEYWORD_ONLY if argument in by_keyword else kind.POSITIONAL_OR_KEYWORD
+        default = defaults.get(argument, default)
+        positional.append(kind(argument, how, default=default, annotation=annotation))
+    rest = kind("neutral", kind.VAR_KEYWORD, annotation="object")
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"Compute `sageattn`{text}. The order of arguments is sageattention's."
+    def call(*args: Any, **named: Any) -> Result:
+        if len(args) > len(names):
+            raise TypeError(f"{name}() takes {len(names)} positional arguments; got {len(args)}")
+        given = dict(zip(names, args, strict=False))
+        return _sage(pv, **given, **named)
+
+    public: Any = call
+    public.__name__ = public.__qualname__ = name
+    public.__doc__ = f"Compute `sageattn`{text}. The order of arguments is sageattention's."
+    public.__signature__ = inspect.Signature([*positional, rest], return_annotation="Result")
     return call
 
 
-sageattn_qk_int8_pv_fp16_cuda = _cuda(
-    "sageattn_qk_int8_pv_fp16_cuda", "fp16", "fp32", " with p and v in fp16"
+sageattn_qk_int8_pv_fp16_triton = _variant(
+    "sageattn_qk_int8_pv_fp16_triton", " with p and v in fp16", _OF_TRITON, pv="fp16"
 )
-sageattn_qk_int8_pv_fp8_cuda = _cuda(
-    "sageattn_qk_int8_pv_fp8_cuda", "auto", "fp32+fp16",
-    ": p and v in fp8 from 4,096 keys on (Hopper: 12,288) where the device has it, else in bf16",
-)  # fmt: skip
-
-
-def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: Layout = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp32",
-    smooth_k: bool = True,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    **neutral: object,
-) -> Result:
-    """Compute `sageattn_qk_int8_pv_fp8_cuda`, which has `smooth_v` as one more argument."""
-    neutral |= {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype}
-    return _sage(
-        q, k, v, layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, neutral=neutral,
-    )  # fmt: skip
+sageattn_qk_int8_pv_fp16_cuda = _variant(
+    "sageattn_qk_int8_pv_fp16_cuda", " with p and v in fp16", _OF_CUDA, pv="fp16"
+)
+_FP8: Final = (
+    ": p and v in fp8 from 4,096 keys on (Hopper: 12,288) where the device has it, else in bf16"
+)
+sageattn_qk_int8_pv_fp8_cuda = _variant(
+    "sageattn_qk_int8_pv_fp8_cuda", _FP8, _OF_CUDA, pv_accum_dtype="fp32+fp16"
+)
+sageattn_qk_int8_pv_fp8_cuda_sm90 = _variant(
+    "sageattn_qk_int8_pv_fp8_cuda_sm90", _FP8, _OF_SM90, pv_accum_dtype="fp32+fp32"
+)
 
 
 def sageattn_varlen(
@@ -270,59 +262,36 @@ def sageattn_varlen(
     for i, (q0, k0) in enumerate(zip(bounds[0][:-1], bounds[1][:-1], strict=True)):
         q1, k1 = bounds[0][i + 1], bounds[1][i + 1]
         if q1 > q0:
-            one = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
-            made = _sage(
-                *one, layout="NHD", is_causal=is_causal, sm_scale=sm_scale, return_lse=False,
-                attn_mask=None, smooth_k=smooth_k, neutral=neutral,
-            )  # fmt: skip
-            out[q0:q1] = made[0]
+            sequence = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
+            options: Any = neutral
+            out[q0:q1] = _sage(
+                "auto", *sequence, tensor_layout="NHD", is_causal=is_causal, sm_scale=sm_scale,
+                smooth_k=smooth_k, **options,
+            )[0]  # fmt: skip
     return out
 
 
 def _sage(
+    pv: PVDType,
+    /,
     q: Any,
     k: Any,
     v: Any,
     *,
-    layout: Layout | None,
-    is_causal: bool,
-    sm_scale: float | None,
-    return_lse: bool,
-    attn_mask: Tensor | None,
-    smooth_k: bool,
-    neutral: dict[str, object],
-    pv: PVDType = "auto",
+    tensor_layout: Layout | None = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    attn_mask: Tensor | None = None,
+    smooth_k: bool = True,
+    **neutral: object,
 ) -> Result:
     """Check the arguments of a call in sageattention's form, and compute it."""
-    for name, value in neutral.items():
-        if name not in _NEUTRAL:
-            raise ConfigError(
-                f"keyword {name!r} of sageattn",
-                expected=f"one of {_KEYWORDS}, {', '.join(_NEUTRAL)}",
-                got=f"{name}={value!r}",
-                remedy="Choose kernels and precision with patch_model or ops.attention_skip",
-            )
-        if value not in _NEUTRAL[name]:
-            raise ConfigError(
-                f"{name} of sageattn",
-                expected=" or ".join(map(repr, _NEUTRAL[name])),
-                got=repr(value),
-                remedy="Use torch's scaled_dot_product_attention for this call",
-            )
-    layout = "HND" if layout is None else layout
+    _check_options(neutral, is_causal, sm_scale, return_lse)
+    layout = "HND" if tensor_layout is None else tensor_layout
     check_choice("tensor_layout", layout, ("HND", "NHD"))
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
-            raise ConfigError(name, expected="True or False", got=repr(flag))
-    if sm_scale is not None and not is_number(sm_scale):
-        raise ConfigError(
-            "sm_scale",
-            expected="a number or None",
-            got=repr(sm_scale),
-            remedy="Pass the arguments of torch's attention by keyword: their order is another",
-        )
     heads_at, tokens_at = (1, 2) if layout == "HND" else (2, 1)
-    _check(q, k, v, heads_at)
+    _check_shapes(q, k, v, heads_at)
     n_q, n_kv = q.shape[tokens_at], k.shape[tokens_at]
     if is_causal and n_q != n_kv:
         raise MaskError(
@@ -348,10 +317,11 @@ def _sage(
             q, k, v, attn_mask, is_causal=bool(is_causal), scale=sm_scale, enable_gqa=True
         )
         return wide if layout == "HND" else wide.transpose(1, 2).contiguous()
-    out, lse = attention_of_heads(
-        q, k, v, layout, attention=attention, pv=pv, smooth_k=smooth_k, causal=bool(is_causal),
-        sm_scale=sm_scale, mask=attn_mask, want_lse=bool(return_lse),
+    spec = AttentionSpec(
+        heads=q.shape[heads_at], attention=attention, pv=pv, smooth_k=smooth_k,
+        causal=bool(is_causal), sm_scale=sm_scale,
     )  # fmt: skip
+    out, lse = attention_of_heads(q, k, v, layout, spec, mask=attn_mask, want_lse=bool(return_lse))
     return out if lse is None else (out, lse)
 
 
@@ -360,12 +330,8 @@ def attention_of_heads(
     k: Tensor,
     v: Tensor,
     layout: Layout,
+    spec: AttentionSpec,
     *,
-    attention: Attention,
-    pv: PVDType = "auto",
-    smooth_k: bool = True,
-    causal: bool = False,
-    sm_scale: float | None = None,
     mask: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     want_lse: bool = False,
@@ -380,11 +346,7 @@ def attention_of_heads(
         k: As in `sageattn`; fewer heads are copied.
         v: As k.
         layout: "HND" or "NHD".
-        attention: See `AttentionSpec`, as pv, smooth_k, causal and sm_scale.
-        pv: See there.
-        smooth_k: See there.
-        causal: See there.
-        sm_scale: See there.
+        spec: How the attention is computed, for the heads of q.
         mask: As `attn_mask` of `sageattn`: computed by torch.
         kv_lengths: int32 [B]: how many keys each sample has.
         want_lse: Return the logsumexp.
@@ -393,21 +355,18 @@ def attention_of_heads(
         The attention, contiguous, and its logsumexp fp32 [B, H, Nq] or None.
     """
     heads_at = 1 if layout == "HND" else 2
-    batch, heads = q.shape[0], q.shape[heads_at]
+    batch, heads = q.shape[0], spec.heads
     if k.shape[heads_at] != heads:
         groups = heads // k.shape[heads_at]
         k, v = (x.repeat_interleave(groups, dim=heads_at) for x in (k, v))
     by_head = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
     if by_head:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        spec = replace(spec, heads=1)
         if kv_lengths is not None:
             kv_lengths = kv_lengths.repeat_interleave(heads)
     else:
         q, k, v = ((x.transpose(1, 2) if layout == "HND" else x).flatten(2) for x in (q, k, v))
-    spec = AttentionSpec(
-        heads=1 if by_head else heads, attention=attention, pv=pv, smooth_k=smooth_k,
-        causal=causal, sm_scale=sm_scale,
-    )  # fmt: skip
     lse = None
     if mask is not None:
         out = _masked(q, k, v, mask, spec)
@@ -448,7 +407,38 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) 
     return out.transpose(1, 2).flatten(2)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
+def _check_options(
+    neutral: dict[str, object], is_causal: object, sm_scale: object, return_lse: object
+) -> None:
+    """Check the keywords that change nothing, two flags and the factor on logits."""
+    for name, value in neutral.items():
+        if name not in _NEUTRAL:
+            raise ConfigError(
+                f"keyword {name!r} of sageattn",
+                expected=f"one of {_KEYWORDS}, {', '.join(_NEUTRAL)}",
+                got=f"{name}={value!r}",
+                remedy="Choose kernels and precision with patch_model or ops.attention_skip",
+            )
+        if value not in _NEUTRAL[name]:
+            raise ConfigError(
+                f"{name} of sageattn",
+                expected=" or ".join(map(repr, _NEUTRAL[name])),
+                got=repr(value),
+                remedy="Use torch's scaled_dot_product_attention for this call",
+            )
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
+            raise ConfigError(name, expected="True or False", got=repr(flag))
+    if sm_scale is not None and not is_number(sm_scale):
+        raise ConfigError(
+            "sm_scale",
+            expected="a number or None",
+            got=repr(sm_scale),
+            remedy="Pass the arguments of torch's attention by keyword: their order is another",
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
     """Check shapes with heads; the operations check the rest."""
     tokens_at = 3 - heads_at
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, norm_silu, upsample
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import norm_silu, upsample
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
@@ -301,8 +302,8 @@ class PatchedCoder(PatchedBlock):
     def knows(self, module: nn.Module) -> bool:
         """Return True if a module inside is of a class that the fast path knows."""
         cls = original_class(module)
-        own = root_package(cls) == root_package(original_class(self.vae))
-        return cls in self.known or (own and cls.__name__ in self.forwards)
+        same_package = root_package(cls) == root_package(original_class(self.vae))
+        return cls in self.known or (same_package and cls.__name__ in self.forwards)
 
     def why_module(self, module: nn.Module) -> str:
         """Return why a module inside is not one that the fast path knows, or ""."""
@@ -325,8 +326,8 @@ class PatchedCoder(PatchedBlock):
             if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
                 return f"{name} is a {type(weight).__name__} in {weight.dtype}"
             if not cast and (weight.dtype, weight.device) != (x.dtype, x.device):
-                own = f"{weight.dtype} on {weight.device}"
-                return f"the input is {x.dtype} on {x.device}, {name} is {own}"
+                place = f"{weight.dtype} on {weight.device}"
+                return f"the input is {x.dtype} on {x.device}, {name} is {place}"
         return "" if x.dim() == 5 and x.numel() else "the input is not [B, C, T, H, W]"
 
     # --- the guard -------------------------------------------------------------------------------
@@ -389,14 +390,19 @@ class PatchedCoder(PatchedBlock):
         runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
         return [
             SkipPair(
-                path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
+                path=f"{self.path}.{name}",
+                kind=kind,
+                heads=int(kind == "self"),
                 head_dim=int(getattr(module, "dim", 0)) if kind == "self" else 0,
-                streams=(Stream("video", "1", "1"),), cast="model", projection=kind == "self",
-                runs=runs, reason="; ".join(filter(None, reasons)),
+                streams=(Stream("video", "1", "1"),),
+                cast="model",
+                projection=kind == "self",
+                runs=runs,
+                reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()
             if (kind := self.closes(module)) is not None
-        ]  # fmt: skip
+        ]
 
 
 def share(vae: nn.Module, group: Any) -> bool:
@@ -437,8 +443,8 @@ def uncompiled(module: Any) -> Any:
 
 
 def _tensor(out: Any) -> Tensor:
-    found: Tensor = out if isinstance(out, Tensor) else out[0]
-    return found
+    tensor: Tensor = out if isinstance(out, Tensor) else out[0]
+    return tensor
 
 
 def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]:
@@ -450,16 +456,14 @@ def distance(fast: Tensor, author: Tensor, halves: int = 1) -> tuple[float, str]
         author: The same of the author's code.
         halves: Parts of the channels that are compared by themselves.
     """
-    size, off = (
-        torch.unflatten(one, 1, (halves, -1)).square()
-        for one in (author.float(), fast.float() - author.float())
-    )
-    found = []
+    size = torch.unflatten(author.float(), 1, (halves, -1)).square()
+    off = torch.unflatten(fast.float() - author.float(), 1, (halves, -1)).square()
+    frame_size = size.mean((2, 4, 5), keepdim=True)
+    worst = []
     for dims, room in (((2, 4, 5), 1.0), ((2, 5), ROW_ROOM), ((2, 4), ROW_ROOM)):
-        whole = size.mean((2, 4, 5), keepdim=True).mean(dims)
-        own = torch.maximum(size.mean(dims), whole).clamp_min(_LEAST_SIZE**2)
-        error = (off.mean(dims) / own).sqrt() / room
-        found.append(torch.nan_to_num(error, nan=torch.inf).amax())
-    values: list[float] = torch.stack(found).tolist()
-    worst = max(range(3), key=values.__getitem__)
-    return values[worst], ("a frame", "a row of pixels", "a column of pixels")[worst]
+        scale = torch.maximum(size.mean(dims), frame_size.mean(dims)).clamp_min(_LEAST_SIZE**2)
+        error = (off.mean(dims) / scale).sqrt() / room
+        worst.append(torch.nan_to_num(error, nan=torch.inf).amax())
+    errors: list[float] = torch.stack(worst).tolist()
+    where = "a frame", "a row of pixels", "a column of pixels"
+    return max(zip(errors, where, strict=True), key=lambda pair: pair[0])

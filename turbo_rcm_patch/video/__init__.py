@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 from turbo_rcm_patch.lazy import loading_names
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.video.comparison import Comparison as Comparison
     from turbo_rcm_patch.video.comparison import compare as compare
     from turbo_rcm_patch.video.generation import Generation as Generation
     from turbo_rcm_patch.video.generation import generate as generate
-    from turbo_rcm_patch.video.judging import Judged as Judged
     from turbo_rcm_patch.video.judging import judge_folders as judge_folders
     from turbo_rcm_patch.video.load import load_pipeline as load_pipeline
     from turbo_rcm_patch.video.lora import add_loras as add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber as NetworkNumber
     from turbo_rcm_patch.video.measures import network_number as network_number
+    from turbo_rcm_patch.video.result import Judged as Judged
     from turbo_rcm_patch.video.scheduler import RCMScheduler as RCMScheduler
     from turbo_rcm_patch.video.settings import Settings as Settings
     from turbo_rcm_patch.video.verdict import Verdict as Verdict
@@ -29,12 +28,13 @@ else:
     __getattr__, __all__ = loading_names(
         __name__,
         {
-            "comparison": "Comparison compare",
+            "comparison": "compare",
             "generation": "Generation generate",
             "load": "load_pipeline",
-            "judging": "Judged judge_folders",
+            "judging": "judge_folders",
             "lora": "add_loras",
             "measures": "NetworkNumber network_number",
+            "result": "Judged",
             "scheduler": "RCMScheduler",
             "settings": "Settings",
             "verdict": "Verdict judge",

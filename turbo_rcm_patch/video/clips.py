@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
 
-from turbo_rcm_patch.video.filters import filtered, flip
-from turbo_rcm_patch.video.measures import Drift
+from turbo_rcm_patch.video.filters import vmaf
+from turbo_rcm_patch.video.measures import Drift, frame_drift, latent_drift
 from turbo_rcm_patch.video.store import Store, reading
-from turbo_rcm_patch.video.verdict import Verdict, Word
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
@@ -26,6 +23,13 @@ from turbo_rcm_patch.video.video import (
     side_by_side,
     write_mp4,
 )
+
+#: Videos of a clip that stand alone, by the run that they show; `compare` writes them.
+SINGLE_VIDEOS: Final = {
+    "baseline.mp4": "baseline",
+    "patched.mp4": "patched",
+    "difference.mp4": "patched difference",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,9 @@ class Clip:
         fps: Frames a second.
         gain: Amplification of the videos of differences.
         unmeasured: Why a measure is missing, else empty.
+        files: The files in its folder.
+        seed: The seed, if `compare` made the video.
+        runs: How `compare` made each of its videos (`StoredClip.note`), by the name of the run.
     """
 
     key: str
@@ -53,18 +60,27 @@ class Clip:
     fps: float = 0
     gain: int = 1
     unmeasured: str = ""
-    #: Files of a finished clip beside its record; latents have none.
-    files: ClassVar[tuple[str, ...]] = ("panes.mp4", "side_by_side.mp4", "sheet.png")
+    files: tuple[str, ...] = ()
+    seed: int | None = None
+    runs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_latents(self) -> bool:
+        """True if the clip is latents, so that no video shows it."""
+        return self.height == 0
+
+    @property
+    def frames(self) -> int:
+        """The number of frames."""
+        return len(self.patched.frame_psnr)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON, worst frames included."""
-        runs = {"patched": self.patched, "control": self.control}
-        return asdict(self) | {name: one and one.as_dict() for name, one in runs.items()}
+        drifts = {"patched": self.patched, "control": self.control}
+        return asdict(self) | {name: drift and drift.as_dict() for name, drift in drifts.items()}
 
     @classmethod
-    def finished(
-        cls, store: Store, key: str, inputs: Mapping[str, str] | None = None
-    ) -> Self | None:
+    def finished(cls, store: Store, key: str, inputs: object) -> Self | None:
         """Return the clip of an earlier run, if its record is there and all its files are.
 
         Args:
@@ -74,126 +90,93 @@ class Clip:
         """
         name = f"prompts/{key}/record.json"
         record = store.read_json(name)
-        if record is None or record.pop("inputs", None) != inputs:
+        if record is None:
             return None
         with reading(store.out / name):
-            runs = {run: record[run] for run in ("patched", "control")}
-            clip = cls(**record | {run: one and Drift.from_dict(one) for run, one in runs.items()})
-        there = all((store.folder(key) / one).is_file() for one in cls.files)
-        return clip if there or clip.height == 0 else None
+            if record.pop("inputs") != inputs:
+                return None
+            drifts = {run: record[run] for run in ("patched", "control")}
+            drifts = {run: values and Drift.from_dict(values) for run, values in drifts.items()}
+            clip = cls(**record | drifts | {"files": tuple(record["files"])})
+        complete = all((store.folder(key) / file).is_file() for file in clip.files)
+        return clip if complete else None
+
+    def record(self, store: Store, inputs: object) -> None:
+        """Write the record that marks a finished clip, once its files are written."""
+        record = self.as_dict() | {"inputs": inputs}
+        store.write_json(f"prompts/{self.key}/record.json", record)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(ABC):
-    """What a report shows, wherever the videos came from.
-
-    Attributes:
-        judgement: The verdict and its conditions.
-        results: One entry per clip.
-        command: The command line, or nothing.
-        out: The folder with everything.
-        latents: True if the clips are latents, so that no video shows them.
-        one: The word for a clip.
-    """
-
-    judgement: Verdict
-    results: tuple[Clip, ...]
-    command: str
-    out: Path
-    latents: bool = False
-    one: ClassVar[str] = "clip"
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The word for what was judged."""
-
-    @property
-    @abstractmethod
-    def facts(self) -> dict[str, str]:
-        """How the videos were made, without the folders of this machine."""
-
-    @property
-    @abstractmethod
-    def chips(self) -> list[str]:
-        """The most important facts, in a few words each."""
-
-    @abstractmethod
-    def as_dict(self) -> dict[str, object]:
-        """Return the contents of metrics.json."""
-
-    @property
-    def steps_run(self) -> int:
-        """Denoising steps, 0 if they were not watched."""
-        return 0
-
-    @property
-    def verdict(self) -> Word:
-        """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
-        return self.judgement.word
-
-    @property
-    def report(self) -> Path:
-        """The HTML page."""
-        return self.out / "report.html"
-
-    @property
-    def short_report(self) -> Path:
-        """The short form of the page in Markdown, to paste."""
-        return self.out / "report.md"
-
-    @property
-    def metrics(self) -> Path:
-        """The JSON file."""
-        return self.out / "metrics.json"
-
-
-def completed(
-    far: Drift, frames: torch.Tensor, truth: torch.Tensor, fps: float
-) -> tuple[Drift, set[str]]:
-    """Add the measures of other programs to a drift, and say why some are missing."""
-    found, (error, why) = filtered(frames, truth, fps), flip(frames, truth)
-    return replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr, flip=error), {found.why, why} - {""}
-
-
-def show(
-    frames: Mapping[str, torch.Tensor],
-    runs: Mapping[str, Drift],
-    folder: Path,
+def measure(
+    store: Store,
+    clips: Mapping[str, torch.Tensor],
     fps: float,
-    name: str = "patched",
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Complete the numbers of a clip, and write the video of the report's player, one to look at,
-    and a sheet of pictures.
+    *,
+    label: str = "patched",
+    latents: bool = False,
+    single_videos: bool = False,
+    **identity: Any,
+) -> Clip:
+    """Measure a clip, and write the videos and the sheet of pictures that show it.
 
     Args:
-        frames: "baseline", "patched" and perhaps "control" -> [F, H, W, 3] in 0..1.
-        runs: Those without "baseline" -> their drift.
-        folder: The place of panes.mp4, side_by_side.mp4 and sheet.png.
+        store: The folder; the files are panes.mp4 for the report's player, side_by_side.mp4 to
+            look at, and sheet.png.
+        clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1, or
+            latents of any shape.
         fps: Frames a second.
-        name: The label of "patched".
-
-    Returns:
-        What a `Clip` says of its frames, by the name of the field; the enlarged videos and
-        differences.
+        label: The word for "patched" in pictures.
+        latents: True if they are latents, which no picture shows.
+        single_videos: Write the `SINGLE_VIDEOS` too.
+        **identity: The fields of the clip that say which one it is.
     """
-    truth, missing = frames["baseline"], set[str]()
-    found: dict[str, Any] = {"height": truth.shape[1], "width": truth.shape[2]}
-    for run, far in runs.items():
-        found[run], why = completed(far, frames[run], truth, fps)
-        missing |= why
-    gain = choose_gain([(frames[run] - truth).abs() for run in runs])
-    shown = {run: enlarge(one) for run, one in frames.items()}
-    for run in runs:
-        amplified = amplified_difference(frames[run], truth, gain)
-        shown[f"{run} difference"] = enlarge(amplified, "nearest")
-    rows = {"baseline": shown["baseline"], name: shown["patched"]}
-    for run in runs:
-        label = name if run == "patched" else run
-        rows[f"{label} - baseline, x {gain}"] = shown[f"{run} difference"]
+    truth = clips["baseline"]
+    runs = {run: clip for run, clip in clips.items() if run != "baseline"}
+    distance = latent_drift if latents else frame_drift
+    drifts: dict[str, Any] = {run: distance(clip, truth) for run, clip in runs.items()}
+    if latents:
+        return Clip(**identity, **drifts, fps=fps)
+    missing = set()
+    for run, clip in runs.items():
+        score, why = vmaf(clip, truth, fps)
+        drifts[run] = replace(drifts[run], vmaf=score)
+        missing |= {why} - {""}
+    gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
+    shown = _write_pictures(store, identity["key"], clips, label, gain, fps)
+    files = ["panes.mp4", "side_by_side.mp4", "sheet.png"]
+    for file, run in SINGLE_VIDEOS.items() if single_videos else ():
+        write_mp4(shown[run], store.folder(identity["key"]) / file, fps)
+        files.append(file)
+    return Clip(
+        **identity,
+        **drifts,
+        height=truth.shape[1],
+        width=truth.shape[2],
+        fps=fps,
+        gain=gain,
+        unmeasured="; ".join(sorted(missing)),
+        files=tuple(files),
+    )
+
+
+def _write_pictures(
+    store: Store,
+    key: str,
+    clips: Mapping[str, torch.Tensor],
+    label: str,
+    gain: int,
+    fps: float,
+) -> dict[str, np.ndarray]:
+    """Write the joined videos and the sheet; return the enlarged videos and differences."""
+    folder, truth = store.folder(key), clips["baseline"]
+    shown = {run: enlarge(clip) for run, clip in clips.items()}
+    rows = {"baseline": shown["baseline"], label: shown["patched"]}
+    for run, name in (("patched", label), ("control", "control")):
+        if run in clips:
+            difference = enlarge(amplified_difference(clips[run], truth, gain), "nearest")
+            shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = difference
     size = pane_size(*truth.shape[1:3])
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     contact_sheet(rows, folder / "sheet.png")
-    found |= {"gain": gain, "unmeasured": "; ".join(sorted(missing))}
-    return found, shown
+    return shown

@@ -1,60 +1,43 @@
-"""Generate baseline, changed and control videos from the same noise, and give a verdict.
+"""Make baseline, changed and control videos from the same noise, and judge them.
 
-Three passes over the prompts leave latents on disk, a fourth decodes and measures. Each finished
-piece is kept, so the same command continues where it was stopped. The model is changed during the
-second pass only. Several processes share the three passes; the first of them alone reads and
-writes the folder, and does the rest.
+Three passes over the prompts leave clips on disk, a fourth measures them (`clips`), and the
+verdict is that of `judge` (`judging`). Each finished piece is kept, so the same command continues
+where it was stopped. The model is changed during the second pass only.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, get_args
+from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_rcm_patch import tiny
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
-from turbo_rcm_patch.video.clips import Clip, Outcome, show
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
-from turbo_rcm_patch.video.generation import (
-    Conditioning,
-    Make,
-    Meter,
-    OnStep,
-    Sample,
-    Watched,
-    check_seed,
-    decode_latents,
-    encode,
-    sample_by,
-    sample_latents,
-    settings_for,
-)
-from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged, judged_vae
-from turbo_rcm_patch.video.load import SHIPPED
-from turbo_rcm_patch.video.many import Processes
+from turbo_rcm_patch.video.generation import Meter, check_seed, generate, settings_for
+from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
+from turbo_rcm_patch.video.judging import conclude
 from turbo_rcm_patch.video.measures import (
+    CapturedCalls,
     NetworkNumber,
-    drift,
-    frame_drift,
+    OnStep,
     fusion_number,
-    in_fp32,
-    measure_network,
+    networks_number,
 )
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
@@ -63,20 +46,17 @@ from turbo_rcm_patch.video.pipelines import (
     network_of,
     networks_of,
 )
-from turbo_rcm_patch.video.report import shown_command, without_places, write_report
-from turbo_rcm_patch.video.settings import GivenFrames, Settings
+from turbo_rcm_patch.video.report import write_report
+from turbo_rcm_patch.video.result import Judged, ModelFacts
+from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
-from turbo_rcm_patch.video.store import PROMPT_FILES, Store, check_out, lock_folder
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, MEDIAN, WORST, Ran, Verdict, judge
-from turbo_rcm_patch.video.video import write_mp4
+from turbo_rcm_patch.video.store import Store, StoredClip, check_out, lock_folder
+from turbo_rcm_patch.video.verdict import Ran
 
-Variant = Literal["baseline", "patched", "control"]
-
-#: A video of at most so many steps is made in fp32 where videos miss a limit.
-TRUTH_STEPS: Final = 8
-
-#: Said beside the time of a patched model whose kernels did not run.
-EMULATED: Final = "On a CPU the patch is no faster: plain torch stands in for its kernels"
+#: Makes a video from a seed: frames [F, H, W, 3] in 0..1.
+Make = Callable[[int], "torch.Tensor | np.ndarray"]
+Run = Literal["baseline", "patched", "control"]
+RUNS: Final[tuple[Run, ...]] = ("baseline", "patched", "control")
 
 _BACKENDS: Final = {
     "math": SDPBackend.MATH,
@@ -84,245 +64,13 @@ _BACKENDS: Final = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """A detector for videos of a world it knows. It has no part in the verdict.
-
-    Attributes:
-        asks: Returns the contents that a prompt asks for, e.g. "red circle, right".
-        sees: Returns the contents of frames [F, H, W, 3] in 0..1, in the same words.
-    """
-
-    asks: Callable[[str], str]
-    sees: Callable[[torch.Tensor], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptResult(Clip):
-    """Numbers of one prompt.
-
-    Attributes:
-        seed: The seed.
-        decode_seconds: Mean time of one decoding.
-        seen: The observer's words about what was "asked" for, and about the videos "baseline" and
-            "patched"; None without an observer.
-    """
-
-    seed: int
-    decode_seconds: float
-    seen: dict[str, str] | None = None
-    files: ClassVar[tuple[str, ...]] = PROMPT_FILES
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """The worst frames of one prompt's videos, by PSNR in dB against the same video of the network
-    in fp32.
-
-    Baseline and control share most of their roundings, so they are nearer to each other than to
-    the truth, and a network that rounds less may be far from both.
-    """
-
-    key: str
-    prompt: str
-    baseline: float
-    patched: float
-    control: float
-
-    def __str__(self) -> str:
-        best = "the judged one is nearer" if self.patched >= self.baseline else "it is nearer"
-        return (
-            f"Against the network in fp32 the worst frame of {self.prompt!r} has "
-            f"{self.patched:.1f} dB, the baseline's {self.baseline:.1f} ({best}), the control's "
-            f"{self.control:.1f}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison(Outcome):
-    """The result of a comparison.
-
-    Attributes:
-        network: Error of the network against fp32 truth, None if it was not measured.
-        fusion: Fused against unfused in fp32, None where our kernels do not run the attention.
-        truth: The farthest video against fp32; None where all meet their limits, or where that
-            takes more than `TRUTH_STEPS` steps or the network was not measured.
-        attention_backend: The judged backend of diffusers; None if the patch was judged.
-        control_backend: Exact attention backend of the control run.
-        baseline: The model that the other two runs are compared with, in words.
-        patch_report: The report of the patched model, as a table.
-        patch: The same for JSON.
-        times: Seconds of the first call and of the median one, and peak memory, of each variant.
-        settings: How the videos were sampled.
-        identity: Everything but prompts and seeds that decides what is generated, for JSON.
-    """
-
-    one: ClassVar[str] = "prompt"
-
-    results: tuple[PromptResult, ...]
-    network: NetworkNumber | None
-    fusion: float | None
-    truth: Truth | None
-    attention_backend: str | None
-    control_backend: str
-    baseline: str
-    patch_report: str
-    patch: dict[str, Any]
-    times: dict[Variant, dict[str, float | None]]
-    settings: Settings | GivenFrames
-    identity: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The judged model in a word."""
-        return self.attention_backend or "patched"
-
-    @property
-    def steps_run(self) -> int:
-        """The denoising steps of a video."""
-        return self.settings.steps
-
-    @property
-    def guarded(self) -> bool:
-        """True if a guard compared blocks while the judged videos were made."""
-        return self.attention_backend is None and bool(self.identity["config"]["guard"])
-
-    @property
-    def judged_model(self) -> str:
-        """The judged model in a few sentences."""
-        patch = self.patch
-        if not patch:
-            return f"The unpatched model on the attention backend {self.attention_backend}."
-        chosen = str(PatchConfig(**self.identity["config"])).removeprefix("PatchConfig")
-        return (
-            f"The model after patch_model with {chosen.strip('()') or 'its defaults'}: "
-            f"{patch['fused']} of its {len(patch['pairs'])} branches run fused with the sum into "
-            "the residual."
-        )
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """How the videos were made, without the folders of this machine."""
-        settings, identity = self.settings, self.identity
-        model, backend = identity["model"], self.attention_backend
-        patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
-        sampler = {
-            name: value
-            for name, value in identity["settings"].items()
-            if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
-        }
-        facts = {
-            "command": shown_command(self.command) or "called from Python",
-            "model": model_in_words(model),
-            "machine": identity["device"],
-            "video": f"{settings.num_frames} frames of {settings.width} × {settings.height}",
-            "sampler": ", ".join(f"{name}={value}" for name, value in sampler.items()),
-            "transformer": identity["dtype"] + "; VAE in float32" * (not self.made_by_caller),
-            "baseline": self.baseline,
-            "control": f"scaled_dot_product_attention on its {self.control_backend} backend",
-            "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
-            "versions": ", ".join(f"{k} {v}" for k, v in identity["versions"].items()),
-        }
-        return {name: without_places(text) for name, text in facts.items()}
-
-    @property
-    def chips(self) -> list[str]:
-        """The model, the machine and the settings, in a few words each."""
-        facts, versions = self.facts, self.identity["versions"]
-        judged = [f"attention backend {self.attention_backend}"] if self.attention_backend else []
-        packages = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
-        steps = [] if self.made_by_caller else [f"{self.settings.steps} steps"]
-        return [facts["model"], *judged, facts["machine"], facts["video"], *steps, *packages]
-
-    @property
-    def made_by_caller(self) -> bool:
-        """True if a function of the caller made the videos (`compare(..., make=)`)."""
-        return isinstance(self.settings, GivenFrames)
-
-    @property
-    def seen(self) -> dict[str, int] | None:
-        """How many videos an observer looked at, how many show what was asked, and how many show
-        the same before and after; None if there was no observer."""
-        seen = [one.seen for one in self.results if one.seen]
-        counts = {
-            "prompts": len(seen),
-            "baseline": sum(one["baseline"] == one["asked"] for one in seen),
-            "patched": sum(one["patched"] == one["asked"] for one in seen),
-            "same": sum(one["patched"] == one["baseline"] for one in seen),
-        }
-        return counts if seen else None
-
-    @property
-    def emulated(self) -> bool:
-        """True if plain torch ran in the place of the kernels, so that its time means nothing."""
-        ours = (
-            self.attention_backend == "turbo_rcm_int8" and not self.times["patched"]["peak_bytes"]
-        )
-        return ours or self.patch.get("impl") == "reference"
-
-    @property
-    def speed(self) -> str:
-        """Seconds a video and peak memory, unpatched and changed, in words."""
-        decode = statistics.median(one.decode_seconds for one in self.results)
-        runs = [self.times[name] for name in ("baseline", "patched")]
-        old, new = ((one["median_seconds"] or 0.0) + decode for one in runs)
-        words = f"{old:.3g} s a video unpatched, {new:.3g} s {self.name} ({old / new:.2f} times "
-        words += f"as fast), denoised and decoded on {self.identity['device']}"
-        peaks = [one["peak_bytes"] / 2**30 for one in runs if one["peak_bytes"]]
-        if len(peaks) == len(runs):
-            words += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
-        if self.emulated:
-            words += f". {EMULATED}"
-        return words
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the contents of metrics.json."""
-        network, fusion, ran = self.network, self.fusion, self.judgement.ran
-        kept = ("attention_backend", "control_backend", "baseline", "times", "patch", "identity")
-        return {
-            "schema": 1,
-            **{name: getattr(self, name) for name in ("verdict", "speed", *kept, "command")},
-            "checks": self.judgement.numbers,
-            "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
-            "prompts": [one.as_dict() for one in self.results],
-            "patch_table": self.patch_report,
-            "missing": self.judgement.missing,
-            "network": network and asdict(network) | {"ratio": network.ratio},
-            "truth": self.truth and asdict(self.truth),
-            "fusion": None
-            if fusion is None
-            else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT},
-        }
-
-    def __str__(self) -> str:
-        lines = [f"verdict: {self.verdict}"]
-        lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
-        lines += [f"  {self.speed}"]
-        lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
-        lines += [f"  --  {self.truth}"] if self.truth else []
-        lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
-        if self.network is None and not self.judgement.missing:
-            lines += ["  --  not measured, as you asked: the network number"]
-        if self.attention_backend:
-            lines += [f"judged: the unpatched model, attention backend {self.attention_backend!r}"]
-        if seen := self.seen:
-            lines += [
-                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked "
-                f"for without the patch, {seen['patched']} with it"
-            ]
-        lines += [f"baseline: {self.baseline}"]
-        lines += [f"control: exact attention on the {self.control_backend!r} backend"]
-        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
-
-
-def model_in_words(model: str) -> str:
-    """Return the name of a model, without the folders that it lies in."""
-    for name, attribute in SHIPPED.items():
-        if Path(model) == getattr(tiny, attribute):
-            return f"{name}, trained on moving shapes"
-    return Path(model).name if Path(model).is_absolute() else model
+#: The file of the network number.
+_NETWORK: Final = "runs/network.json"
+#: Of a video that holds NaN or infinity: `generate` raises in the place of returning it.
+_NO_FRAMES: Final = torch.empty(0, 1, 1, 3)
+#: Makes video i, and calls back after each step.
+_MakeClip = Callable[[int, OnStep], StoredClip]
+_Watched = PatchReport | BackendCalls | None
 
 
 def compare(
@@ -338,13 +86,11 @@ def compare(
     settings: Settings | None = None,
     network_number: bool | None = None,
     fresh: bool = False,
-    observer: Observer | None = None,
     progress: Progress | None = None,
     command: str = "",
-    processes: Processes | None = None,
     **overrides: object,
-) -> Comparison:
-    """Generate every prompt three times and judge whether patching changed anything visible.
+) -> Judged:
+    """Make every video three times and judge whether patching changed anything visible.
 
     If an attention holds SLA's `proj_l` (`load_extra`), baseline and control compute SLA by its
     definition in plain torch with the same `sla_topk`, because its weights were not trained for
@@ -356,7 +102,7 @@ def compare(
         prompts: One or many. Prompt i uses seed + i.
         make: Makes a video from a seed, with `pipe` and whatever it needs: frames [F, H, W, 3] in
             0..1. `prompts` are then the names of the videos in the report, and of the settings
-            only `fps` is taken. The network number is not measured.
+            only `fps` is taken.
         images: For image to video the first frame, one for all prompts or one for each.
         out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
             it are kept, and so are files that no comparison wrote.
@@ -371,37 +117,31 @@ def compare(
             fp32 fits into memory. If not, the verdict is not "unchanged" and says why.
         fresh: Start again: use nothing that comparisons wrote into `out`. Each file stays until it
             is replaced, the others until this comparison is done.
-        observer: Describes the videos. The report shows it; the verdict ignores it.
         progress: Called with a stage, what is done and the total, as the work proceeds; after the
             first step with an estimate of time and memory in words, and 0 of 0.
         command: The command line, for the report.
-        processes: Those that share the work, each of which calls this with the same arguments and
-            its own pipeline; by default this one alone.
         **overrides: Fields of `Settings` by name.
 
     Returns:
-        The verdict and its numbers, on every process.
+        The verdict and its numbers.
 
     Raises:
         ConfigError: An option is invalid, or the attention backend cannot be used here.
-        SamplingError: Among others: another process failed.
     """
     require("report", "compare")
     config = config or PatchConfig()
+    progress = progress or (lambda *_: None)
     sources = sources_of(prompts, images)
     check_seed(seed, len(sources))
-    chosen: Settings | GivenFrames
     if make is None:
         chosen = settings_for(pipe, settings, **overrides)
-        given = {one.prompt: one.image is not None for one in sources}
+        given = {source.prompt: source.image is not None for source in sources}
         check_images(kind_of(pipe), type(pipe).__name__, given)
+        how, fps, steps = chosen.as_dict(), chosen.fps, chosen.steps
     else:
-        chosen = _given_frames(
-            overrides, images=images, settings=settings, network_number=network_number
-        )
-        network_number = False
-    processes = processes or Processes()
-    processes.broadcast(lambda: check_out(out, fresh=fresh))
+        fps, steps = _only_fps(overrides, images=images, settings=settings), 1
+        how = {"fps": fps, "made by": "a function of the caller"}
+    check_out(out, fresh=fresh)
     if network_number and (why := why_no_network(pipe)):
         raise SamplingError(
             "the network number",
@@ -409,404 +149,338 @@ def compare(
             got=why,
             remedy="Leave out --network-number, or load without offloading",
         )
-    with ExitStack() as until_done:
-        processes.broadcast(lambda: until_done.enter_context(lock_folder(out)))
+    with lock_folder(out):
         check_judged(pipe, config, attention_backend)
-        inputs = {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
-        identity = identify(pipe, chosen, config)
-        identity |= {"inputs": inputs, "attention_backend": attention_backend}
-        store = processes.broadcast(lambda: Store(out, identity, fresh=fresh))
-        run = _Run(
-            pipe, make, sources, inputs, seed, chosen, config, attention_backend,
-            store=store, identity=identity, progress=progress or (lambda *_: None),
-            processes=processes,
-        )  # fmt: skip
-        run.sample("baseline", run.unpatched())
-        run.sample("patched", judged(pipe, config, attention_backend))
-        control = run.sample_control()
-        return processes.broadcast(
-            lambda: run.concluded(network_number, observer, control, command)
+        digests = [source.digest for source in sources]
+        keys = [Store.key(source.prompt, seed + i) for i, source in enumerate(sources)]
+        identity = identify(pipe, how, config) | {
+            "inputs": dict(zip(keys, digests, strict=True)),
+            "attention_backend": attention_backend,
+        }
+        store = Store(out, identity, fresh=fresh)
+        if make is None:
+            make_clip = _generating(pipe, sources, digests, seed, chosen)
+        else:
+            make_clip = _calling(pipe, make, seed)
+        finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
+        missing = [i for i, clip in enumerate(finished) if clip is None]
+        device = pipe._execution_device
+        passes = _Passes(store, keys, missing, make_clip, steps, device, progress)
+        networks = () if network_number is False else networks_of(pipe).values()
+        calls = CapturedCalls(networks)
+        unpatched = partial(_unpatched, pipe, config)
+
+        passes.run("baseline", unpatched(), first_call=calls)
+        passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
+        control = _run_control(passes, unpatched)
+        network, why = None, ""
+        if network_number is not False:
+            network, why = _network(passes, calls, pipe, config, attention_backend)
+        fusion = _fusion(pipe, config, attention_backend)
+        results = []
+        for i, clip in enumerate(finished):
+            progress("videos", i, len(keys))
+            prompt = sources[i].prompt
+            results.append(clip or _measure(store, keys[i], prompt, digests[i], seed + i, fps))
+            store.remove_clips(keys[i])
+        progress("videos", len(keys), len(keys))
+        note = store.read_json("runs/patched.json") or {}
+        model = ModelFacts(
+            network=network,
+            fusion=fusion,
+            attention_backend=attention_backend,
+            control_backend=control,
+            baseline=_baseline(pipe, config),
+            patch_report=note.get("table")
+            or f"nothing: the unpatched model, attention backend {attention_backend}",
+            patch=note.get("report", {}),
+            times={run: _times(store, results, run) for run in RUNS},
+            identity=identity,
         )
-
-
-@dataclass(eq=False)
-class _Run:
-    """The work of one comparison, piece by piece; finished pieces of an earlier run are kept."""
-
-    pipe: VideoPipeline
-    make: Make | None
-    sources: Sequence[Source]
-    inputs: dict[str, str]  # prompts by their names in the store -> digests of their images
-    seed: int
-    settings: Any
-    config: PatchConfig
-    attention_backend: str | None
-    store: Store
-    identity: dict[str, Any]
-    progress: Progress
-    processes: Processes
-
-    def __post_init__(self) -> None:
-        self.keys = list(self.inputs)
-        #: Return the embeddings of prompt i, encoded once for all passes, on the CPU.
-        self.embed = cache(
-            lambda i: {
-                name: one.cpu()
-                for name, one in encode(self.pipe, self.sources[i], self.settings).items()
-                if isinstance(one, torch.Tensor)
-            }
+        result = conclude(
+            store,
+            results,
+            command=command,
+            model=model,
+            network_ratio=network.ratio if network else None,
+            fusion=fusion,
+            missing=[f"the network number ({why})"] if why else [],
+            ran=_ran(results, config, attention_backend),
         )
+        write_report(result)
+    return result
 
-    def encoded(self, i: int) -> Conditioning:
-        """Return prompt i, encoded, with its image."""
-        image = self.sources[i].read()
-        if digest_of(image) != self.inputs[self.keys[i]]:
+
+def _only_fps(overrides: Mapping[str, object], **left_out: object) -> int:
+    """Return the frames a second of videos that a function of the caller makes.
+
+    Raises:
+        ConfigError: Another setting is given, or it is no positive whole number.
+    """
+    wrong = sorted({*overrides} - {"fps"}) + [name for name, value in left_out.items() if value]
+    if wrong:
+        raise ConfigError(
+            "compare with make",
+            expected="no setting but fps, and no image",
+            got=", ".join(wrong),
+            remedy="Give them to the pipeline inside of make",
+        )
+    fps = overrides.get("fps", 16)
+    if type(fps) is not int or fps < 1:
+        raise ConfigError("fps", expected="a positive whole number", got=repr(fps))
+    return fps
+
+
+def _generating(
+    pipe: VideoPipeline,
+    sources: Sequence[Source],
+    digests: Sequence[str],
+    seed: int,
+    settings: Settings,
+) -> _MakeClip:
+    """Return the function that makes video i with `generate`."""
+
+    def make_clip(i: int, on_step: OnStep) -> StoredClip:
+        image = sources[i].read()
+        if digest_of(image) != digests[i]:
             raise SamplingError(
                 f"the image for the video of prompt {i + 1} changed during the comparison",
                 expected="the same pixels for all three videos",
                 remedy="Start again, and leave the file alone until it is done",
             )
-        device = self.pipe._execution_device
-        found: dict[str, Any] = {name: one.to(device) for name, one in self.embed(i).items()}
-        return found if image is None else found | {"image": image}
+        began = time.perf_counter()
+        try:
+            video = generate(
+                pipe,
+                sources[i].prompt,
+                image=image,
+                seed=seed + i,
+                settings=settings,
+                on_step=on_step,
+            )
+        except SamplingError as error:
+            if "NaN or infinity" not in error.what:
+                raise
+            return StoredClip(frames=_NO_FRAMES, seconds=time.perf_counter() - began)
+        return StoredClip(
+            frames=video.frames,
+            seconds=video.seconds,
+            decode_seconds=video.decode_seconds,
+            peak_bytes=video.peak_bytes,
+        )
 
-    @contextmanager
-    def unpatched(self, backend: str | None = None) -> Iterator[None]:
-        """Run the authors' attention, or SLA's definition where it holds a proj_l; exactly on one
-        of `_BACKENDS` if it is named."""
-        exactly = sdpa_kernel(_BACKENDS[backend]) if backend else nullcontext()
-        with sla_as_defined(self.pipe, self.config.sla_topk), exactly:
-            yield
+    return make_clip
 
-    def sample(
+
+def _calling(pipe: VideoPipeline, make: Make, seed: int) -> _MakeClip:
+    """Return the function that makes video i with a function of the caller."""
+
+    def make_clip(i: int, on_step: OnStep) -> StoredClip:
+        with torch.no_grad(), Meter(pipe._execution_device) as meter:
+            frames = torch.as_tensor(make(seed + i))
+        if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
+            raise SamplingError(
+                "the result of make(seed)",
+                expected="frames [F, H, W, 3] in 0..1, as a tensor or an array of numpy",
+                got=f"{tuple(frames.shape)} in {frames.dtype}",
+                remedy='Call the pipeline with output_type="np", and return its .frames[0]',
+            )
+        on_step(1, 1)
+        return StoredClip(
+            frames=frames.to("cpu", torch.float32),
+            seconds=meter.seconds,
+            peak_bytes=meter.peak_bytes,
+        )
+
+    return make_clip
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """The videos of a comparison that are not measured yet, made run by run.
+
+    Attributes:
+        store: Where they are kept.
+        keys: The names of all prompts there.
+        missing: The numbers of those that are not measured.
+        make_clip: Makes a video.
+        steps: Steps of a video.
+        device: The pipeline's.
+        progress: As for `compare`.
+    """
+
+    store: Store
+    keys: Sequence[str]
+    missing: Sequence[int]
+    make_clip: _MakeClip
+    steps: int
+    device: torch.device
+    progress: Progress
+
+    def run(
         self,
-        variant: Variant,
-        model: AbstractContextManager[PatchReport | BackendCalls | None],
+        run: Run,
+        model: AbstractContextManager[_Watched],
         *,
-        warm: bool = True,
+        first_call: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Generate the missing samples, each process its share. The first call is timed
-        separately and discarded.
+        """Make the videos of one run that are not there.
 
         Args:
-            variant: The name of the pass.
-            model: Entered for the pass; yields the report of a patched model, or the calls of a
-                backend.
-            warm: False leaves the first call and runs/VARIANT.json out.
+            run: The name of the run.
+            model: Entered for the run; yields what watches the blocks of the judged model.
+            first_call: Entered for a first call, which is timed separately and discarded. Without
+                it there is none, and no runs/RUN.json.
         """
-        shared, store, steps = self.processes, self.store, self.settings.steps
-        missing = shared.broadcast(
-            lambda: [i for i, key in enumerate(self.keys) if not store.has_sample(key, variant)]
-        )
-        total = len(self.keys) * steps
-        done = total - len(missing) * steps
-        self.progress(variant, done, total)
+        missing = [i for i in self.missing if not self.store.has_clip(self.keys[i], run)]
+        total = len(self.keys) * self.steps
+        done = total - len(missing) * self.steps
+        self.progress(run, done, total)
         if not missing:
             return
-        mine = shared.share(missing)
-        for i in mine if self.make is None else ():  # outside the model: the encoder is the same
-            self.embed(i)
         with model as watched:
-            report = watched if isinstance(watched, PatchReport) else None
-            began, reported = time.perf_counter(), variant != "baseline" or not shared.first
+            note: dict[str, Any] = {"table": "", "report": {}}
+            if first_call is not None:
+                estimate = self._estimate() if run == "baseline" else _ignore
+                with first_call:
+                    note["first_call_seconds"] = self.make_clip(missing[0], estimate).seconds
+            for i in missing:
+                clip = self._clip(run, i, done, watched)
+                done += self.steps
+                if isinstance(watched, PatchReport):
+                    note |= {"table": str(watched), "report": watched.as_dict()}
+                if first_call is not None:
+                    self.store.write_json(f"runs/{run}.json", note)
+                self.store.save_clip(self.keys[i], run, clip)
+        self.progress(run, total, total)
 
-            def estimate(step: int, _: int) -> None:
-                if step == 1 and not reported:
-                    self.progress(self.estimated(time.perf_counter() - began), 0, 0)
+    def _clip(self, run: Run, i: int, done: int, watched: _Watched) -> StoredClip:
+        """Make a video, and note how the blocks ran in each step."""
+        forms: list[dict[str, str]] = []
 
-            first = self._generate(mine[0], estimate).seconds if mine and warm else None
-            for start in range(0, len(missing), shared.ranks.world):
-                now = missing[start : start + shared.ranks.world]
-                sample = None
-                if shared.ranks.rank < len(now):
+        def on_step(step: int, steps: int) -> None:
+            if watched is not None:
+                # A VAE has no form that was asked for.
+                ran = watched.forms().items()
+                forms.append({name: form for name, form in ran if not name.startswith("vae.")})
+                if step < steps:  # The report shows how the last step ran.
+                    watched.forget()
+            self.progress(run, done + step, len(self.keys) * self.steps)
 
-                    def on_step(step: int, _: int, at: int = done, n: int = len(now)) -> None:
-                        self.progress(variant, at + n * step, total)
+        if watched is not None:
+            watched.forget()
+        clip = replace(self.make_clip(i, on_step), forms=forms)
+        if run == "baseline" and not _is_finite(clip.frames):
+            raise SamplingError(
+                "the unpatched model gave NaN or infinity",
+                got=self.keys[i],
+                remedy="Check the model's dtype and weights: there is nothing to compare with",
+            )
+        if not len(clip.frames):
+            baseline = self.store.load_clip(self.keys[i], "baseline").frames
+            clip = replace(clip, frames=torch.full_like(baseline, torch.nan))
+        return clip
 
-                    sample = self._generate(now[shared.ranks.rank], on_step, watched)
-                done += len(now) * steps
-                came = shared.gather((sample, str(report or "")))
-                if came and warm:
-                    note = {
-                        "table": "\n\n".join(dict.fromkeys(table for _, table in came)),
-                        "report": report.as_dict() if report else {},
-                        "first_call_seconds": first,
-                    }
-                    store.write_json(f"runs/{variant}.json", note)
-                for i, (one, _) in zip(now, came, strict=False):
-                    assert one is not None
-                    if variant == "baseline" and not one.latents.isfinite().all():
-                        raise SamplingError(
-                            "the unpatched model gave NaN or infinite latents",
-                            got=f"seed {self.seed + i}, {self.keys[i]}",
-                            remedy="Check the model's dtype and weights: there is nothing to "
-                            "compare with",
-                        )
-                    store.save_sample(self.keys[i], variant, one)
-        self.progress(variant, total, total)
+    def _estimate(self) -> OnStep:
+        """Return the function that says, once a step is done, how long all will take if every
+        step takes as long, and what will be written."""
+        times = [time.perf_counter()]
 
-    def estimated(self, seconds: float) -> str:
-        """Return how long all will take if every step takes as long as the first, and what will be
-        written."""
-        count, steps = 3 * len(self.keys), self.settings.steps
-        left = timedelta(seconds=round(seconds * count * steps / self.processes.ranks.world))
-        device = self.pipe._execution_device
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
-        return (
-            f"The first step took {seconds:.2g} s{memory}. "
-            f"{count} videos of {steps} steps take {left} at this pace; decoding them comes after "
-            f"that. {self.store.out} gets report.html, report.md, metrics.json and a folder of "
-            "videos for each prompt."
-        )
+        def on_step(step: int, steps: int) -> None:
+            times.append(time.perf_counter())
+            if step != min(2, steps):  # The prompt is encoded before the first step.
+                return
+            count, seconds = 3 * len(self.keys), times[-1] - times[-2]
+            left = timedelta(seconds=round(seconds * count * self.steps))
+            cuda = self.device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
+            memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
+            self.progress(
+                f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
+                f"{left} at this pace, and decoding is added to that. {self.store.out} gets "
+                "report.html, report.md, metrics.json and a folder of videos for each prompt.",
+                0,
+                0,
+            )
 
-    def _generate(
-        self, i: int, on_step: OnStep | None = None, watched: Watched | None = None
-    ) -> Sample:
-        if self.make is not None:
-            made = sample_by(self.make, self.seed + i, self.pipe._execution_device, watched)
-            if on_step is not None:
-                on_step(1, 1)
-            return made
-        return sample_latents(
-            self.pipe,
-            self.encoded(i),
-            seed=self.seed + i,
-            settings=self.settings,
-            keep_trajectory=True,
-            on_step=on_step,
-            watched=watched,
-        )
+        return on_step
 
-    def sample_control(self) -> str:
-        """Sample under the first exact backend that differs from the baseline; return its name."""
-        known = self.processes.broadcast(lambda: self.store.read_json("runs/control.json"))
-        refused = []
-        for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
-            why = "" if known else self.processes.broadcast(partial(self._refuses, name))
-            if not why:
-                self.sample("control", self.unpatched(name), warm=False)
-                return str(name)
-            refused.append(f"{name} {why}")
-        raise SamplingError(
-            "no exact attention backend differs from the one the model uses",
-            got="; ".join(refused),
-            remedy="Compare in bf16, and without a diffusers attention backend set on the model",
-        )
 
-    def _refuses(self, name: str) -> str:
-        """Return why a backend cannot be the control, empty if it can. Keep the sample then."""
-        if self.make is None:
-            self.embed(0)
+def _run_control(passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]) -> str:
+    """Run the control under the first exact backend that differs from the baseline; return its
+    name."""
+    store = passes.store
+    known = store.read_json("runs/control.json")
+    if known is None:
+        known = {"backend": _choose_control(passes, unpatched)}
+        store.write_json("runs/control.json", known)
+    backend = str(known["backend"])
+    passes.run("control", unpatched(backend))
+    return backend
+
+
+def _choose_control(
+    passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]
+) -> str:
+    """Choose the backend with the first video that is missing, and keep this video."""
+    i, refused = min(passes.missing, default=0), []
+    key = passes.keys[i]
+    baseline = passes.store.load_clip(key, "baseline").frames
+    for name in candidates(passes.device):
         try:
-            with self.unpatched(name):
-                sample = self._generate(0)
+            with unpatched(name):
+                clip = passes.make_clip(i, _ignore)
         except torch.OutOfMemoryError:
-            return "runs out of memory"
+            refused.append(f"{name} runs out of memory")
+            continue
         except RuntimeError as error:
-            # torch's words on a GPU and on a CPU. A fault of the device speaks of kernels, too.
+            # torch's messages on a GPU and on a CPU. A fault of the device speaks of kernels, too.
             if not any(w in str(error) for w in ("No available kernel", "No viable backend")):
                 raise
-            return "cannot run this model"
-        if not sample.latents.isfinite().all():
-            return "gives NaN or infinity"
-        if torch.equal(sample.latents, self.store.load_sample(self.keys[0], "baseline").latents):
-            return "is bit-equal to the baseline"
-        self.store.save_sample(self.keys[0], "control", sample)
-        self.store.write_json("runs/control.json", {"backend": name})
-        return ""
-
-    def network(self, wanted: bool | None) -> tuple[NetworkNumber | None, str]:
-        """Return the network number, measured once; or None and why, "" if it was left out on
-        request."""
-        if wanted is False:
-            return None, ""
-        known = self.store.read_json("runs/network.json")
-        if known:
-            return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
-        if why := why_no_network(self.pipe):
-            return None, why
-        clean = self.store.load_sample(self.keys[0], "baseline").latents
-        try:
-            number = measure_network(
-                self.pipe, self.encoded(0), clean, self.settings, self.config,
-                attention_backend=self.attention_backend,
-                progress=partial(self.progress, "network"),
-            )  # fmt: skip
-        except torch.OutOfMemoryError:
-            return None, "one call of it in fp32 does not fit the device's memory"
-        if number.unpatched == 0:
-            return None, "unpatched it has no error: it runs in fp32"
-        self.store.write_json("runs/network.json", asdict(number))
-        return number, ""
-
-    def fusion(self) -> float | None:
-        """Return the change by fusing alone for the model's heads; None where our kernels do not
-        run the attention."""
-        if self.attention_backend is not None or self.config.attention == "sage":
-            return None
-        shape = network_of(self.pipe).config
-        heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
-        device = self.pipe._execution_device
-        return fusion_number(self.config, device, heads=heads, head_dim=head_dim)
-
-    def concluded(
-        self, network_number: bool | None, observer: Observer | None, control: str, command: str
-    ) -> Comparison:
-        """Measure, judge and write the report, when all samples are there."""
-        if self.make is not None:
-            shape = self.store.load_sample(self.keys[0], "baseline").latents.shape
-            sizes = dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
-            self.settings = replace(self.settings, **sizes)
-        network, why = self.network(network_number)
-        fusion = self.fusion()
-        results = []
-        for i, key in enumerate(self.keys):
-            self.progress("videos", i, len(self.keys))
-            known = PromptResult.finished(self.store, key)
-            results.append(known or self._finish(i, observer))
-        self.progress("videos", len(self.keys), len(self.keys))
-        judgement = judge(
-            [one.patched for one in results],
-            [one.control for one in results if one.control],
-            network_ratio=network.ratio if network else None,
-            fusion=fusion,
-            missing=[f"the network number ({why})"] if why else [],
-            ran=self.ran(),
-        )
-        patch = self.store.read_json("runs/patched.json") or {}
-        comparison = Comparison(
-            judgement=judgement,
-            results=tuple(results),
-            network=network,
-            fusion=fusion,
-            truth=self.truth(results, judgement) if network else None,
-            attention_backend=self.attention_backend,
-            control_backend=control,
-            baseline=_baseline(self.pipe, self.config),
-            patch_report=patch.get("table")
-            or f"nothing: the unpatched model, attention backend {self.attention_backend}",
-            patch=patch.get("report", {}),
-            times={variant: self.times(variant) for variant in get_args(Variant)},
-            settings=self.settings,
-            identity=self.identity,
-            command=command,
-            out=self.store.out,
-        )
-        write_report(comparison)
-        return comparison
-
-    def truth(self, results: Sequence[PromptResult], judgement: Verdict) -> Truth | None:
-        """Measure the farthest video against that of the network in fp32, if videos miss a limit,
-        few steps make it cheap and it fits into memory."""
-        far = [one for one in judgement.checks if one.name in (MEDIAN, WORST) and not one.passed]
-        cheap = self.settings.steps <= TRUTH_STEPS and not why_no_network(self.pipe)
-        if not far or not cheap:
-            return None
-        i = min(range(len(results)), key=lambda i: results[i].patched.worst_psnr)
-        key = self.keys[i]
-        known = self.store.read_json("runs/truth.json")
-        if known and known["key"] == key:
-            return Truth(**known)
-        try:
-            with self.unpatched(), in_fp32(networks_of(self.pipe).values()):
-                exact = self._generate(i, partial(self.progress, "truth")).latents
-        except torch.OutOfMemoryError:
-            return None
-        latents = {one: self.store.load_sample(key, one).latents for one in get_args(Variant)}
-        frames = self._decode(latents | {"truth": exact})
-        found = Truth(key, results[i].prompt, **{
-            one: frame_drift(frames[one], frames["truth"]).worst_psnr for one in latents
-        })  # fmt: skip
-        self.store.write_json("runs/truth.json", asdict(found))
-        return found
-
-    def ran(self) -> Ran | None:
-        """Return in which form the blocks of the judged model ran; None if nobody counted."""
-        videos = [self.store.load_sample(key, "patched").forms for key in self.keys]
-        auto = self.config.attention == "auto" or self.attention_backend
-        asked = f"{'int8' if auto else self.config.attention} attention"
-        asked += " and int8 Linears" if self.config.linear != "as-is" else ""
-        part = ["length"] if self.attention_backend is None else []
-        part += ["wide-values"] if self.config.pv == "auto" else []
-        return Ran.of(asked, part, videos)
-
-    def _finish(self, i: int, observer: Observer | None) -> PromptResult:
-        """Decode the three variants, measure, and write videos and sheet; the record comes last
-        and marks the end."""
-        key, prompt, fps = self.keys[i], self.sources[i].prompt, self.settings.fps
-        samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
-        with Meter(self.pipe._execution_device) as meter:
-            frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        runs = {}
-        for name in ("patched", "control"):
-            far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
-            # Nobody has seen the latents of a video that the caller made.
-            runs[name] = far if self.make is None else replace(far, latents=math.nan)
-        folder = self.store.folder(key)
-        found, shown = show(frames, runs, folder, fps)
-        write_mp4(shown["baseline"], folder / "baseline.mp4", fps)
-        write_mp4(shown["patched"], folder / "patched.mp4", fps)
-        write_mp4(shown["patched difference"], folder / "difference.mp4", fps)
-        seen = None
-        if observer is not None:
-            seen = {name: observer.sees(frames[name]) for name in ("baseline", "patched")}
-            seen["asked"] = observer.asks(prompt)
-        result = PromptResult(
-            key=key,
-            prompt=prompt,
-            seed=self.seed + i,
-            fps=fps,
-            decode_seconds=meter.seconds / len(samples),
-            seen=seen,
-            **found,
-        )
-        self.store.write_json(f"prompts/{key}/record.json", result.as_dict())
-        return result
-
-    def _decode(self, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the frames [F, H, W, 3] of each variant, those of the patched one by a patched
-        VAE.
-
-        On a CPU together, which takes a third of the time, because torch has a fast convolution
-        for batches only; elsewhere one after the other, which takes a third of the memory.
-        """
-        if self.make is not None:
-            return latents
-        others = {name: one for name, one in latents.items() if name != "patched"}
-        with judged_vae(self.pipe, self.config, self.attention_backend):
-            frames = {"patched": decode_latents(self.pipe, latents["patched"])[0]}
-        if self.pipe._execution_device.type == "cpu":
-            together = decode_latents(self.pipe, torch.cat(list(others.values())))
-            return frames | dict(zip(others, together, strict=True))
-        return frames | {name: decode_latents(self.pipe, one)[0] for name, one in others.items()}
-
-    def times(self, variant: Variant) -> dict[str, float | None]:
-        """Return seconds of the first call and of the median one, and peak memory."""
-        samples = [self.store.load_sample(key, variant) for key in self.keys]
-        note = self.store.read_json(f"runs/{variant}.json") or {}
-        return {
-            "first_call_seconds": note.get("first_call_seconds"),
-            "median_seconds": statistics.median(s.seconds for s in samples),
-            "peak_bytes": max((s.peak_bytes for s in samples if s.peak_bytes), default=None),
-        }
+            refused.append(f"{name} cannot run this model")
+            continue
+        if not _is_finite(clip.frames):
+            refused.append(f"{name} gives NaN or infinity")
+        elif torch.equal(clip.frames, baseline):
+            refused.append(f"{name} is bit-equal to the baseline")
+        else:
+            passes.store.save_clip(key, "control", clip)
+            return name
+    raise SamplingError(
+        "no exact attention backend differs from the one the model uses",
+        got="; ".join(refused),
+        remedy="Compare in bf16, and without a diffusers attention backend set on the model",
+    )
 
 
-def _given_frames(overrides: Mapping[str, object], **left_out: object) -> GivenFrames:
-    """Return the settings of a comparison with `make`.
+@contextmanager
+def _unpatched(
+    pipe: VideoPipeline, config: PatchConfig, backend: str | None = None
+) -> Iterator[None]:
+    """Run the authors' attention, or SLA's definition where it holds a proj_l; exactly on one of
+    `_BACKENDS` if it is named."""
+    exactly = _on_backend(pipe, _BACKENDS[backend]) if backend else nullcontext()
+    with sla_as_defined(pipe, config.sla_topk), exactly:
+        yield
 
-    Raises:
-        ConfigError: Others are given than the frames a second.
-    """
-    wrong = sorted({*overrides} - {"fps"}) + [name for name, x in left_out.items() if x]
-    if wrong:
-        raise ConfigError(
-            "compare with make",
-            expected="no setting but fps, no image and no network number",
-            got=", ".join(wrong),
-            remedy="Give them to the pipeline inside of make",
-        )
-    return GivenFrames(**overrides)  # type: ignore[arg-type]
+
+@contextmanager
+def _on_backend(pipe: VideoPipeline, backend: SDPBackend) -> Iterator[None]:
+    """Compute the attentions of the networks on one backend of torch; those of text encoders and
+    of the VAE run as they do for the baseline."""
+    with ExitStack() as undo:
+        exactly = undo.enter_context(ExitStack())
+
+        def enter(*_: object) -> None:
+            exactly.enter_context(sdpa_kernel(backend))
+
+        def leave(*_: object) -> None:
+            exactly.close()
+
+        for network in networks_of(pipe).values():
+            undo.enter_context(network.register_forward_pre_hook(enter))
+            undo.enter_context(network.register_forward_hook(leave, always_call=True))
+        yield
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
@@ -819,21 +493,117 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     return ("math", "flash") if device.type == "cpu" else ("flash", "efficient", "cudnn", "math")
 
 
+def _ignore(step: int, steps: int) -> None:
+    """Do nothing after a step."""
+
+
+def _is_finite(frames: torch.Tensor) -> bool:
+    """Return True if there are frames without NaN and infinity."""
+    return len(frames) > 0 and bool(frames.isfinite().all())
+
+
+def _network(
+    passes: _Passes,
+    calls: CapturedCalls,
+    pipe: VideoPipeline,
+    config: PatchConfig,
+    attention_backend: str | None,
+) -> tuple[NetworkNumber | None, str]:
+    """Return the network number, measured once; or None and why."""
+    if known := passes.store.read_json(_NETWORK):
+        return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
+    if why := why_no_network(pipe):
+        return None, why
+    if not any(calls.kept.values()):  # An earlier run has made the baseline.
+        with _unpatched(pipe, config), calls:
+            passes.make_clip(0, _ignore)
+    kept = {network: inputs for network, inputs in calls.kept.items() if inputs}
+    if not kept:
+        return None, "the videos were made without a call of it"
+    show = partial(passes.progress, "network")
+    try:
+        number = networks_number(kept, config, attention_backend=attention_backend, progress=show)
+    except torch.OutOfMemoryError:
+        return None, "one call of it in fp32 does not fit the device's memory"
+    if number.unpatched == 0:
+        return None, "unpatched it has no error: it runs in fp32"
+    passes.store.write_json(_NETWORK, asdict(number))
+    return number, ""
+
+
 def why_no_network(pipe: VideoPipeline) -> str:
     """Return why the network number cannot be measured, or "".
 
     Its truth is the network in fp32, upcast one block at a time, so its size is no reason; weights
     that are elsewhere while it does not run are one.
     """
-    if pipe.transformer is None:
-        return "a pipeline without a high-noise transformer"
-    return "an offloaded transformer" if any(map(_offloads, pipe.transformer.modules())) else ""
+    modules = (module for network in networks_of(pipe).values() for module in network.modules())
+    return "an offloaded transformer" if any(map(_offloads, modules)) else ""
 
 
 def _offloads(module: torch.nn.Module) -> bool:
     """Return True if a hook of accelerate's or diffusers' keeps a module's weights elsewhere."""
     hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
     return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
+
+
+def _fusion(
+    pipe: VideoPipeline, config: PatchConfig, attention_backend: str | None
+) -> float | None:
+    """Return the change by fusing alone for the model's heads; None where our kernels do not run
+    the attention."""
+    if attention_backend is not None or config.attention == "sage":
+        return None
+    shape = network_of(pipe).config
+    return fusion_number(
+        config,
+        pipe._execution_device,
+        heads=shape.num_attention_heads,
+        head_dim=shape.attention_head_dim,
+    )
+
+
+def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
+    """Measure a clip; the record marks the end."""
+    runs = {run: store.load_clip(key, run) for run in RUNS}
+    clip = measure(
+        store,
+        {run: stored.frames for run, stored in runs.items()},
+        fps,
+        single_videos=True,
+        key=key,
+        prompt=prompt,
+        seed=seed,
+        runs={run: stored.note for run, stored in runs.items()},
+    )
+    clip.record(store, digest)
+    return clip
+
+
+def _times(store: Store, results: Sequence[Clip], run: Run) -> dict[str, float | None]:
+    """Return seconds of the first call, of the median one and of the median decoding, and peak
+    memory."""
+    notes = [clip.runs[run] for clip in results]
+    return {
+        "first_call_seconds": (store.read_json(f"runs/{run}.json") or {}).get(
+            "first_call_seconds"
+        ),
+        "median_seconds": statistics.median(note["seconds"] for note in notes),
+        "decode_seconds": statistics.median(note["decode_seconds"] for note in notes),
+        "peak_bytes": max((n["peak_bytes"] for n in notes if n["peak_bytes"]), default=None),
+    }
+
+
+def _ran(
+    results: Sequence[Clip], config: PatchConfig, attention_backend: str | None
+) -> Ran | None:
+    """Return in which form the blocks of the judged model ran; None if nobody counted."""
+    auto = config.attention == "auto" or attention_backend
+    asked = f"{'int8' if auto else config.attention} attention"
+    asked += " and int8 Linears" if config.linear != "as-is" else ""
+    part = ["length"] if attention_backend is None else []
+    part += ["wide-values"] if config.pv == "auto" else []
+    return Ran.of(asked, part, [clip.runs["patched"]["forms"] for clip in results])
 
 
 def _baseline(pipe: VideoPipeline, config: PatchConfig) -> str:
@@ -848,7 +618,7 @@ def _baseline(pipe: VideoPipeline, config: PatchConfig) -> str:
 
 
 def identify(
-    pipe: VideoPipeline, settings: Settings | GivenFrames, config: PatchConfig
+    pipe: VideoPipeline, settings: Mapping[str, object], config: PatchConfig
 ) -> dict[str, Any]:
     """Return everything but prompts and seeds that decides what is generated."""
     return {
@@ -856,7 +626,7 @@ def identify(
         "weights": " ".join(map(_weights, networks_of(pipe).values())),
         "dtype": str(network_of(pipe).dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
-        "settings": settings.as_dict(),
+        "settings": dict(settings),
         "config": asdict(config),
         "versions": versions(),
         "code": code_digest(),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
-from turbo_rcm_patch.patching import PatchReport, find_pairs, patched, sla_as_defined
-from turbo_rcm_patch.patching.find import VAE, execution_device, parts_of
+from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
+from turbo_rcm_patch.patching.find import execution_device
 from turbo_rcm_patch.video.pipelines import networks_of
 
 
@@ -29,17 +29,17 @@ class BackendCalls(list[str]):
         super().__init__()
         self._blocks = blocks
 
-    def counted(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of the backend, which counts its calls by the rule of `sageattn`. A
         cross-attention, over a prompt, is not counted: it is exact in a patched model too."""
 
         def call(query: torch.Tensor, key: torch.Tensor, **inputs: Any) -> Any:
             if (n := query.shape[1]) == key.shape[1]:
-                one = resolved(AttentionSpec(heads=1, attention="auto"), query.device, n, n)
-                int8 = n >= INT8_MIN_KEYS and one.attention == "int8"
+                spec = resolved(AttentionSpec(heads=1, attention="auto"), query.device, n, n)
+                int8 = n >= INT8_MIN_KEYS and spec.attention == "int8"
                 masked = inputs.get("attn_mask") is not None
                 self.append("mask" if masked else "asked" if int8 else "length")
-            return own(query=query, key=key, **inputs)
+            return original(query=query, key=key, **inputs)
 
         return call
 
@@ -79,17 +79,6 @@ def judged(
         return
     with sla_as_defined(model, config.sla_topk), _on_backend(model, attention_backend) as calls:
         yield calls
-
-
-def judged_vae(
-    pipe: Any, config: PatchConfig, attention_backend: str | None
-) -> AbstractContextManager[object]:
-    """Patch the VAE of a pipeline as `judged` patches the pipeline, for a video to be decoded."""
-    vae = parts_of(pipe).get(VAE)
-    if vae is None or not config.vae or attention_backend is not None:
-        return nullcontext()
-    fused = find_pairs(vae).fused
-    return patched(vae, replace(config, linear="as-is")) if fused else nullcontext()
 
 
 def check_judged(model: object, config: PatchConfig, attention_backend: str | None) -> None:
@@ -162,9 +151,9 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
         calls = None
         if name == BACKEND:
             member, calls = registry._active_backend, BackendCalls(networks[0].config.num_layers)
-            own = registry._backends[member]
-            undo.callback(registry._backends.__setitem__, member, own)
-            registry._backends[member] = calls.counted(own)
+            original = registry._backends[member]
+            undo.callback(registry._backends.__setitem__, member, original)
+            registry._backends[member] = calls.counted(original)
         yield calls
 
 

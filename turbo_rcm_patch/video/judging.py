@@ -6,12 +6,12 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -28,13 +28,14 @@ from turbo_rcm_patch.errors import (
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, Outcome, show
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, versions
-from turbo_rcm_patch.video.measures import SSIM_SIDE, frame_drift, latent_drift
-from turbo_rcm_patch.video.report import shown_command, without_places, write_report
+from turbo_rcm_patch.video.measures import SSIM_SIDE
+from turbo_rcm_patch.video.report import without_places, write_report
+from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
-from turbo_rcm_patch.video.verdict import agreement, interval, judge
+from turbo_rcm_patch.video.verdict import agreement, judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
     MOST_VALUES,
@@ -142,10 +143,10 @@ def _safetensor(path: Path) -> tuple[str, torch.Tensor]:
 
 
 def _archived(path: Path) -> tuple[str, torch.Tensor]:
-    found = read_archive(path)
-    if not isinstance(found, Mapping):
-        found = {"": found}
-    tensors = {str(name): x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    archive = read_archive(path)
+    if not isinstance(archive, Mapping):
+        archive = {"": archive}
+    tensors = {str(name): x for name, x in archive.items() if isinstance(x, torch.Tensor)}
     name = _chosen(list(tensors), path)
     return name, tensors[name]
 
@@ -158,21 +159,21 @@ def _chosen(names: list[str], path: Path) -> str:
     return known[0]
 
 
-def _media(name: str, found: torch.Tensor, path: Path) -> Media:
-    plain = found.layout == torch.strided and not (found.is_quantized or found.is_meta)
-    if not plain or not (found.is_floating_point() or found.dtype == torch.uint8):
-        got = f"{found.layout}, {found.dtype}"
+def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
+    plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
+    if not plain or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        got = f"{tensor.layout}, {tensor.dtype}"
         raise _wrong(path, "a dense tensor of uint8 or floats", got)
-    _check_size(found.numel(), path)  # Of a tensor with strides of 0 the file shows little.
-    clip = found.detach()
+    _check_size(tensor.numel(), path)  # Of a tensor with strides of 0 the file shows little.
+    clip = tensor.detach()
     clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
     if clip.ndim != 4:
-        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(found.shape))
+        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
     axis = next((i for i in (3, 1, 0) if clip.shape[i] == 3), None)
     if name == "latents" or axis is None and clip.is_floating_point():
         return Media(clip.float(), latents=True)
     if axis is None:
-        raise _wrong(path, "a dimension of 3 colours", list(found.shape))
+        raise _wrong(path, "a dimension of 3 colours", list(tensor.shape))
     frames = clip.movedim(axis, 3).float() / (255 if clip.dtype == torch.uint8 else 1)
     low, high = map(float, frames.nan_to_num(0.5).aminmax())
     if not 0 <= low <= high <= 1:
@@ -194,94 +195,21 @@ def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
     folder = folder.expanduser()
     if folder.is_file():
         return {"clip": [folder]}
-    found: dict[str, list[Path]] = {}
+    clips: dict[str, list[Path]] = {}
     try:
-        for one in sorted(folder.iterdir()):
-            frames = one.is_dir() and any(map(_is_png, one.iterdir()))
-            known = not one.is_dir() and one.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
-            if not one.name.startswith(".") and (frames or known):
-                str(one).encode()  # into the report
-                found.setdefault(one.name if frames else one.stem, []).append(one)
+        for entry in sorted(folder.iterdir()):
+            frames = entry.is_dir() and any(map(_is_png, entry.iterdir()))
+            known = not entry.is_dir() and entry.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
+            if not entry.name.startswith(".") and (frames or known):
+                str(entry).encode()  # into the report
+                clips.setdefault(entry.name if frames else entry.stem, []).append(entry)
     except (OSError, UnicodeEncodeError) as error:
         what, expected = f"{option} {folder}", "a folder of clips with names in UTF-8, or a clip"
         raise SamplingError(what, expected=expected, got=ascii(str(error))) from error
-    if not found:
+    if not clips:
         expected = f"files {', '.join((*VIDEO_ENDINGS, *_TENSORS))}, or folders of .png"
         raise SamplingError(f"{option} {folder} has no clip", expected=expected)
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged(Outcome):
-    """The verdict on videos that others have made.
-
-    Attributes:
-        refused: Name of each clip that could not be judged -> why.
-        agreement: See `verdict.agreement`.
-        places: "baseline", "candidate" and "control" -> the folder, without those it lies in.
-        versions: Of the packages.
-    """
-
-    refused: dict[str, str]
-    agreement: float | None
-    places: dict[str, str]
-    versions: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """The word for what was judged."""
-        return "candidate"
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Where the videos came from, without the folders of this machine."""
-        facts = {"command": shown_command(self.command) or "called from Python", **self.places}
-        facts["clips"] = self.sizes
-        facts["versions"] = ", ".join(f"{name} {one}" for name, one in self.versions.items())
-        return facts
-
-    @property
-    def sizes(self) -> str:
-        """The lengths and sizes of the clips, in words."""
-        every = {
-            f"{len(one.patched.frame_psnr)} frames of {one.width} × {one.height}, {one.fps:g} fps"
-            for one in self.results
-        }
-        several = f"clips of {len(every)} lengths, sizes or frame rates"
-        return "latents" if self.latents else every.pop() if len(every) == 1 else several
-
-    @property
-    def chips(self) -> list[str]:
-        """The most important facts, in a few words each."""
-        names = [f"{name}: {place}" for name, place in self.places.items()]
-        return [*names, f"{len(self.results)} clip{'s' * (len(self.results) > 1)}", self.sizes]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the contents of metrics.json."""
-        runs = {"patched": [one.patched.psnr for one in self.results]}
-        runs["control"] = [one.control.psnr for one in self.results if one.control]
-        kept = ("verdict", "agreement", "latents", "refused", "places", "versions", "command")
-        return {
-            "schema": 1,
-            **{name: getattr(self, name) for name in kept},
-            "checks": self.judgement.numbers,
-            "missing": self.judgement.missing,
-            "median_interval": {name: interval(v) for name, v in runs.items()},
-            "clips": [one.as_dict() for one in self.results],
-        }
-
-    def __str__(self) -> str:
-        lines = [f"verdict: {self.verdict}"]
-        if self.agreement is not None:
-            lines += [f"  the same word in {self.agreement:.0%} of resamples of the clips"]
-        lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
-        lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
-        unit = "SNR" if self.latents else "PSNR"
-        for one in self.results:
-            control = f", control {one.control.psnr:.1f}" if one.control else ""
-            lines += [f"  {one.prompt}: {unit} {one.patched.psnr:.1f} dB{control}"]
-        lines += [f"could not be judged: {why}" for why in self.refused.values()]
-        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
+    return clips
 
 
 def judge_folders(
@@ -317,58 +245,85 @@ def judge_folders(
     require("report", "judge")
     if not 1 <= fps <= 240:
         raise ConfigError("fps", expected="from 1 to 240", got=f"{fps:g}")
-    given = {"baseline": baseline, "candidate": candidate}
-    given |= {"control": control} if control is not None else {}
-    found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
+    places = {"baseline": baseline, "candidate": candidate}
+    places |= {"control": control} if control is not None else {}
+    clips = {name: clips_in(Path(place), f"--{name}") for name, place in places.items()}
     check_out(out, fresh=fresh)
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
     with lock_folder(out):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
-        identity |= {name: _of_place(Path(given[name])) for name in ("baseline", "candidate")}
+        identity |= {name: _of_place(Path(places[name])) for name in ("baseline", "candidate")}
         store = Store(out, identity, fresh=fresh)
-        names = list(dict.fromkeys(name for clips in found.values() for name in clips))
-        began, measured = time.perf_counter(), 0
+        names = list(dict.fromkeys(name for named in clips.values() for name in named))
+        began, measured_clips = time.perf_counter(), 0
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
-                paths = _paired(name, found)
+                paths = _paired(name, clips)
                 inputs = {which: _digest(path) for which, path in paths.items()}
-                inputs["flip"] = str(find_spec("flip_evaluator") is not None)
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measured(store, name, paths, inputs, fps)
-                if results and (clip.height == 0) != (results[0].height == 0):
+                clip = kept or _measure(store, name, paths, inputs, fps)
+                if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
                     raise _wrong(paths["candidate"], expected, "the other")
                 results.append(clip)
-                measured += kept is None
-                if kept is None and measured == 1:
+                measured_clips += kept is None
+                if kept is None and measured_clips == 1:
                     seconds = time.perf_counter() - began
                     left = timedelta(seconds=round(seconds * (len(names) - done - 1)))
-                    words = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
-                    progress(words, 0, 0)
+                    text = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
+                    progress(text, 0, 0)
         progress("judge", len(names), len(names))
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
-        latents = results[0].height == 0
-        patched = [one.patched for one in results]
-        controls = [one.control for one in results if one.control] or None
-        judgement = judge(patched, controls, latents=latents)
-        judged = Judged(
-            judgement=judgement,
-            results=tuple(results),
-            command=command,
-            out=store.out,
-            latents=latents,
-            refused=refused,
-            agreement=agreement(judgement.word, patched, controls, latents=latents),
-            places={k: without_places(str(Path(place).absolute())) for k, place in given.items()},
-            versions=versions(),
-        )
-        write_report(judged)
-    return judged
+        folders = {name: str(Path(place).absolute()) for name, place in places.items()}
+        result = conclude(store, results, command=command, places=folders, refused=refused)
+        write_report(result)
+    return result
+
+
+def conclude(
+    store: Store,
+    results: Sequence[Clip],
+    *,
+    command: str,
+    model: ModelFacts | None = None,
+    places: Mapping[str, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
+    **numbers: Any,
+) -> Judged:
+    """Give the verdict on measured clips.
+
+    Args:
+        store: The folder.
+        results: One entry per clip, at least one.
+        command: The command line, for the report.
+        model: What `compare` knows of the model.
+        places: Where the clips of others came from.
+        refused: Name of each clip that could not be judged -> why.
+        **numbers: What `verdict.judge` takes beside the drifts.
+    """
+    patched = [clip.patched for clip in results]
+    controls = [clip.control for clip in results if clip.control] or None
+    latents = results[0].is_latents
+    judgement = judge(patched, controls, latents=latents, **numbers)
+    same = None
+    if model is None:
+        same = agreement(judgement.word, patched, controls, latents=latents)
+    return Judged(
+        judgement=judgement,
+        results=tuple(results),
+        command=command,
+        out=store.out,
+        versions=versions(),
+        model=model,
+        refused=dict(refused),
+        agreement=same,
+        places={name: without_places(place) for name, place in places.items()},
+    )
 
 
 def _of_place(place: Path) -> str:
@@ -391,13 +346,13 @@ def _refusing(refused: dict[str, str], name: str) -> Iterator[None]:
         refused[name] = f"{error.filename}: {error.strerror}"
 
 
-def _paired(name: str, found: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
+def _paired(name: str, clips: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
-    for which, clips in found.items():
-        files = clips.get(name, [])
+    for which, named in clips.items():
+        files = named.get(name, [])
         if len(files) != 1:
             got = " and ".join(map(str, files)) or "none"
-            there = next(clips[name][0] for clips in found.values() if name in clips)
+            there = next(named[name][0] for named in clips.values() if name in named)
             raise _wrong(there, f"one clip {name!r} in --{which}", got)
         paths[which] = files[0]
     return paths
@@ -412,7 +367,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _measured(
+def _measure(
     store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
 ) -> Clip:
     """Read, measure and show one clip; its record comes last and marks the end."""
@@ -428,17 +383,21 @@ def _measured(
             raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
         if one.fps not in (None, rate):
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
-    frames = {"patched" if k == "candidate" else k: one.values for k, one in media.items()}
-    far = latent_drift if truth.latents else frame_drift
-    runs: dict[str, Any] = {k: far(x, truth.values) for k, x in frames.items() if k != "baseline"}
-    control = runs.get("control")
-    if control is not None and not np.isfinite(control.psnr):
-        got = "a control that " + ("is equal to it" if control.psnr > 0 else "holds NaN")
+    control = media.get("control")
+    key, clips = Store.key(name, 0), {run: clip.values for run, clip in media.items()}
+    clips["patched"] = clips.pop("candidate")
+    if control is not None and not _differs(control.values, truth.values):
+        finite = bool(control.values.isfinite().all())
+        got = "a control that " + ("is equal to it" if finite else "holds NaN")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
-    key = Store.key(name, 0)
-    if not truth.latents:
-        runs, _ = show(frames, runs, store.folder(key), rate, name="candidate")
-    clip = Clip(key=key, prompt=name, fps=rate, **runs)
-    store.write_json(f"prompts/{key}/record.json", clip.as_dict() | {"inputs": dict(inputs)})
+    clip = measure(
+        store, clips, rate, label="candidate", latents=truth.latents, key=key, prompt=name
+    )
+    clip.record(store, inputs)
     return clip
+
+
+def _differs(control: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Return True if a control measures something: it is finite and not equal to the baseline."""
+    return bool(control.isfinite().all()) and not torch.equal(control, truth)

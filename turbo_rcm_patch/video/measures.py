@@ -1,14 +1,15 @@
 """The three numbers of a comparison, from the most visible to the most exact: the distance of two
-videos, the distance of one network call from the truth, and the change by the fusion alone.
+videos, the distance of some network calls from the truth, and the change by the fusion alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final
@@ -22,11 +23,9 @@ from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention.api import attend_and_project
 from turbo_rcm_patch.ops.formats import AttentionInputs, Skip
 from turbo_rcm_patch.patching import sla_as_defined
+from turbo_rcm_patch.patching.find import execution_device
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
-from turbo_rcm_patch.video.generation import Conditioning, OnStep, Sample, recorded_calls
 from turbo_rcm_patch.video.judged import judged
-from turbo_rcm_patch.video.pipelines import VideoPipeline, noised
-from turbo_rcm_patch.video.settings import Settings
 
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
 # use_sample_covariance=False.
@@ -34,10 +33,12 @@ SSIM_SIGMA: Final = 1.5
 SSIM_SIDE: Final = 11
 SSIM_C1: Final = 0.01**2
 SSIM_C2: Final = 0.03**2
-#: Rectified-flow times of the network number: the first, second and last step of the four-step
-#: sampler.
-TIMES: Final = (0.98765, 0.93378, 0.60898)
-SEEDS: Final = (0, 1, 2, 3)
+#: Most calls of a network that are kept of a video, and replayed for the network number.
+CALLS: Final = 4
+#: The keyword arguments of a call of a network.
+Call = Mapping[str, Any]
+#: Called with (steps done, steps in all).
+OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +51,19 @@ class Drift:
         ssim: Mean SSIM over frames.
         frame_psnr: PSNR of each frame.
         frame_ssim: SSIM of each frame.
-        latents: Relative L2 of the final latents.
-        steps: Relative L2 of the latents after each step of the trajectories.
+        latents: Relative L2 of latents, None of frames.
         flicker: See `flicker`.
         vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
-        xpsnr: XPSNR in dB, None if it was not measured; infinite if the frames are equal.
-        flip: Mean FLIP error, 0..1, None if it was not measured (see `filters`).
-        cosine: Cosine between the latents, None if there are none.
+        cosine: Cosine between latents, None of frames.
     """
 
     psnr: float
     ssim: float
     frame_psnr: tuple[float, ...]
     frame_ssim: tuple[float, ...]
-    latents: float = math.nan
-    steps: tuple[float, ...] = ()
+    latents: float | None = None
     flicker: float = math.nan
     vmaf: float | None = None
-    xpsnr: float | None = None
-    flip: float | None = None
     cosine: float | None = None
 
     @property
@@ -97,19 +92,6 @@ class Drift:
             return None if value is None else float(value)
 
         return cls(**{field.name: number(values[field.name]) for field in fields(cls)})
-
-
-def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the PSNR of each frame in dB, for values in 0..1.
-
-    Args:
-        a: Frames [F, H, W, 3], any float dtype.
-        b: The same.
-
-    Returns:
-        [F], fp64; infinite where frames are equal.
-    """
-    return -10.0 * torch.log10(_mse(a, b))
 
 
 def _mse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -161,30 +143,8 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
     return float((value.double() - truth64).norm() / truth64.norm())
 
 
-def drift(
-    frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
-) -> Drift:
-    """Return all distances of a generated video from the one it should equal, except those of
-    other programs (`filters`).
-
-    Args:
-        frames: [F, H, W, 3] in 0..1.
-        sample: The latents they were decoded from.
-        truth_frames: The frames of the other video.
-        truth: Its latents.
-    """
-    of_latents = latent_drift(sample.latents, truth.latents)
-    steps = zip(sample.trajectory, truth.trajectory, strict=True)
-    return replace(
-        frame_drift(frames, truth_frames),
-        latents=of_latents.latents,
-        cosine=of_latents.cosine,
-        steps=tuple(relative_l2(a, b) for a, b in steps),
-    )
-
-
 def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
-    """Return the part of `drift` that frames [F, H, W, 3] in 0..1 alone decide."""
+    """Return the distances of frames [F, H, W, 3] in 0..1, except VMAF, which ffmpeg measures."""
     of_frames, similarity = _mse(frames, truth), ssim(frames, truth)
     mse = float(of_frames.mean())
     return Drift(
@@ -238,11 +198,11 @@ def _check(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NetworkNumber:
-    """Mean errors of one network call against fp32 truth.
+    """Mean errors of network calls against fp32 truth.
 
     Truth is the same network with its weights and inputs upcast to fp32, TF32 off, exact
     attention. Where an attention holds SLA's proj_l, unpatched and truth are SLA as it is defined.
-    Errors are relative L2 of the output, averaged over three timesteps and four seeds.
+    Errors are relative L2 of the output, averaged over the calls.
 
     Attributes:
         unpatched: Of the network as its authors wrote it.
@@ -258,10 +218,48 @@ class NetworkNumber:
         return self.patched / self.unpatched if self.unpatched else math.inf
 
 
-@torch.no_grad()
+class CapturedCalls:
+    """Context manager that keeps up to `CALLS` calls of each network made in its `with` block,
+    spread evenly over a run of unknown length.
+
+    Every n-th call is kept, and n doubles when there are too many.
+
+    Args:
+        networks: The networks.
+
+    Attributes:
+        kept: Network -> the keyword arguments of its calls, their tensors copied to the CPU.
+    """
+
+    def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
+        self.kept: dict[torch.nn.Module, list[Call]] = {network: [] for network in networks}
+        self._seen = dict.fromkeys(self.kept, 0)
+        self._every = dict.fromkeys(self.kept, 1)
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> None:
+        for network in self.kept:
+            hook = network.register_forward_pre_hook(self._keep, with_kwargs=True)
+            self._hooks.enter_context(hook)
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _keep(self, network: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        kept = self.kept[network]
+        if self._seen[network] % self._every[network] == 0:
+            names = inspect.signature(network.forward).parameters
+            call = dict(zip(names, args, strict=False)) | kwargs
+            kept.append(_with_tensors(lambda x: x.detach().to("cpu", copy=True), call))
+            if len(kept) > CALLS:
+                del kept[1::2]
+                self._every[network] *= 2
+        self._seen[network] += 1
+
+
 def network_number(
     transformer: torch.nn.Module,
-    inputs: Sequence[Mapping[str, object]],
+    inputs: Sequence[Call],
     config: PatchConfig | None = None,
     *,
     attention_backend: str | None = None,
@@ -272,69 +270,63 @@ def network_number(
     Args:
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
             one block at a time, so a network of any size needs the memory of one block more.
-        inputs: The keyword arguments of each call, in bf16 or another low precision.
+        inputs: The keyword arguments of each call, in bf16 or another low precision, on any
+            device.
         config: How to patch. The guard decides on the first call, as in a video.
         attention_backend: As for `compare`.
         progress: Called before and after each call of the network with (done, total).
     """
-    config = config or PatchConfig()
-    done, total = itertools.count(), 3 * len(inputs)
-
-    def outputs(calls: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        found = []
-        for call in calls:
-            progress(next(done), total)
-            given = {**call, "return_dict": False}
-            found.append(transformer(**given)[0].float().cpu())
-        return found
-
-    with sla_as_defined(transformer, config.sla_topk):
-        unpatched = outputs(inputs)
-    with judged(transformer, config, attention_backend):
-        changed = outputs(inputs)
-    with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
-        truth = outputs([_fp32(call) for call in inputs])
-    progress(total, total)
-    return NetworkNumber(_mean_error(unpatched, truth), _mean_error(changed, truth))
+    calls = {transformer: inputs}
+    return networks_number(calls, config, attention_backend=attention_backend, progress=progress)
 
 
-def measure_network(
-    pipe: VideoPipeline,
-    conditioning: Conditioning,
-    clean: torch.Tensor,
-    settings: Settings,
-    config: PatchConfig,
+@torch.no_grad()
+def networks_number(
+    calls: Mapping[torch.nn.Module, Sequence[Call]],
+    config: PatchConfig | None = None,
     *,
     attention_backend: str | None = None,
     progress: OnStep = lambda done, total: None,
 ) -> NetworkNumber:
-    """Measure `network_number` of a pipeline's (high-noise) transformer.
+    """Measure the networks of a pipeline, one after the other, as `network_number` does; the
+    errors are averaged over the calls of all."""
+    config = config or PatchConfig()
+    done, total = itertools.count(), 3 * sum(map(len, calls.values()))
 
-    Args:
-        pipe: The pipeline, not offloaded.
-        conditioning: The encoded source of the video. The calls are those of the pipeline.
-        clean: Latents of a video of it, to which four noises are added.
-        settings: Shape of the video.
-        config: How to patch.
-        attention_backend: As for `compare`.
-        progress: Called before and after each call of the network with (done, total).
-    """
-    clean = clean.to(pipe.transformer.device)
-    states = [one for seed in SEEDS for one in noised(pipe, clean, seed, TIMES)]
-    calls = recorded_calls(pipe, conditioning, settings, states)
-    return network_number(
-        pipe.transformer, calls, config, attention_backend=attention_backend, progress=progress
-    )
+    def outputs(network: torch.nn.Module, inputs: Sequence[Call]) -> list[torch.Tensor]:
+        device, results = execution_device(network), []
+        for call in inputs:
+            progress(next(done), total)
+            call = {**_with_tensors(lambda x: x.to(device), call), "return_dict": False}
+            results.append(network(**call)[0].float().cpu())
+        return results
+
+    unpatched: list[float] = []
+    patched: list[float] = []
+    for network, inputs in calls.items():
+        with sla_as_defined(network, config.sla_topk):
+            plain = outputs(network, inputs)
+        with judged(network, config, attention_backend):
+            changed = outputs(network, inputs)
+        with highest_precision(), sla_as_defined(network, config.sla_topk), upcast(network):
+            truth = outputs(network, [_with_tensors(_fp32, call) for call in inputs])
+        unpatched += map(relative_l2, plain, truth)
+        patched += map(relative_l2, changed, truth)
+    progress(total, total)
+    return NetworkNumber(fmean(unpatched), fmean(patched))
 
 
-def _fp32(value: Any) -> Any:
-    """Return a value with fp32 in the place of every floating-point tensor in it."""
+def _with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a value with other tensors in the place of those in it."""
     if isinstance(value, Mapping):
-        return {name: _fp32(one) for name, one in value.items()}
+        return {name: _with_tensors(change, entry) for name, entry in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_fp32, value))
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.float() if floating else value
+        return type(value)(_with_tensors(change, entry) for entry in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 @contextmanager
@@ -383,20 +375,6 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @contextmanager
-def in_fp32(networks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Run networks in fp32, whatever dtype their pipeline gives them."""
-
-    def widened(_: object, inputs: Any, named: Any) -> Any:
-        return _fp32(inputs), _fp32(named)
-
-    with highest_precision(), ExitStack() as undo:
-        for network in networks:
-            undo.enter_context(upcast(network))
-            undo.enter_context(network.register_forward_pre_hook(widened, with_kwargs=True))
-        yield
-
-
-@contextmanager
 def highest_precision() -> Iterator[None]:
     """Switch TF32 off for the length of a `with` block."""
     both: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -405,10 +383,6 @@ def highest_precision() -> Iterator[None]:
             undo.callback(setattr, flags, "allow_tf32", flags.allow_tf32)
             flags.allow_tf32 = False
         yield
-
-
-def _mean_error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    return fmean(map(relative_l2, outputs, truth))
 
 
 @torch.no_grad()

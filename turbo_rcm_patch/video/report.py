@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 from turbo_rcm_patch.files import atomic, write_json, write_text
 from turbo_rcm_patch.video import verdict
-from turbo_rcm_patch.video.filters import FLIP_FRAMES, FLIP_PPD
-from turbo_rcm_patch.video.generation import trajectory_steps
 from turbo_rcm_patch.video.store import to_json
 from turbo_rcm_patch.video.video import PANES, pane_size
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.video.clips import Clip, Outcome
+    from turbo_rcm_patch.video.clips import Clip
     from turbo_rcm_patch.video.environment import KernelCheck
     from turbo_rcm_patch.video.measures import Drift
+    from turbo_rcm_patch.video.result import Judged
 
 #: Templates of the two pages, with their style, script and settings of matplotlib.
 _PAGE: Final = Path(__file__).parent / "page"
@@ -47,13 +46,8 @@ _MEASURES: Final = (
     ("SSIM", "structure, 1 is equal (Wang et al. 2004)", "ssim", ".4f", verdict.lowest),
     ("VMAF", "0 to 100; equal videos have some 97 to 100, 6 are just noticeable", "vmaf", ".1f",
      verdict.lowest),
-    ("XPSNR, dB", "PSNR weighted by what the eye sees, worst of three planes", "xpsnr", ".1f",
-     verdict.lowest),
-    ("FLIP", f"0 to 1, what an eye sees when both alternate, at {FLIP_PPD} pixels per degree; "
-     f"of at most {FLIP_FRAMES} frames", "flip", ".4f", verdict.highest),
     ("flicker", "how much the difference changes between frames, 8-bit steps; 0 is best",
      "flicker", ".3f", verdict.highest),
-    ("latents, relative L2", "before decoding; 0 is equal", "latents", ".4f", verdict.highest),
 )  # fmt: skip
 #: The same for clips that are latents.
 _LATENT_MEASURES: Final = (
@@ -65,29 +59,26 @@ _LATENT_MEASURES: Final = (
 #: File in plots/ -> its contents in words, title, labels of both axes, and the condition whose
 #: limit it shows.
 _PLOTS: Final = {
-    "prompts": ("Points: PSNR of each ONE", "Distance from the baseline, per ONE",
-                "ONE", "PSNR, dB", verdict.MEDIAN),
-    "frames": ("Curves: PSNR of each frame, median over ONEs",
-               "Per frame: median over ONEs, and range", "frame", "PSNR, dB", verdict.WORST),
-    "steps": ("Curves: drift of the latents after each step, median over ONEs",
-              "Latents per step: median, and range", "denoising step", "relative L2",
-              None),
+    "prompts": ("Points: PSNR of each NOUN", "Distance from the baseline, per NOUN",
+                "NOUN", "PSNR, dB", verdict.MEDIAN),
+    "frames": ("Curves: PSNR of each frame, median over NOUNs",
+               "Per frame: median over NOUNs, and range", "frame", "PSNR, dB", verdict.WORST),
 }  # fmt: skip
 
 
-def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -> None:
+def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> None:
     """Draw the plots and write metrics.json, report.md and the page.
 
     Args:
-        comparison: With the videos of every prompt in its folder.
+        judged: With the videos of every prompt in its folder.
         kernel_check: The result of `check_kernels`, if it was run.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    metrics = comparison.as_dict()
+    metrics = judged.as_dict()
     if kernel_check is not None:
         metrics["kernel_check"] = asdict(kernel_check) | {"passed": kernel_check.passed}
-    write_json(comparison.metrics, to_json(metrics))
+    write_json(judged.metrics, to_json(metrics))
     jinja = Environment(
         loader=FileSystemLoader(_PAGE),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
@@ -99,25 +90,25 @@ def write_report(comparison: Outcome, kernel_check: KernelCheck | None = None) -
         "db": _db, "number": _number, "value": _value, "scale": _scale, "code": _markdown_code,
         "bare": without_places,
     }  # fmt: skip
-    results = comparison.results
+    results = judged.results
     jinja.globals |= {
-        "m": comparison,
-        "name": comparison.name,
+        "m": judged,
+        "name": judged.name,
         "kernel_check": kernel_check,
-        "ran": comparison.judgement.ran,
-        "measures": _measures(comparison),
-        "unmeasured": sorted({without_places(one.unmeasured) for one in results} - {""}),
+        "ran": judged.judgement.ran,
+        "measures": _measures(judged),
+        "unmeasured": sorted({without_places(clip.unmeasured) for clip in results} - {""}),
         "limits": verdict,
-        "checks": {check.name: check for check in comparison.judgement.checks},
+        "checks": {check.name: check for check in judged.judgement.checks},
     }
-    videos = [comparison.out / "prompts" / one.key / "panes.mp4" for one in results if one.height]
+    videos = [judged.out / "prompts" / clip.key / "panes.mp4" for clip in results if clip.height]
     page = jinja.get_template("report.html.j2").render(
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
-        players=[json.dumps(_player(comparison, one)) for one in results if one.height],
-        plots=_draw_plots(comparison),
+        players=[json.dumps(_player(judged, clip)) for clip in results if clip.height],
+        plots=_draw_plots(judged),
     )
-    write_text(comparison.report, page)
-    write_text(comparison.short_report, jinja.get_template("report.md.j2").render())
+    write_text(judged.report, page)
+    write_text(judged.short_report, jinja.get_template("report.md.j2").render())
 
 
 #: A path that begins at a root, a home or a drive, and its last part.
@@ -143,24 +134,22 @@ def shown_command(command: str) -> str:
     return shlex.join(map(shown, shlex.split(command)))
 
 
-def _runs(comparison: Outcome) -> dict[str, list[Drift]]:
+def _runs(judged: Judged) -> dict[str, list[Drift]]:
     """Return the drifts of the control, if there is one, and of the judged videos."""
-    results = comparison.results
-    runs = {"control": [one.control for one in results if one.control is not None]}
-    runs["patched"] = [one.patched for one in results]
+    results = judged.results
+    runs = {"control": [clip.control for clip in results if clip.control is not None]}
+    runs["patched"] = [clip.patched for clip in results]
     return {name: drifts for name, drifts in runs.items() if drifts}
 
 
-def _measures(comparison: Outcome) -> list[dict[str, object]]:
+def _measures(judged: Judged) -> list[dict[str, object]]:
     """Return the rows of the tables: for judged videos and control the median, its interval and
     the worst over all clips, and the number of each clip, with the function that shows them."""
     rows: list[dict[str, object]] = []
-    for name, why, attribute, form, worst in _LATENT_MEASURES if comparison.latents else _MEASURES:
-        runs = reversed(_runs(comparison).values())
+    for name, why, attribute, form, worst in _LATENT_MEASURES if judged.latents else _MEASURES:
+        runs = reversed(_runs(judged).values())
         columns = [[getattr(drift, attribute) for drift in drifts] for drifts in runs]
         known = [[v for v in values if v is not None] for values in columns]
-        if attribute == "latents" and all(math.isnan(v) for values in known for v in values):
-            continue  # They were not there.
         rows.append(
             {
                 "name": name,
@@ -176,7 +165,7 @@ def _measures(comparison: Outcome) -> list[dict[str, object]]:
     return rows
 
 
-def _player(comparison: Outcome, result: Clip) -> dict[str, object]:
+def _player(judged: Judged, result: Clip) -> dict[str, object]:
     """Return the data of one video for the script of the page. Of a frame that is equal the PSNR
     is None, and a text where it is no number."""
     height, width = pane_size(result.height, result.width)
@@ -186,9 +175,9 @@ def _player(comparison: Outcome, result: Clip) -> dict[str, object]:
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     step = next((s for s in (1, 2, 5, 10, 20) if (high - low) / s <= 3), 50)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
-    backend = getattr(comparison, "attention_backend", None)
-    judged = backend or comparison.name.capitalize()
-    words = [f"{judged}: {_span(runs['patched'])}."]
+    backend = judged.model and judged.model.attention_backend
+    name = backend or judged.name.capitalize()
+    words = [f"{name}: {_span(runs['patched'])}."]
     words += [f"Control: {_span(runs['control'])}."] if "control" in runs else []
     return {
         "frames": len(result.patched.frame_psnr),
@@ -198,15 +187,15 @@ def _player(comparison: Outcome, result: Clip) -> dict[str, object]:
         "gain": result.gain,
         "gains": [result.gain * share // 4 for share in (1, 2, 4, 8, 16, 32)],
         "panes": {
-            name: {
+            pane: {
                 "column": column,
                 "row": row,
-                "label": _LABELS[name][0].replace("NAME", judged),
-                "alt": f"{_LABELS[name][1]}: {result.prompt}",
-                "difference": name.endswith("difference"),
+                "label": _LABELS[pane][0].replace("NAME", name),
+                "alt": f"{_LABELS[pane][1]}: {result.prompt}",
+                "difference": pane.endswith("difference"),
             }
-            for name, (column, row) in PANES.items()
-            if name.partition(" ")[0] in ("baseline", *runs)
+            for pane, (column, row) in PANES.items()
+            if pane.partition(" ")[0] in ("baseline", *runs)
         },
         "plot": {
             "bottom": bottom,
@@ -215,11 +204,11 @@ def _player(comparison: Outcome, result: Clip) -> dict[str, object]:
             "alt": f"PSNR of each frame against the baseline. {' '.join(words)}",
         },
         **{
-            name: [
+            run: [
                 round(v, 3) if math.isfinite(v) else None if v == math.inf else "nan"
                 for v in values
             ]
-            for name, values in runs.items()
+            for run, values in runs.items()
         },
     }
 
@@ -293,8 +282,8 @@ def _markdown_code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def _draw_plots(comparison: Outcome) -> list[dict[str, str]]:
-    """Draw drift per prompt, per frame and per step.
+def _draw_plots(judged: Judged) -> list[dict[str, str]]:
+    """Draw drift per prompt and per frame.
 
     Returns:
         Of each plot a light picture, which is also a file in plots/, a dark one, and its contents
@@ -303,69 +292,59 @@ def _draw_plots(comparison: Outcome) -> list[dict[str, str]]:
     import matplotlib.style
 
     plots = []
-    names = [name for name in _PLOTS if name == "prompts" or not comparison.latents]
-    for name in names if comparison.results[0].patched.steps else names[:2]:
+    for name in ["prompts"] if judged.latents else _PLOTS:
         plot = {}
         for theme, styles in (("light", ["plot"]), ("dark", ["plot", "dark"])):
             with matplotlib.style.context([_PAGE / f"{style}.mplstyle" for style in styles]):
-                picture, plot["alt"] = _draw_plot(name, comparison)
+                picture, plot["alt"] = _draw_plot(name, judged)
             plot[theme] = _data_url(picture, "image/png")
             if theme == "light":
-                with atomic(comparison.out / "plots" / f"{name}.png") as temporary:
+                with atomic(judged.out / "plots" / f"{name}.png") as temporary:
                     temporary.write_bytes(picture)
         plots.append(plot)
     return plots
 
 
-def _draw_plot(name: str, comparison: Outcome) -> tuple[bytes, str]:
+def _draw_plot(name: str, judged: Judged) -> tuple[bytes, str]:
     """Draw one plot in the style that is set; return its PNG, and its contents in words."""
     # Without pyplot there is no global figure list and no window system to choose.
     from matplotlib.figure import Figure
 
     limit = _PLOTS[name][-1]
-    words, title, xlabel, ylabel = (one.replace("ONE", comparison.one) for one in _PLOTS[name][:4])
-    if comparison.latents:
+    words, title, xlabel, ylabel = (text.replace("NOUN", judged.noun) for text in _PLOTS[name][:4])
+    if judged.latents:
         words, ylabel, limit = (
             words.replace("PSNR", "SNR"), ylabel.replace("PSNR", "SNR"), verdict.LATENTS_MEDIAN
         )  # fmt: skip
     figure = Figure()
     axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
     said = []
-    for run, drifts in _runs(comparison).items():
+    for run, drifts in _runs(judged).items():
         colour = {"control": "C0", "patched": "C1"}[run]
         curves: dict[str, Sequence[Sequence[float]]] = {
-            "prompts": [[one.psnr for one in drifts]],
-            "frames": [one.frame_psnr for one in drifts],
-            "steps": [one.steps for one in drifts],
+            "prompts": [[drift.psnr for drift in drifts]],
+            "frames": [drift.frame_psnr for drift in drifts],
         }
-        columns = [[v for v in one if v is not None] for one in zip_longest(*curves[name])]
+        columns = [[v for v in column if v is not None] for column in zip_longest(*curves[name])]
         # No axis can show the infinite PSNR of equal videos.
         low, middle, high = (
             [value if math.isfinite(value) else math.nan for value in map(how, columns)]
             for how in (verdict.lowest, verdict.median, verdict.highest)
         )
         places = list(range(1, len(columns) + 1))
-        if name == "steps":
-            places = [index + 1 for index in trajectory_steps(comparison.steps_run)]
-            said.append(f"{run} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
-        else:
-            said.append(f"{run} {_span([verdict.median(column) for column in columns])}")
+        said.append(f"{run} {_span([verdict.median(column) for column in columns])}")
         axes.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
         # A curve of one point shows nothing.
         marker = "o" if name != "frames" or len(places) == 1 else ""
         line = "" if name == "prompts" else "-"
         # matplotlib leaves labels that begin with an underscore out of a legend.
-        judged = comparison.name.lstrip("_")
-        of_control = "control: another exact attention" if comparison.one == "prompt" else run
-        label = judged if run == "patched" else of_control
+        of_control = "control: another exact attention" if judged.model else run
+        label = judged.name.lstrip("_") if run == "patched" else of_control
         axes.plot(places, middle, color=colour, marker=marker, linestyle=line, label=label)
         if name == "prompts":
             axes.axhline(verdict.median(curves[name][0]), color=colour, linewidth=1)
-    if name == "steps":
-        axes.set(yscale="log", xticks=places)
-    else:
-        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-    for check in comparison.judgement.checks:
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    for check in judged.judgement.checks:
         if check.name == limit:
             label = f"unchanged: {check.name} {check.accepted}"
             axes.axhline(check.limit, color="C2", linestyle="--", linewidth=1)

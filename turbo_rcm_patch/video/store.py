@@ -1,10 +1,10 @@
 """The files of `generate` and `compare`: a result is finished when its files are there.
 
 A video is finished when a JSON file beside it says how it was made. A comparison has a folder:
-settings.json (what the folder belongs to, and the mark of such a folder), latents/ (one file a
-prompt and variant), prompts/ (videos and record of each finished prompt), runs/ (one file a
-variant), plots/, metrics.json, report.html and report.md. Every file is written whole or not at
-all.
+settings.json (what the folder belongs to, and the mark of such a folder), clips/ (frames of each
+prompt and run, until they are measured), prompts/ (videos and record of each finished prompt),
+runs/ (one file a run), plots/, metrics.json, report.html and report.md. Every file is written
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,6 @@ from turbo_rcm_patch import files
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.files import atomic, check_writable, remove_leftovers, try_json, write_json
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.video import find_ffmpeg
 
 #: Files of a finished prompt; the record comes last.
@@ -35,15 +35,39 @@ PROMPT_FILES: Final = (
 )
 #: The file that marks the folder of a comparison; it is written first.
 _SETTINGS: Final = "settings.json"
-_FOLDERS: Final = ("latents", "prompts", "runs", "plots")
+_FOLDERS: Final = ("clips", "prompts", "runs", "plots")
 #: What a comparison writes, so that --fresh removes nothing else.
 _PATTERNS: Final = (
     *("metrics.json", "report.html", "report.md", "runs/*.json"),
-    *(f"plots/{name}.png" for name in ("prompts", "frames", "steps")),
-    *("latents/*.safetensors", *(f"prompts/*/{name}" for name in PROMPT_FILES)),
+    *("plots/prompts.png", "plots/frames.png", "clips/*.safetensors"),
+    *(f"prompts/*/{name}" for name in PROMPT_FILES),
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
 _AGAIN: Final = "Start again with --fresh (from Python fresh=True), or choose another folder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredClip:
+    """A video that waits to be measured.
+
+    Attributes:
+        frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
+        seconds: Time of the pipeline's call; of a caller's function all of its time.
+        decode_seconds: Time of the VAE, 0 if it is in `seconds`.
+        peak_bytes: Peak memory of the call, None on a CPU.
+        forms: Of each step the form in which each block ran, if that was watched.
+    """
+
+    frames: torch.Tensor
+    seconds: float
+    decode_seconds: float = 0.0
+    peak_bytes: int | None = None
+    forms: Sequence[Mapping[str, str]] = ()
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """Everything but the frames, for JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
 
 
 class Store:
@@ -102,34 +126,31 @@ class Store:
         remove_leftovers(path)
         return path
 
-    def has_sample(self, key: str, variant: str) -> bool:
-        """Return True if a generation is finished."""
-        return self._latents(key, variant).is_file()
+    def has_clip(self, key: str, run: str) -> bool:
+        """Return True if a clip is there to be measured."""
+        return self._clip(key, run).is_file()
 
-    def save_sample(self, key: str, variant: str, sample: Sample) -> None:
-        """Keep a generation: latents as they are, with time and memory beside them."""
-        from safetensors.torch import save
+    def save_clip(self, key: str, run: str, clip: StoredClip) -> None:
+        """Keep a clip until it is measured."""
+        from safetensors.torch import save_file
 
-        tensors = {"latents": sample.latents.contiguous()}
-        for i, step in enumerate(sample.trajectory):
-            tensors[f"step.{i:03d}"] = step.contiguous()
-        note = {"seconds": repr(sample.seconds), "peak_bytes": str(sample.peak_bytes or "")}
-        note["forms"] = json.dumps(sample.forms)
-        with atomic(self._latents(key, variant)) as path:
-            path.write_bytes(save(tensors, metadata=note))
+        with atomic(self._clip(key, run)) as path:
+            note = {"note": json.dumps(clip.note)}
+            save_file({"frames": clip.frames.contiguous()}, path, metadata=note)
 
-    def load_sample(self, key: str, variant: str) -> Sample:
-        """Read a finished generation."""
+    def load_clip(self, key: str, run: str) -> StoredClip:
+        """Read a clip."""
         from safetensors import SafetensorError, safe_open
 
-        path = self._latents(key, variant)
+        path = self._clip(key, run)
         with reading(path, SafetensorError), safe_open(path, framework="pt") as file:
-            note = file.metadata()
-            tensors: dict[str, torch.Tensor] = {k: file.get_tensor(k) for k in sorted(file.keys())}
-            latents, peak = tensors.pop("latents"), note["peak_bytes"]
-            steps, seconds = tuple(tensors.values()), float(note["seconds"])
-            forms = tuple(json.loads(note["forms"]))
-            return Sample(latents, steps, seconds, int(peak) if peak else None, forms=forms)
+            note = json.loads(file.metadata()["note"])
+            return StoredClip(frames=file.get_tensor("frames"), **note)
+
+    def remove_clips(self, key: str) -> None:
+        """Remove the clips of a prompt, which are measured."""
+        for path in (self.out / "clips").glob(f"{key}.*.safetensors"):
+            path.unlink()
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the folder; None if it was not written yet."""
@@ -146,8 +167,8 @@ class Store:
         """Write a JSON file, floats that JSON lacks as strings."""
         write_json(self.out / name, to_json(value))
 
-    def _latents(self, key: str, variant: str) -> Path:
-        return self.out / "latents" / f"{key}.{variant}.safetensors"
+    def _clip(self, key: str, run: str) -> Path:
+        return self.out / "clips" / f"{key}.{run}.safetensors"
 
 
 def check_out(out: str | Path, *, fresh: bool) -> Path:
@@ -251,8 +272,8 @@ def forget_made(video: Path) -> None:
         video.with_suffix(".json").unlink(missing_ok=True)
 
 
-def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -> bool:
-    """Return True if a video is there and was made from just this, `but_for` one entry.
+def is_made(video: Path, identity: Mapping[str, object]) -> bool:
+    """Return True if a video is there and was made from just this.
 
     Raises:
         SamplingError: A finished video was made with other settings.
@@ -261,7 +282,7 @@ def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -
     if not (video.is_file() and _made_by_us(note)):
         return False
     found, wanted = try_json(note), json.loads(json.dumps(identity))
-    found = {name: value for name, value in found.items() if name not in ("frames", but_for)}
+    found = {name: value for name, value in found.items() if name != "frames"}
     remedy = "Leave --resume out to replace it, or choose another --out"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True

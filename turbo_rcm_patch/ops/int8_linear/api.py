@@ -32,6 +32,7 @@ from turbo_rcm_patch.ops.checks import (
     check_impl,
     check_out_dtype,
     check_same_device,
+    check_shape,
     check_tensor,
     check_weight,
 )
@@ -458,9 +459,7 @@ def _check_linear(
             got=str(list(scale.shape)),
         )
     if bias is not None:
-        check_float("bias", bias)
-        if tuple(bias.shape) != (weight.shape[0],):
-            raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
+        check_shape("bias", bias, (weight.shape[0],))
 
 
 # --- linear and GELU in 16 bits ------------------------------------------------------------------

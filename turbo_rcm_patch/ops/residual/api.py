@@ -24,6 +24,7 @@ from turbo_rcm_patch.ops.checks import (
     check_out_dtype,
     check_same_device,
     check_tensor,
+    check_tokens,
     checked_coefficients,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
@@ -319,9 +320,7 @@ def _norm(
     check_choice("form", form, ("modulation", "affine"))
     check_impl(impl)
     check_eps(eps)
-    check_float("x", x)
-    if x.dim() != 3:
-        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+    check_tokens("x", x)
     parts: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
         if part is not None:

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import norm_silu
 from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 
@@ -210,7 +211,10 @@ class Decoder(WanCoder):
         *lower, half, full = self.resolutions()
         times = 2 ** sum(level.resample.mode == "upsample3d" for level in (*lower, half))
         batch, _, frames, height, width = x.shape
-        frames = times * frames - (times - 1) * (start not in session.history)
+        if start in session.history:
+            frames *= times
+        else:  # A video's first frame stays one.
+            frames = 1 + times * (frames - 1)
         scale = 2 ** (len(lower) + 1)
         out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
         done = 0
