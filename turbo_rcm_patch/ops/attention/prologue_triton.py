@@ -401,7 +401,7 @@ def run_prologue(job: Prologue) -> None:
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     tile = tile_for("prologue", str(head_pad), target_of(device))
     blocks = queries.int8.shape[2] // rows + keys.int8.shape[2] // rows * (1 + fp8)
-    # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
+    # A thread holds 32 values of a head, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     form = Form(
         CHANNELS=channels,
