@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import enlarge, norm_silu
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
