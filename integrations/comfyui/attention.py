@@ -35,7 +35,7 @@ class Settings:
     """How the attentions of a model run, and how they did run.
 
     Attributes:
-        attention: "int8", "exact", or "auto": int8 on a CPU, and from 4,096 keys on on a GPU, as
+        attention: "int8", "exact", or "auto": int8 on a CPU, and from 6,144 keys on on a GPU, as
             `patch_model` does.
         pv: Element type of the second product: "auto", "fp8", "bf16" or "fp16".
         min_keys: Attentions over fewer keys stay exact, because that is faster.
