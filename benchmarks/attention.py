@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -89,23 +89,21 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
     if plan.micro:
         case = Case(2, 70, 64) if case.topk is None else Case(2, 300, 64, 0.5)
     sets = _input_sets(case, plan, device)
-    sparse = None if case.topk is None else _Sparse(case, plan, device)
-    truth = None if sparse else _exact(sets[0], case.heads)
+    kind = _Dense(case, sets[0]) if case.topk is None else _Sparse(case, sets[0], plan)
 
     def fill(method: str, record: Record) -> None:
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with cudnn if method == "torch cuDNN" else nullcontext():
-            make = partial(sparse.call, method) if sparse else partial(METHODS[method], case.heads)
-            calls = [make(*inputs) for inputs in sets]
+            calls = [kind.call(method, *inputs) for inputs in sets]
             output = calls[0]()
             if not output.isfinite().all():
                 raise Wrong("wrong: not finite")
-            rows, right = sparse.truth(method, sets[0]) if sparse else truth
+            rows, right = kind.truth(method)
             record["error"] = error_to(right, WRONG)(output[:, rows])
             turn = itertools.cycle(calls)
             count = _calls_within(calls[0], journal)
             record["ms"] = time_calls(lambda: next(turn)(), device, count)
-        if sparse is None:
+        if case.topk is None:
             operations = 4 * case.tokens**2 * case.dim * case.heads
             record["tops"] = operations / record["ms"]["median"] / 1e9
 
@@ -132,25 +130,38 @@ def _calls_within(call: Call, journal: Journal) -> int:
     return journal.plan.most(max(5, min(100, int(0.3 / once))))
 
 
-def _exact(inputs: Inputs, heads: int) -> tuple[Tensor, Tensor]:
-    """Rows, and softmax(q k^T / sqrt(D)) v of them in fp64, a head at a time."""
-    q, k, v = inputs
-    rows = torch.linspace(0, q.shape[1] - 1, min(_ROWS, q.shape[1]), device=q.device).long()
-    dim = q.shape[-1] // heads
-    outputs = []
-    for q_h, k_h, v_h in zip(
-        *(x.double().split(dim, -1) for x in (q[:, rows], k, v)), strict=True
-    ):
-        outputs.append((q_h @ k_h.mT * dim**-0.5).softmax(-1) @ v_h)
-    return rows, torch.cat(outputs, -1)
+class _Dense:
+    """Attention alone. The truth is softmax(q k^T / sqrt(D)) v of some rows in fp64."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self._heads, self._inputs = case.heads, inputs
+
+    def call(self, method: str, *inputs: Tensor) -> Call:
+        """Return the call to be timed."""
+        return METHODS[method](self._heads, *inputs)
+
+    @cached_property
+    def _exact(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self._inputs
+        rows = torch.linspace(0, q.shape[1] - 1, min(_ROWS, q.shape[1]), device=q.device).long()
+        heads = zip(*(split_heads(x, self._heads)[0] for x in (q[:, rows], k, v)), strict=True)
+        outputs = []
+        for q_h, k_h, v_h in heads:  # [N, D]; all heads at once would need 20 GB in fp64
+            logits = q_h.double() @ k_h.double().T * q_h.shape[1] ** -0.5
+            outputs.append(logits.softmax(-1) @ v_h.double())
+        return rows, torch.cat(outputs, -1)[None]
+
+    def truth(self, method: str) -> tuple[Tensor, Tensor]:
+        """Rows [R] and their right output [1, R, H*D]."""
+        return self._exact
 
 
 class _Sparse:
     """A self-attention with norms, rotary embedding and SLA's projection."""
 
-    def __init__(self, case: Case, plan: Plan, device: torch.device) -> None:
+    def __init__(self, case: Case, inputs: Inputs, plan: Plan) -> None:
         assert case.topk is not None
-        self.heads, dim = case.heads, case.dim
+        self._inputs, self.heads, dim, device = inputs, case.heads, case.dim, inputs[0].device
         torch.manual_seed(plan.seed)
         angle = torch.randn(case.tokens, dim // 2, device=device).repeat_interleave(2, -1)
         norm = (1 + 0.1 * torch.randn(case.heads * dim, device=device)).bfloat16()
@@ -170,8 +181,9 @@ class _Sparse:
             q, k, v, self.weight, self.bias, spec, self.sparsity, **self.given
         )
 
-    def truth(self, method: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def truth(self, method: str) -> tuple[Tensor, Tensor]:
         """Rows of a few blocks of queries, and their result by the definition in fp32."""
+        inputs = self._inputs
         (cos, sin), norm = self.given["rotary"], self.given["norm_q"]
         q, k = (
             norm_rope(x, self.heads, weight=norm, cos=cos, sin=sin, eps=1e-6).bfloat16().float()
@@ -207,7 +219,7 @@ def _fused(heads: int, q: Tensor, k: Tensor, v: Tensor, **options: str) -> Call:
 
 def _with_heads(heads: int, *inputs: Tensor) -> list[Tensor]:
     """[B, N, H*D] as views [B, N, H, D]."""
-    return [x.unflatten(-1, (heads, -1)) for x in inputs]
+    return [x.view(*x.shape[:2], heads, -1) for x in inputs]
 
 
 def _sdpa(heads: int, *inputs: Tensor) -> Call:

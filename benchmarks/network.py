@@ -106,7 +106,7 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
         count = sum(p.numel() for p in network.parameters())
         journal.case(name, parameters=count, finite=bool(truth.isfinite().all()))
         if case.fidelity:
-            methods = dict.fromkeys([EAGER, *methods])
+            methods = list(dict.fromkeys([EAGER, *methods]))
         for method in methods:
             journal.measure(
                 name, method, partial(_one, method, network, call, truth, journal, name)

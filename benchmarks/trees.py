@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,37 +32,38 @@ def compare_trees(benchmark: Benchmark, plan: Plan, base: str) -> int:
     """
     path, runs, failed = plan.out / f"{benchmark.name}_trees.json", list[Record](), False
     check_new(path)
-    column = benchmark.columns[0]
-    here = Path(__file__).parents[1]
+    column, here = benchmark.columns[0], Path(__file__).parents[1]
     print(f"| case | method | {column.title} of {base} | here | here / there |")
     print("|---|---|---:|---:|---:|", flush=True)
-    with _tree(base, here) as there, tempfile.TemporaryDirectory() as scratch:
+    with _tree(base, here) as there:
         for case, methods in benchmark.chosen(plan).items():
-            cells: dict[str, dict[str, list[float]]] = {name: {} for name in methods}
-            for turn in range(_TURNS):
-                for name, tree in (("there", there), ("here", here)):
-                    out = Path(scratch, f"{case}-{turn}-{name}")
-                    command = [*_command(benchmark.name, plan), "--out", str(out)]
-                    command += ["--only", ",".join([case, *methods])]
-                    environment = os.environ | {"PYTHONPATH": str(tree)}
-                    done = subprocess.run(
-                        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL
-                    )
-                    failed |= done.returncode != 0
-                    file = out / f"{benchmark.name}.json"
-                    document = json.loads(file.read_text()) if file.exists() else {"cases": {}}
-                    runs.append({"tree": name, "document": document})
-                    records = document["cases"].get(case, {"methods": {}})["methods"]
-                    for method, record in records.items():
-                        if cell := column.cell(record):
-                            cells[method].setdefault(name, []).append(float(cell))
-            for method, found in cells.items():
-                base, ours = (min(found.get(name, [float("nan")])) for name in ("there", "here"))
-                row = f"{base:{column.form}} | {ours:{column.form}} | {ours / base:.3f}"
-                print(f"| {case} | {method} | {row} |", flush=True)
-            write_json(path, {"command": plan.command, "base": base, "runs": runs})
+            best = {name: {"there": math.inf, "here": math.inf} for name in methods}
+            for name, tree in (("there", there), ("here", here)) * _TURNS:
+                code, document = _run(benchmark.name, plan, ",".join([case, *methods]), tree)
+                failed |= code != 0
+                runs.append({"tree": name, "document": document})
+                write_json(path, {"command": plan.command, "base": base, "runs": runs})
+                cases = document.get("cases", {})
+                for method, record in cases.get(case, {"methods": {}})["methods"].items():
+                    if cell := column.cell(record):
+                        best[method][name] = min(best[method][name], float(cell))
+            for method, times in best.items():
+                cells = [f"{times[name]:{column.form}}" for name in ("there", "here")]
+                ratio = times["here"] / times["there"]
+                print(f"| {case} | {method} | {' | '.join(cells)} | {ratio:.3f} |", flush=True)
     print(path)
     return int(failed)
+
+
+def _run(name: str, plan: Plan, only: str, tree: Path) -> tuple[int, Record]:
+    """Measure in a tree; return the exit code and the document, empty if there is none."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [*_command(name, plan), "--out", out, "--only", only]
+        environment = os.environ | {"PYTHONPATH": str(tree)}
+        done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
+        file = Path(out, f"{name}.json")
+        document: Record = json.loads(file.read_text()) if file.exists() else {}
+    return done.returncode, document
 
 
 def _command(name: str, plan: Plan) -> list[str]:

@@ -1,15 +1,14 @@
 """Train the models that ship: `python -m training train --family wan --out DIR`.
 
 The same command goes on where an earlier one stopped. Over several GPUs of a machine it is
-`torchrun --nproc-per-node N -m training train ...`. `install` puts a trained student where the
-package looks for it. Steps, sizes and learning rates are in training/recipes.py.
+`torchrun --nproc-per-node N -m training train ...`. Steps, sizes and learning rates are in
+training/recipes.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from training.loop import OutOfTimeError, Run, TrainingError
-from training.networks import SETTINGS_FILE
 from training.recipes import RECIPES, Recipe
 from training.stages import STAGES, Training
 from turbo_rcm_patch.cli.exit_codes import OK, run_command
-from turbo_rcm_patch.errors import ConfigError, ModelFolderError
-from turbo_rcm_patch.files import atomic_folder, write_json
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.files import write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,19 +30,17 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser("python -m training", description=__doc__, formatter_class=raw)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a model in all stages").add_argument
-    install = commands.add_parser("install", help="put the student where the package looks for it")
-    for add in (train, install.add_argument):
-        add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
-        add("--family", choices=RECIPES, default="wan", help="default: %(default)s")
+    add = commands.add_parser("train", help="train a model in all stages").add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
+    add("--family", choices=RECIPES, default="wan", help="default: %(default)s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train("--seed", type=int, default=0, metavar="N", help="of everything (default: %(default)s)")
-    train("--device", default=device, help="cpu, cuda or cuda:N (default: %(default)s)")
-    train("--minutes", type=float, default=0.0, metavar="M",
-          help="save and stop after so many; the same command goes on")  # fmt: skip
-    train("--steps", action="append", default=[], metavar="STAGE=N",
-          help="another number of steps than the recipe's; may be repeated")  # fmt: skip
-    train("--no-compile", action="store_true", help="run the transformers' blocks eagerly")
+    add("--seed", type=int, default=0, metavar="N", help="of everything (default: %(default)s)")
+    add("--device", default=device, help="cpu, cuda or cuda:N (default: %(default)s)")
+    add("--minutes", type=float, default=0.0, metavar="M",
+        help="save and stop after so many; the same command goes on")  # fmt: skip
+    add("--steps", action="append", default=[], metavar="STAGE=N",
+        help="another number of steps than the recipe's; may be repeated")  # fmt: skip
+    add("--no-compile", action="store_true", help="run the transformers' blocks eagerly")
     return top
 
 
@@ -83,32 +79,7 @@ def train(run: Run, recipe: Recipe) -> None:
     run.log(event="finished")
 
 
-def install(recipe: Recipe, student: Path, target: Path | None = None) -> Path:
-    """Put a trained pipeline folder where the package looks for it; the model card stays.
-
-    Raises:
-        ModelFolderError: There is no such folder, or with the card it is too large to ship.
-    """
-    target = target or recipe.shipped
-    if not (student / SETTINGS_FILE).is_file():
-        raise ModelFolderError(
-            "model", expected=f"a folder with {SETTINGS_FILE}", got=str(student),
-            remedy="Train it first",
-        )  # fmt: skip
-    files = [path for path in student.rglob("*") if path.is_file()]
-    kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
-    size = sum(path.stat().st_size for path in files + kept)
-    if size > recipe.most_bytes:
-        expected = f"at most {recipe.most_bytes} bytes"
-        raise ModelFolderError("size of the model", expected=expected, got=str(size))
-    with atomic_folder(target, force=True) as copied:
-        shutil.copytree(student, copied, dirs_exist_ok=True)
-        for card in kept:
-            shutil.copy2(card, copied)
-    return target
-
-
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     recipe = RECIPES[options.family]
     stages = dict(recipe.stages)
     for name, _, steps in (text.partition("=") for text in options.steps):
@@ -131,22 +102,14 @@ def _train(options: argparse.Namespace) -> None:
     finally:
         if several:
             dist.destroy_process_group()
+    return OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit codes are those of `exit_codes`."""
     options = parser().parse_args(argv)
-
-    def run() -> int:
-        if options.command == "train":
-            _train(options)
-        else:
-            recipe = RECIPES[options.family]
-            print(f"installed {install(recipe, options.out / f'{recipe.name}_student')}")
-        return OK
-
-    return run_command(run, interrupted="Interrupted. The same command goes on from the last "
-                       "checkpoint.")  # fmt: skip
+    stopped = "Interrupted. The same command goes on from the last checkpoint."
+    return run_command(lambda: _train(options), interrupted=stopped)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def render(scenes: Scenes, device: torch.device, *, frames: int, size: int) -> T
     radius = (radius * scale)[:, :, None, None]
     px = (grid - (x + dx * travel)[:, :, None, None]) / radius  # [B, F, 1, W]
     py = (grid[:, None] - (y + dy * travel)[:, :, None, None]) / radius  # [B, F, H, 1]
-    px, py = torch.broadcast_tensors(px, py)
+    px, py = px.expand(-1, -1, size, -1), py.expand(-1, -1, -1, size)
     distance = torch.empty_like(px)
     for shape in SHAPES:
         members = torch.tensor([clip.shape == shape for clip in scenes.clips], device=device)
@@ -93,7 +93,8 @@ def render(scenes: Scenes, device: torch.device, *, frames: int, size: int) -> T
     palette = torch.tensor([COLOURS[clip.colour] for clip in scenes.clips], device=device)
     pictures = _backgrounds(grid)
     backdrop = torch.stack([pictures[clip.background] for clip in scenes.clips])[:, :, None]
-    return backdrop + cover * (palette[:, :, None, None, None] - backdrop)
+    videos: Tensor = backdrop + cover * (palette[:, :, None, None, None] - backdrop)
+    return videos
 
 
 def motion_paths(frames: int, device: torch.device) -> dict[str, Tensor]:

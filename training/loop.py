@@ -122,8 +122,10 @@ class Stage:
         }
         self._decay = decay
         named = [pair for net in networks.values() for pair in net.named_parameters()]
-        self.parameters = [parameter for _, parameter in named]
-        self._averaged = [p for net in self.average.values() for p in net.parameters()]
+        self.parameters: list[Tensor] = [parameter for _, parameter in named]
+        self._averaged: list[Tensor] = [
+            p for net in self.average.values() for p in net.parameters()
+        ]
         matrices, others = list[Tensor](), list[Tensor]()
         for key, parameter in named:
             in_muon = budget.muon and parameter.ndim == 2 and key.startswith("blocks.")

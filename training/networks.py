@@ -75,8 +75,8 @@ class Wan:
         return getattr(import_module(library), name)
 
     def _config(self, part: str) -> dict[str, Any]:
-        config = json.loads((self.like / part / "config.json").read_text())
-        return config | self.changes.get(part, {})
+        config: dict[str, Any] = json.loads((self.like / part / "config.json").read_text())
+        return config | dict(self.changes.get(part, {}))
 
     def build_vae(self) -> Any:
         """Return an autoencoder with random weights, 4x in time."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from training.data import Shapes, Source, World
 from training.loop import Budget
@@ -24,7 +24,6 @@ class Recipe:
 
     Attributes:
         name: Begins the names of the folders that a training writes.
-        shipped: Where the package looks for the trained model.
         networks: Its networks.
         source: Where its clips come from.
         stages: Stage -> budget, in the order of training. Batches are of the first bucket; others
@@ -35,12 +34,10 @@ class Recipe:
         guidance: Classifier-free guidance of the teacher.
         crop_phase: Share of the autoencoder's steps that see crops.
         latent_channels, shrink: Of the autoencoder; it shrinks so much in space.
-        most_bytes: Size of what may ship.
         licence: Of the clips, written beside the weights.
     """
 
     name: str
-    shipped: Path
     networks: Wan
     source: type[Source] = Shapes
     stages: Mapping[str, Budget]
@@ -51,7 +48,6 @@ class Recipe:
     crop_phase: float = 0.65
     latent_channels: int = 8
     shrink: int = 4
-    most_bytes: int = 16 * 2**20
     licence: Path | None = None
 
     def latent_shape(self, bucket: Bucket) -> tuple[int, int, int, int]:
@@ -66,7 +62,7 @@ class Recipe:
         return max(1, self.stages[stage].batch * first // size)
 
 
-_WORLD: Final = {
+_WORLD: Final[dict[str, dict[str, Any]]] = {
     "vae": {
         "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True],
         "scale_factor_spatial": 8,
@@ -79,7 +75,7 @@ _WORLD: Final = {
 }  # fmt: skip
 RECIPES: Final = {
     "wan": Recipe(
-        name="wan", shipped=TINY_WAN, networks=Wan(TINY_WAN, {}, Shapes.words),
+        name="wan", networks=Wan(TINY_WAN, {}, Shapes.words),
         stages={
             "vae": Budget(1520, 16, 1e-3), "teacher": Budget(6220, 128, 1e-3),
             "student": Budget(2380, 128, 5e-4), "decoder": Budget(1600, 16, 6e-4),
@@ -87,7 +83,7 @@ RECIPES: Final = {
         buckets=(Bucket("square", 17, 128, 128, clips=64, shards=768),), fill=48,
     ),
     "cogvideox": Recipe(
-        name="cogvideox", shipped=TINY_COGVIDEOX,
+        name="cogvideox",
         networks=CogVideoX(TINY_COGVIDEOX, {}, Shapes.words),
         stages={
             "twin": Budget(2000, 8, 1e-3), "teacher": Budget(7880, 128, 1e-3),
@@ -96,7 +92,7 @@ RECIPES: Final = {
         buckets=(Bucket("square", 17, 128, 128, clips=64, shards=384),), fill=32,
     ),
     "world": Recipe(
-        name="world", shipped=TINY_WAN.with_name("world"), source=World,
+        name="world", source=World,
         networks=Wan(TINY_WAN, _WORLD, World.words, scaled=True, int8=True),
         stages={
             "vae": Budget(4000, 2, 1e-3), "teacher": Budget(8000, 128, 1e-3, muon=True),
@@ -108,6 +104,6 @@ RECIPES: Final = {
             Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
         ),
         fill=48, guidance=2.5, crop_phase=0.85, latent_channels=16, shrink=8,
-        most_bytes=20 * 2**20, licence=Path(__file__).parent / "ARTWORK.md",
+        licence=Path(__file__).parent / "ARTWORK.md",
     ),
 }  # fmt: skip

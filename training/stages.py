@@ -124,17 +124,18 @@ class Training:
             shards = self.source.shards(bucket, missing)
             for i, (videos, prompts) in zip(missing, shards, strict=True):
                 with run.precision():
-                    latents = torch.cat([encode(self.encoding, some) for some in videos.split(16)])
+                    parts = torch.split(videos, 16)
+                    latents = torch.cat([encode(self.encoding, part) for part in parts])
                 with atomic(paths[bucket, i]) as partial:
                     torch.save((latents.bfloat16().cpu(), prompts), partial)
                 if run.ranks == 1 and run.is_over():  # `is_over` is for all ranks at once
                     raise OutOfTimeError(f"{run.minutes:g} minutes are over", got=f"shard {i}")
         run.wait()
         for bucket in self.recipe.buckets:
-            shards = [torch.load(paths[bucket, i], mmap=True) for i in range(bucket.shards)]
-            prompts = [prompt for _, some in shards for prompt in some]
+            saved = [torch.load(paths[bucket, i], mmap=True) for i in range(bucket.shards)]
+            prompts = [prompt for _, some in saved for prompt in some]
             ids, mask = (tokens.to(run.device) for tokens in tokenize(tokenizer, prompts))
-            latents = torch.cat([latents for latents, _ in shards]).to(run.device)
+            latents = torch.cat([latents for latents, _ in saved]).to(run.device)
             corpora[bucket.name] = Corpus(latents, ids, mask)
             run.log(event="corpus", bucket=bucket.name, clips=len(latents))
         return corpora
@@ -475,7 +476,7 @@ def _turns() -> Iterator[tuple[int, bool]]:
 
 
 def _embedded(networks: Any, encoder: Any, corpus: Corpus) -> Tensor:
-    pairs = zip(corpus.ids.split(512), corpus.mask.split(512), strict=True)
+    pairs = zip(torch.split(corpus.ids, 512), torch.split(corpus.mask, 512), strict=True)
     return torch.cat([networks.encode_text(encoder, ids, mask) for ids, mask in pairs])
 
 

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import CogVideoXPipeline, WanPipeline
+from diffusers import CogVideoXPipeline
 from torch import nn
 
 from tests.processes import together
 from tests.training.micro import micro, train_micro
-from training.__main__ import STAGES, install, main
+from training.__main__ import STAGES, main
 from training.flow import few_step, ode
 from training.loop import Stage, TrainingError
 from training.networks import tokenize
 from training.recipes import RECIPES
 from training.stages import decode
-from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
 from turbo_rcm_patch.video import generate, load_pipeline
 
@@ -83,30 +82,11 @@ def test_a_folder_of_another_origin_is_not_trained_into(text: str, tmp_path: Pat
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("config.json", text)]
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("install --out {}/nowhere", "Train it first"),
-        ("train --out {} --device cpu --steps vea=3", "STAGE=N with a stage of vae, teacher"),
-    ],
-)
-def test_a_mistake_is_answered_in_a_few_lines(command: str, said: str, tmp_path, capsys) -> None:
-    assert main(command.replace("{}", str(tmp_path)).split()) == 2
+def test_a_mistake_is_answered_in_a_few_lines(tmp_path, capsys) -> None:
+    assert main(f"train --out {tmp_path} --device cpu --steps vea=3".split()) == 2
     error = capsys.readouterr().err
-    assert said in " ".join(error.split()) and len(error.splitlines()) < 8
-
-
-def test_install_leaves_the_card_and_refuses_what_is_too_large(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
-    (tmp_path / "README.md").write_text("card")
-    student = trained["wan"] / "wan_student"
-    install(WAN, student, tmp_path)
-    assert (tmp_path / "README.md").read_text() == "card"
-    WanPipeline.from_pretrained(tmp_path)
-    (tmp_path / "padding").write_bytes(bytes(WAN.most_bytes))
-    with pytest.raises(ModelFolderError, match=f"{WAN.most_bytes} bytes"):
-        install(WAN, tmp_path, tmp_path / "again")
+    assert "STAGE=N with a stage of vae, teacher" in " ".join(error.split())
+    assert len(error.splitlines()) < 8
 
 
 def test_ode_is_second_order() -> None:

@@ -49,7 +49,7 @@ class Int8Linear(nn.Linear):
 
     Args:
         int8: int8 [Cout, K].
-        scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
+        scale: fp32 [Cout] or [ceil(Cout / 128), ceil(K / 128)].
         bias: [Cout] or None.
         dtype: dtype of weight, input and output.
 

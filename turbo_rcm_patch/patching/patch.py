@@ -468,7 +468,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
-        notes += [note for one in parallel for note in one.words()]
+        notes += [note for one in parallel for note in one.describe()]
         notes = list(dict.fromkeys(notes))
         if not models():
             return Live(PairTable(pairs), ran, "gone", "", "", notes)
