@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from typing import get_type_hints
 
 import pytest
 from torch import nn
 
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import PatchConfig, PatchOptions
 from turbo_rcm_patch.errors import ConfigError
 
 BAD: dict[str, list[object]] = {
@@ -73,6 +74,7 @@ def test_the_signature_shows_the_fields() -> None:
     assert list(inspect.signature(PatchConfig).parameters) == [
         field.name for field in dataclasses.fields(PatchConfig)
     ]
+    assert get_type_hints(PatchOptions) == get_type_hints(PatchConfig)
     config = PatchConfig(pv="bf16")
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 

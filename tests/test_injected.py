@@ -72,48 +72,91 @@ def interrupted(step: int, action: Callable[[], Any], after: str = "install") ->
     return raised
 
 
-def steps(stride: int) -> Iterator[int]:
-    """The first calls, and then every so many."""
-    step = 0
-    while True:
+def each_call(action: Callable[[], Any], stride: int) -> Iterator[int]:
+    """Run an action again and again, with an exception at each of its first calls, then at every
+    `stride`th; the last time without one."""
+    step, reached = 0, True
+    while reached:
+        reached = interrupted(step, action, "")
         yield step
         step += 1 if step < 20 else STRIDE or stride
+    assert step > 20, "it has fewer calls than was thought"
 
 
-def model_and_inputs() -> tuple[Any, dict[str, Any]]:
-    return wan(num_layers=1).eval().requires_grad_(False), WAN.inputs()
+def undone(model: Any) -> None:
+    if is_patched(model):
+        unpatch_model(model)
+
+
+@pytest.fixture
+def model() -> Any:
+    return wan(num_layers=1).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_patching_and_undoing(config: PatchConfig) -> None:
-    model, inputs = model_and_inputs()
-    before, expected = dicts(model), run(model, inputs)
-    for step in steps(61):
-        reached = interrupted(step, lambda: patch_model(model, config), "")
+def test_patching_and_undoing(config: PatchConfig, model: Any) -> None:
+    inputs, before = WAN.inputs(), dicts(model)
+    expected = run(model, inputs)
+    for step in each_call(lambda: patch_model(model, config), 61):
         # The last calls describe a model that is patched by then; nothing is between.
-        if is_patched(model):
-            assert report_of(model).fused == 3
-            unpatch_model(model)
+        assert not is_patched(model) or report_of(model).fused == 3
+        undone(model)
         assert dicts(model) == before, f"call {step}"
-        if not reached:
-            break
-    assert step > 20
-    for step in steps(127):
-        patch_model(model, config)
-        reached = interrupted(step, lambda: unpatch_model(model), "")
-        if is_patched(model):
-            unpatch_model(model)
+    patch_model(model, config)
+    for step in each_call(lambda: unpatch_model(model), 127):
+        undone(model)
         assert dicts(model) == before and torch.equal(run(model, inputs), expected), step
-        if not reached:
-            break
+        patch_model(model, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_a_forward(config: PatchConfig, model: Any) -> None:
+    """The next one gives what it gives without an exception before it, every pair compared."""
+    inputs, before = WAN.inputs(), dicts(model)
+    plain = run(model, inputs)
+    report = patch_model(model, config)
+    expected, records = run(model, inputs), len(report.guard)
+    assert (records > 0) is config.guard
+    unpatch_model(model)
+    report = patch_model(model, config)
+    for step in each_call(lambda: run(model, inputs), 131):
+        assert torch.equal(run(model, inputs), expected), f"call {step}"
+        assert len(report.guard) >= records, f"call {step}: a pair was never compared"
+        unpatch_model(model)
+        assert dicts(model) == before, f"call {step}"
+        report = patch_model(model, config)
+    unpatch_model(model)
+    assert torch.equal(run(model, inputs), plain)
+
+
+def test_generating() -> None:
+    """The pipeline is as before, and its next video is the one it always makes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pipe = micro_pipe()
+        settings = Settings(sampler="rcm", steps=1, guidance_scale=1.0, **SMALL)
+        expected = generate(pipe, "a", settings=settings).latents
+        scheduler, held = pipe.scheduler, dicts(pipe.transformer)
+        bar = dict(vars(pipe).get("_progress_bar_config", {}))
+        state = torch.get_rng_state()
+        for step in each_call(lambda: generate(pipe, "a", settings=settings), 97):
+            assert pipe.scheduler is scheduler and dicts(pipe.transformer) == held, step
+            assert dict(vars(pipe).get("_progress_bar_config", {})) == bar, step
+            assert torch.equal(torch.get_rng_state(), state), f"call {step}"
+        assert torch.equal(generate(pipe, "a", settings=settings).latents, expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Two exceptions, and one between `patched` and its block.
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
-    config: PatchConfig, monkeypatch: pytest.MonkeyPatch
+    config: PatchConfig, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs = model_and_inputs()
-    expected = run(model, inputs)
+    expected = run(model, WAN.inputs())
     before = dicts(model)
     undo, first, second = PatchRecord.undo, 0, -1
 
@@ -129,8 +172,7 @@ def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
 
     monkeypatch.setattr(PatchRecord, "undo", undo_and_be_interrupted)
     while interrupted(first, lambda: patch_model(model, config)):
-        if is_patched(model):  # The last calls come when everything is in place.
-            unpatch_model(model)
+        undone(model)  # The last calls come when everything is in place.
         assert dicts(model) == before, first
         hit, last = [True], 0
         while hit[-1]:
@@ -138,35 +180,32 @@ def test_a_second_ctrl_c_while_patching_leaves_nothing_that_cannot_be_undone(
             hit.append(False)  # where the first one comes too late for patching to undo anything
             interrupted(first, lambda: patch_model(model, config))
             second = -1
-            if is_patched(model):
-                unpatch_model(model)
+            undone(model)
             assert dicts(model) == before, (first, last)
             last += STRIDE or (7 if last < 40 else 1409)
         first += STRIDE or (11 if first < 60 else 127)
     assert first > 20
     unpatch_model(model)
-    assert torch.equal(run(model, inputs), expected)
+    assert torch.equal(run(model, WAN.inputs()), expected)
 
 
 def test_a_second_ctrl_c_before_the_block_of_patched_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one comes while functions are installed, the second when they are to be undone."""
-    model, _ = model_and_inputs()
-    before, install, undo = dicts(model), Entry.install, PatchRecord.undo
-    left: list[int] = [0, 0]
+    before, left = dicts(model), [0, 0]
 
     def pressed(which: int, go_on: Callable[[Any], None]) -> Callable[[Any], None]:
-        def run(one: Any) -> None:
+        def run(self: Any) -> None:
             left[which] -= 1
             if left[which] == -1:
                 raise KeyboardInterrupt
-            go_on(one)
+            go_on(self)
 
         return run
 
-    monkeypatch.setattr(Entry, "install", pressed(0, install))
-    monkeypatch.setattr(PatchRecord, "undo", pressed(1, undo))
+    monkeypatch.setattr(Entry, "install", pressed(0, Entry.install))
+    monkeypatch.setattr(PatchRecord, "undo", pressed(1, PatchRecord.undo))
     for place in range(12):
         left[:] = place, 0
         with pytest.raises(KeyboardInterrupt), patched(model, CONFIGS[1]):
@@ -174,8 +213,7 @@ def test_a_second_ctrl_c_before_the_block_of_patched_leaves_nothing(
         assert dicts(model) == before, place
 
 
-def test_ctrl_c_between_patched_and_its_block_undoes_it() -> None:
-    model, _ = model_and_inputs()
+def test_ctrl_c_between_patched_and_its_block_undoes_it(model: Any) -> None:
     before, step = dicts(model), 0
 
     def use() -> None:
@@ -190,47 +228,3 @@ def test_ctrl_c_between_patched_and_its_block_undoes_it() -> None:
         assert dicts(model) == before, f"call {step}"
         step += 1
     assert len(held) > 50
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_a_forward(config: PatchConfig) -> None:
-    """The next one gives what it gives without an exception before it, every pair compared."""
-    model, inputs = model_and_inputs()
-    before, plain = dicts(model), run(model, inputs)
-    report = patch_model(model, config)
-    expected, records = run(model, inputs), len(report.guard)
-    assert (records > 0) is config.guard
-    unpatch_model(model)
-    for step in steps(131):
-        report = patch_model(model, config)
-        reached = interrupted(step, lambda: run(model, inputs), "")
-        assert torch.equal(run(model, inputs), expected), f"call {step}"
-        assert len(report.guard) >= records, f"call {step}: a pair was never compared"
-        unpatch_model(model)
-        assert dicts(model) == before, f"call {step}"
-        if not reached:
-            break
-    assert torch.equal(run(model, inputs), plain)
-
-
-def test_generating() -> None:
-    """The pipeline is as before, and its next video is the one it always makes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        pipe = micro_pipe()
-        settings = Settings(sampler="rcm", steps=1, guidance_scale=1.0, **SMALL)
-        expected = generate(pipe, "a", settings=settings).latents
-        scheduler, held = pipe.scheduler, dicts(pipe.transformer)
-        bar = dict(vars(pipe).get("_progress_bar_config", {}))
-        state = torch.get_rng_state()
-        for step in steps(97):
-            reached = interrupted(step, lambda: generate(pipe, "a", settings=settings), "")
-            assert pipe.scheduler is scheduler and dicts(pipe.transformer) == held, step
-            assert dict(vars(pipe).get("_progress_bar_config", {})) == bar, step
-            assert torch.equal(torch.get_rng_state(), state), f"call {step}"
-            if not reached:
-                break
-        assert torch.equal(generate(pipe, "a", settings=settings).latents, expected)
-    finally:
-        torch.set_num_threads(threads)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests import processes
 from tests.files import stub_ffmpeg
@@ -23,7 +21,7 @@ from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.cli.exit_codes import run_command
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.files import atomic
-from turbo_rcm_patch.interrupts import held_back, reraise_interrupts
+from turbo_rcm_patch.interrupts import held_back
 from turbo_rcm_patch.video import video
 from turbo_rcm_patch.video.loading import loading
 
@@ -38,26 +36,6 @@ def pressed_and_lost() -> None:
     except KeyboardInterrupt:
         pass
     raise ValueError("could not determine the shape of object type 'UntypedStorage'")
-
-
-def test_a_real_ctrl_c_while_tensors_are_read_is_a_keyboard_interrupt(tmp_path: Path) -> None:
-    """Without `reraise_interrupts` one in three is a ValueError of torch's."""
-    path = tmp_path / "a.safetensors"
-    save_file({f"t{i}": torch.zeros(8) for i in range(1000)}, path)
-    start = time.perf_counter()
-    load_file(path)
-    seconds, hit = time.perf_counter() - start, 0
-    for i in range(15):
-        press = threading.Timer(seconds * (0.3 + i / 30), os.kill, (os.getpid(), signal.SIGINT))
-        try:
-            with reraise_interrupts():
-                press.start()
-                load_file(path)
-                time.sleep(5)
-        except KeyboardInterrupt:
-            hit += 1
-        press.join()
-    assert hit == 15
 
 
 def test_an_interruption_is_no_broken_model(tmp_path: Path, monkeypatch: Any) -> None:

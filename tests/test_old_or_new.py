@@ -165,6 +165,11 @@ def test_a_full_disk_is_told_and_other_errors_are_passed_on(
         raise error
     if error in OTHERS:
         assert caught.value is error
+        # An error of reading is not one of the folder; a file is all that its block writes.
+        unread = PermissionError(errno.EACCES, "Permission denied", "base")
+        kind = PermissionError if writer is folder_writer else OutputError
+        with pytest.raises(kind), writer(target):
+            raise unread
     else:
         told = ("target cannot be written", "No space", "GiB free", "another disk")
         assert all(text in str(caught.value) for text in told)

@@ -57,23 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         One of `exit_codes`, whose `TABLE` says what they mean.
     """
-    given = sys.argv[1:] if argv is None else list(argv)
-    if given[:1] == ["as-sageattention"]:  # its arguments are those of another program
-        run_other = partial(as_sageattention.main, given[1:], f"{_PROGRAM} as-sageattention")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["as-sageattention"]:  # its arguments are those of another program
+        run_other = partial(as_sageattention.main, argv[1:], f"{_PROGRAM} as-sageattention")
         return run_command(run_other, interrupted="Interrupted.")
     command = Command()
 
     def run() -> int:
         nonlocal command
         parser = _parser()
-        if not given:
+        if not argv:
             parser.print_help(sys.stderr)
             return USAGE
         try:
-            arguments = parser.parse_args(given)
+            arguments = parser.parse_args(argv)
         except SystemExit as stop:  # argparse has printed help or a usage error
             return int(stop.code or 0)
-        command = _command(arguments, f"{_PROGRAM} {shlex.join(given)}")
+        command = _command(arguments, f"{_PROGRAM} {shlex.join(argv)}")
         return _run(command)
 
     return run_command(run, interrupted=lambda: command.interrupted)
@@ -116,28 +116,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"turbo_rcm_patch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    one = commands.add_parser("as-sageattention", help=as_sageattention.HELP)
-    as_sageattention.add_arguments(one)
+    subparser = commands.add_parser("as-sageattention", help=as_sageattention.HELP)
+    as_sageattention.add_arguments(subparser)
     for name, cls in COMMANDS.items():
         text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0]
         text = text.replace(_NAME, _PROGRAM)
-        one = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text.partition("\n")[0],
             description=text,
             usage=f"{_PROGRAM} {name} [options]" + " SOURCE OUT" * (cls is Convert),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        one.set_defaults(run=name)
-        add_fields(one, cls, own=True)
+        subparser.set_defaults(run=name)
+        add_fields(subparser, cls, inherited=False)
         for base in cls.__mro__[1:-2]:  # without `Command` and `object`
             add_fields(
-                one.add_argument_group(str(base.__doc__).partition("\n")[0]), base, own=True
+                subparser.add_argument_group(str(base.__doc__).partition("\n")[0]),
+                base,
+                inherited=False,
             )
         if issubclass(cls, Run):
             sampling = "Defaults are those of a model whose folder has no turbo_rcm.json."
-            add_fields(one.add_argument_group("sampling", sampling), Settings, _SETTINGS_NAMES)
-            add_fields(one.add_argument_group("patch"), PatchConfig, _PATCH_NAMES)
+            add_fields(
+                subparser.add_argument_group("sampling", sampling), Settings, _SETTINGS_NAMES
+            )
+            add_fields(subparser.add_argument_group("patch"), PatchConfig, _PATCH_NAMES)
     return parser
 
 

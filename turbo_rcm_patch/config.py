@@ -146,7 +146,10 @@ class PatchConfig:
 
 
 class PatchOptions(TypedDict, total=False):
-    """The fields of `PatchConfig` as keywords of `patch_model` and `patched`."""
+    """The fields of `PatchConfig` as keywords of `patch_model` and `patched`.
+
+    They are written a second time because a type checker cannot read them from the dataclass.
+    """
 
     attention: Attention
     pv: PVDType
@@ -184,9 +187,9 @@ def _unnamed(what: str, value: object, call: str) -> ConfigError:
     """
     if isinstance(value, Mapping):
         _check_names(value)
-        options = ", ".join(f"{name}={one!r}" for name, one in value.items())
+        options = ", ".join(f"{name}={option!r}" for name, option in value.items())
     else:
-        field = next((name for name, words in CHOICES.items() if value in words), "attention")
+        field = next((name for name, choices in CHOICES.items() if value in choices), "attention")
         options = f"{field}={value if value in CHOICES[field] else 'int8'!r}"
     return ConfigError(
         what,
@@ -224,8 +227,8 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 def check_fields(owner: object, choices: Mapping[str, Sequence[object]], *flags: str) -> None:
     """Refuse a field that is not one of its choices, and a flag that is neither True nor False."""
-    for field, its in choices.items():
-        check_choice(f"{type(owner).__name__}.{field}", getattr(owner, field), its)
+    for field, allowed in choices.items():
+        check_choice(f"{type(owner).__name__}.{field}", getattr(owner, field), allowed)
     for field in flags:
         if not isinstance(value := getattr(owner, field), bool):
             name = f"{type(owner).__name__}.{field}"

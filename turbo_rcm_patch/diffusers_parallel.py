@@ -124,14 +124,16 @@ def parallel(
         if cfg > 1 and qualified_name(type(pipe)) in TWO_CALLS:
             result._negative = _NegativePrompt(pipe)
         for name, network in networks.items():
-            shared = _Shared(pipe, name, network, mesh if cfg > 1 else None, result._negative)
-            result._shared.append(shared)
+            groups = mesh if cfg > 1 else None
+            parallel_network = _ParallelNetwork(pipe, name, network, groups, result._negative)
+            result._networks.append(parallel_network)
             if ulysses > 1:
                 config = ContextParallelConfig(
                     ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
                 )
                 network.enable_parallelism(config=config)  # type: ignore[operator]
-            shared.install()  # Outside of diffusers' hooks, which split a timestep per token.
+            # Outside of diffusers' hooks, which split a timestep per token.
+            parallel_network.install()
         module = getattr(pipe, VAE, None)
         if vae and isinstance(module, nn.Module) and DECODE_GROUP not in vars(module):
             vars(module)[DECODE_GROUP] = DecodeGroup(dist.group.WORLD)
@@ -210,7 +212,7 @@ class Parallel:
 
     def __init__(self, cfg: int, ulysses: int) -> None:
         self.cfg, self.ulysses = cfg, ulysses
-        self._shared: list[_Shared] = []
+        self._networks: list[_ParallelNetwork] = []
         self._negative: _NegativePrompt | None = None
         self._vae: nn.Module | None = None
 
@@ -229,11 +231,11 @@ class Parallel:
         Raises:
             WrappedError: Other code replaced the forward of a network. Nothing was changed.
         """
-        for shared in self._shared:
-            if shared.installed:
-                shared.entry.check(shared.name)
-        while self._shared:
-            self._shared.pop().undo()
+        for network in self._networks:
+            if network.installed:
+                network.entry.check(network.name)
+        while self._networks:
+            self._networks.pop().undo()
         if self._negative is not None:
             self._negative.undo()
             self._negative = None
@@ -269,7 +271,7 @@ class _NegativePrompt:
                 self._pipe.encode_prompt = self._replaced
 
 
-class _Shared:
+class _ParallelNetwork:
     """Runs a network's forward on this rank, and exchanges predictions.
 
     Attributes:
@@ -297,7 +299,7 @@ class _Shared:
             id(holder): vars(holder).keys() & {"_diffusers_hook", "_parallel_config", "forward"}
             for holder in self._holders()
         }
-        # Collectives do not belong into a graph. The network's own forward is compiled.
+        # Collectives do not belong in a graph. The network's own forward is compiled.
         run = torch.compiler.disable(self.run, recursive=False)  # type: ignore[no-untyped-call]
         self.entry = Entry(network, "forward", run, (network, "forward"), absent=True)
         self._inner, self.installed = network.forward, False
@@ -440,7 +442,7 @@ class _Shared:
             dist.all_gather_object(values, value)
         return values
 
-    def words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Describe how the other ranks ran, for the report."""
         ranks: dict[str, list[str]] = {}
         for rank, ran in enumerate(self.ran):

@@ -51,12 +51,14 @@ def missing(purpose: str, *modules: str, extra: str = "") -> MissingPackageError
         modules: Their names.
         extra: The extra to install; by default that of the first module.
     """
-    own = extra or next((one for one, names in EXTRAS.items() if modules[0] in names), "")
+    extra = extra or next((name for name, held in EXTRAS.items() if modules[0] in held), "")
     return MissingPackageError(
         purpose,
-        expected=f"the packages of the extra [{own}]" if own else "a package of another project",
+        expected=f"the packages of the extra [{extra}]"
+        if extra
+        else "a package of another project",
         got=f"no {', '.join(modules)}",
-        remedy=install(own) if own else f"pip install {modules[0]}",
+        remedy=install(extra) if extra else f"pip install {modules[0]}",
     )
 
 
@@ -71,7 +73,7 @@ def require(extra: str, purpose: str, *packages: str) -> None:
     Raises:
         MissingPackageError: Some are missing; the message names them and the extra to install.
     """
-    names = [name for one in (*_INCLUDED.get(extra, ()), extra) for name in EXTRAS[one]]
+    names = [name for part in (*_INCLUDED.get(extra, ()), extra) for name in EXTRAS[part]]
     absent = [name for name in packages or names if find_spec(name) is None]
     if absent:
         raise missing(purpose, *absent, extra=extra)
@@ -98,13 +100,13 @@ def check_diffusers(purpose: str) -> None:
         MissingPackageError: diffusers is not installed, or is older.
     """
     least, untested = DIFFUSERS
-    found = version_of("diffusers") or ""
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) >= tuple(map(int, least.split("."))):
+    installed = version_of("diffusers") or ""
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= tuple(map(int, least.split("."))):
         return
     raise MissingPackageError(
         purpose,
         expected=f"diffusers from {least} on (tested: before {untested})",
-        got=f"diffusers {found}" if found else "no diffusers",
+        got=f"diffusers {installed}" if installed else "no diffusers",
         remedy=f"pip install 'diffusers>={least},<{untested}' where nothing else needs another; "
         "`sageattn` and the operations run beside any release",
     )

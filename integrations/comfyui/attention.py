@@ -35,7 +35,7 @@ class Settings:
     """How the attentions of a model run, and how they did run.
 
     Attributes:
-        attention: "int8", "exact", or "auto": int8 on a CPU, and from 4,096 keys on on a GPU, as
+        attention: "int8", "exact", or "auto": int8 on a CPU, and from 6,144 keys on on a GPU, as
             `patch_model` does.
         pv: Element type of the second product: "auto", "fp8", "bf16" or "fp16".
         min_keys: Attentions over fewer keys stay exact, because that is faster.
@@ -211,19 +211,18 @@ def _int8(
         return "values of another number of channels"
     lengths = None
     if mask is not None:
-        found = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
-        if found is None:
+        visible = None if torch.compiler.is_compiling() else _visible_keys(mask, k, tokens_at)
+        if visible is None:
             return "a mask of more than keys"
-        order, lengths = found
+        order, lengths = visible
         if few := settings.why_exact(order.shape[1], k.device):
             return few
         where = order[:, None, :, None] if skip_reshape else order[:, :, None, None]
         k, v = (torch.take_along_dim(x, where, dim=tokens_at) for x in (k, v))
     pv: Any = settings.pv
-    out, _ = attention_of_heads(
-        q, k, v, "HND" if skip_reshape else "NHD", attention="int8", pv=pv, sm_scale=scale,
-        kv_lengths=lengths,
-    )  # fmt: skip
+    layout = "HND" if skip_reshape else "NHD"
+    spec = AttentionSpec(heads=q.shape[heads_at], attention="int8", pv=pv, sm_scale=scale)
+    out, _ = attention_of_heads(q, k, v, layout, spec, kv_lengths=lengths)
     if skip_output_reshape:
         return out if skip_reshape else out.transpose(1, 2)
     return (out.transpose(1, 2) if skip_reshape else out).flatten(2)

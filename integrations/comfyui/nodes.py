@@ -39,7 +39,7 @@ class TurboRCMPatch:
                 "model": ("MODEL",),
                 "attention": (
                     ["auto", "int8", "exact"],
-                    {"tooltip": "auto: int8 from 4,096 keys on, where it is faster on a GPU. "
+                    {"tooltip": "auto: int8 from 6,144 keys on, where it is faster on a GPU. "
                                 "exact: fuse Wan's norms alone."},
                 ),
                 "pv": (_PV, {"tooltip": "Element type of probabilities and values."}),
@@ -139,8 +139,8 @@ class TurboRCMSampler:
         import comfy.samplers
 
         options = {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
-        made = comfy.samplers.KSAMPLER(sample_rcm, options)
-        return made, rcm_times(steps, sigma_max).float()
+        ksampler = comfy.samplers.KSAMPLER(sample_rcm, options)
+        return ksampler, rcm_times(steps, sigma_max).float()
 
 
 class TurboRCMVAE:

@@ -52,14 +52,14 @@ def sample_rcm(
     ones = x.new_ones([x.shape[0]])
     state = x.to(torch.float64)
     for i in trange(len(times) - 1, disable=disable):
-        given = state.to(x.dtype)
-        denoised = model(given, sigmas[i] * ones, **extra_args)
+        latents = state.to(x.dtype)
+        denoised = model(latents, sigmas[i] * ones, **extra_args)
         if callback is not None:
             callback(
-                {"x": given, "i": i, "sigma": sigmas[i], "sigma_hat": sigmas[i],
+                {"x": latents, "i": i, "sigma": sigmas[i], "sigma_hat": sigmas[i],
                  "denoised": denoised}
             )  # fmt: skip
-        velocity = (given.double() - denoised.double()) / times[i]
+        velocity = (latents.double() - denoised.double()) / times[i]
         c_skip, c_out, c_noise = coefficients[i].tolist()
         state = c_skip * state + c_out * velocity
         if c_noise:

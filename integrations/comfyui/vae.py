@@ -27,19 +27,19 @@ def patched_vae(vae: Any, conv: str) -> Any:
     Raises:
         UnknownArchitectureError: It is not a Wan VAE.
     """
-    given = vae.first_stage_model
-    if not isinstance(given, nn.Module) or family_of(given) is None:
+    original = vae.first_stage_model
+    if not isinstance(original, nn.Module) or family_of(original) is None:
         raise UnknownArchitectureError(
             "vae",
             expected="a VAE of Wan 2.1 or 2.2",
-            got=f"a {type(given).__qualname__}",
+            got=f"a {type(original).__qualname__}",
             remedy="Connect this VAE without the node",
         )
-    made, network = copy.copy(vae), object.__new__(type(given))
-    for name, value in vars(given).items():
+    result, network = copy.copy(vae), object.__new__(type(original))
+    for name, value in vars(original).items():
         ours = name == ATTRIBUTE or isinstance(owner(value), Replacement)
         if not ours:  # of an earlier node of this kind
             vars(network)[name] = value
     patch_model(network, conv=conv)
-    made.first_stage_model = network
-    return made
+    result.first_stage_model = network
+    return result

@@ -131,7 +131,7 @@ def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] |
     have to be called."""
     if all(type(norm) is nn.Identity for norm in (attn.norm_q, attn.norm_k)):
         return None, None
-    found = []
+    weights = []
     for norm in (attn.norm_q, attn.norm_k):
         weight = getattr(norm, "weight", None)
         kernel_can_read = (
@@ -146,8 +146,8 @@ def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] |
         )
         if not kernel_can_read:
             return None
-        found.append(weight)
-    return tuple(found) if attn.norm_q.eps == attn.norm_k.eps else None
+        weights.append(weight)
+    return tuple(weights) if attn.norm_q.eps == attn.norm_k.eps else None
 
 
 def patch_wan(

@@ -33,22 +33,22 @@ def read_wan(path: str | Path) -> tuple[dict[str, Tensor], ProjL]:
             remedy="Choose the .pth as it was downloaded. Load weights without SLA with ComfyUI's "
             "own loader",
         )
-    found = read_checkpoint(Path(path))
-    if found.sizes.head_dim != HEAD_DIM:
+    checkpoint = read_checkpoint(Path(path))
+    if checkpoint.sizes.head_dim != HEAD_DIM:
         raise CheckpointError(
-            str(path), expected=f"heads of {HEAD_DIM} channels", got=found.sizes.heads_text
+            str(path), expected=f"heads of {HEAD_DIM} channels", got=checkpoint.sizes.heads_text
         )
     tensors: dict[str, Tensor] = {}
     parts: dict[int, dict[str, Tensor]] = {}
-    for name in names(found.sizes):
+    for name in names(checkpoint.sizes):
         key = name.theirs
         if name.extra:
             block, part = int(key.split(".")[1]), key.rpartition(".")[2]
-            parts.setdefault(block, {})[part] = found.tensors[key]
-        elif name.linear and name.their_int8[0] in found.tensors:
-            int8, scale = (found.tensors[one] for one in name.their_int8)
-            bias = found.tensors[f"{key.removesuffix('weight')}bias"]
+            parts.setdefault(block, {})[part] = checkpoint.tensors[key]
+        elif name.linear and name.their_int8[0] in checkpoint.tensors:
+            int8, scale = (checkpoint.tensors[part] for part in name.their_int8)
+            bias = checkpoint.tensors[f"{key.removesuffix('weight')}bias"]
             tensors[key] = dequantized(int8, scale.float(), bias.dtype)
         else:
-            tensors[key] = found.tensors[key].reshape(name.our_shape)
+            tensors[key] = checkpoint.tensors[key].reshape(name.our_shape)
     return tensors, {block: (part["weight"], part.get("bias")) for block, part in parts.items()}

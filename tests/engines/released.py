@@ -123,13 +123,7 @@ def vllm_omni() -> None:
     from turbo_rcm_patch.engines.vllm_omni import SERVED, Backend
 
     assert found is Backend, found
-    own = Backend.get_impl_cls()(4, 64, 0.1, num_kv_heads=2)
-    for tokens in (100, 1100):
-        q, k, v = inputs(4, 2, tokens, 64)
-        close(own.forward_cuda(q, k, v, None), exact(q, k, v, 0.1), tokens)
-        mask = torch.arange(tokens)[None].expand(2, -1) < tokens - 7
-        masked = own.forward_cuda(q, k, v, AttentionMetadata(attn_mask=mask))
-        close(masked, exact(q, k, v, 0.1, tokens - 7), 0)
+    of_vllm_omni(Backend.get_impl_cls()(4, 64, 0.1, num_kv_heads=2), AttentionMetadata)
     assert SERVED.calls["exact, because of a mask"] == 1
 
 
@@ -166,22 +160,9 @@ def lightx2v() -> None:
 
     import turbo_rcm_patch.engines.lightx2v as ours
 
-    own = ATTN_WEIGHT_REGISTER[ours.NAME]()
-    assert type(own) is ours.Attention
-    for tokens in (100, 1100):
-        q, k, v = inputs(4, 4, tokens, 64)
-        ends = torch.tensor([0, tokens], dtype=torch.int32)
-        bounds = (ends, ends, tokens, tokens)
-        out = own.apply(q[0], k[0], v[0], *bounds, block_idx=0, scheduler=None, grid_sizes=None)
-        close(out, exact(q, k, v)[0].flatten(1), tokens)
-        close(own.apply(q, k, v), exact(q, k, v).flatten(2).flatten(0, 1), tokens)
-        twice = torch.tensor([0, tokens - 9, tokens], dtype=torch.int32)
-        out = own.apply(q[0], k[0], v[0], twice, twice, tokens - 9, tokens - 9)
-        for a, b in ((0, tokens - 9), (tokens - 9, tokens)):
-            part = [x[:1, a:b] for x in (q, k, v)]
-            close(out[a:b], exact(*part)[0].flatten(1), b - a)
-        _, lse = own.apply_with_lse(q[0], k[0], v[0])
-        close(lse, logsumexp(q, k, 64**-0.5)[0].T, tokens)
+    attention = ATTN_WEIGHT_REGISTER[ours.NAME]()
+    assert type(attention) is ours.Attention
+    of_lightx2v(attention)
 
 
 def fastvideo() -> None:
@@ -306,6 +287,37 @@ def close(made: Tensor, truth: Tensor, keys: int) -> None:
     assert made.shape == truth.shape, (made.shape, truth.shape)
     assert error < (INT8_FLOOR if keys >= 1024 else 1e-5), error
     assert keys < 1024 or error > 1e-7, "int8 did not run"
+
+
+# --- layers, as `test_engines.py` tries them with stand-ins --------------------------------------
+
+
+def of_vllm_omni(layer: Any, metadata: Callable[..., Any]) -> None:
+    """Attention of 4 heads over 2 with the scale 0.1; a mask is vllm-omni's own."""
+    for tokens in (100, 1100):
+        q, k, v = inputs(4, 2, tokens, 64)
+        for unmasked in (None, metadata(attn_mask=None)):
+            close(layer.forward_cuda(q, k, v, unmasked), exact(q, k, v, 0.1), tokens)
+        mask = torch.arange(tokens)[None].expand(2, -1) < tokens - 7
+        masked = layer.forward_cuda(q, k, v, metadata(attn_mask=mask))
+        close(masked, exact(q, k, v, 0.1, tokens - 7), 0)
+
+
+def of_lightx2v(attention: Any) -> None:
+    """Attention alone, packed, with a scale and with its logsumexp."""
+    for tokens in (100, 1100):
+        q, k, v = inputs(4, 2, tokens, 64)
+        whole = exact(q, k, v).flatten(2).flatten(0, 1)
+        close(attention.apply(q, k, v, block_idx=0, scheduler=None), whole, tokens)
+        for bounds in ((0, tokens), (0, tokens - 9, tokens)):
+            ends = torch.tensor(bounds, dtype=torch.int32)
+            packed = (q[0], k[0], v[0], ends, ends, bounds[1], bounds[1])
+            out = attention.apply(*packed, softmax_scale=0.1, grid_sizes=None)
+            for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+                part = [x[:1, a:b] for x in (q, k, v)]
+                close(out[a:b], exact(*part, 0.1)[0].flatten(1), b - a)
+        _, lse = attention.apply_with_lse(q[0], k[0], v[0])
+        close(lse, logsumexp(q, k, 64**-0.5)[0].T, tokens)
 
 
 # --- a machine with a GPU, pretended -------------------------------------------------------------
@@ -436,15 +448,8 @@ def main() -> int:
         path = os.pathsep.join([ours, own, beside])
         command = [sys.executable, "-W", "ignore", __file__, "--worker", name]
         if engine.stand_in:
-            front = [
-                sys.executable,
-                "-m",
-                "turbo_rcm_patch",
-                "as-sageattention",
-                "--replace",
-                "--",
-            ]
-            command = [*front, *command]
+            front = ["-m", "turbo_rcm_patch", "as-sageattention", "--replace", "--"]
+            command = [sys.executable, *front, *command]
         environment = os.environ | dict(engine.environment) | {"PYTHONPATH": path}
         if subprocess.run(command, env=environment, cwd=given.folder).returncode:
             failed.append(name)

@@ -174,8 +174,12 @@ def test_the_hopper_prologue_equals_the_portable_one(
     assert other.shift is not None
     largest = other.shift[:, :, seen].abs().max().item()
     assert torch.allclose(one.shift[:, :, seen], other.shift[:, :, seen], atol=1e-5 * largest)
-    almost_equal(own.keys.int8, portable.keys.int8)
-    torch.testing.assert_close(own.keys.scale, portable.keys.scale)
+    if n_kv == 1:  # It is its own mean, and what is left of it are roundings.
+        for keys in (own.keys, portable.keys):
+            assert keys.int8.abs().max() * keys.scale.max() < 1e-6 * inputs.k.abs().max()
+    else:
+        almost_equal(own.keys.int8, portable.keys.int8)
+        torch.testing.assert_close(own.keys.scale, portable.keys.scale)
     if own.values is None:
         assert pv == "bf16"
     else:

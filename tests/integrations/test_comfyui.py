@@ -85,10 +85,10 @@ def test_patch_computes_the_same_and_leaves_the_original_as_it_was(fuse, kind, g
 
 
 def test_auto_is_int8_where_that_is_faster(given: tuple[torch.Tensor, ...]) -> None:
-    """As `patch_model`: on a GPU from 4,096 keys on, on a CPU at once."""
+    """As `patch_model`: on a GPU from 6,144 keys on, on a CPU at once."""
     settings, gpu = attention.Settings("auto", min_keys=64), torch.device("cuda")
-    assert settings.why_exact(4095, gpu) == "fewer than 4096 keys"
-    assert settings.why_exact(4096, gpu) == settings.why_exact(64, torch.device("cpu")) == ""
+    assert settings.why_exact(6143, gpu) == "fewer than 6144 keys"
+    assert settings.why_exact(6144, gpu) == settings.why_exact(64, torch.device("cpu")) == ""
     assert attention.Settings("int8", min_keys=64).why_exact(64, gpu) == ""
     model = ModelPatcher(Model())
     assert torch.equal(

@@ -34,7 +34,7 @@ _PROLOGUE = {"statistics_kernel", "prologue_kernel"}
 _OWN_PROLOGUE = {"hopper_statistics_kernel", "hopper_prologue_kernel"}
 _SPARSE = {"prepare_tokens_kernel", "select_kernel", "sparse_attention_kernel"}
 _CONV = {"hopper_conv3d_kernel"}
-_PASSES = {"norm_silu_kernel", "group_sums_kernel", "group_factors_kernel", "enlarge_kernel"}
+_PASSES = {"norm_silu_kernel", "group_sums_kernel", "group_factors_kernel", "upsample_kernel"}
 _NORMS = {"residual_kernel", "skip_kernel", "norm_rotate_kernel"}
 
 #: Target, case, and the kernels that it launches.

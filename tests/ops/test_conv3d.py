@@ -125,7 +125,7 @@ def test_a_convolution_of_an_enlarged_frame_reads_the_small_one(
         strided = F.pad(latent, (0, 0, 1, 0))[..., 1:, :]
         duplicate = passes.Duplicate(strided, times, shortcut.repeats, first)
     y = conv3d(x, pack_phases(pack_weight(weight)), padding=(1, 1), impl=on.impl)
-    found = passes.enlarge(
+    found = passes.upsample(
         y, bias, duplicate, repeat=repeat, first=first and not times, dtype=dtype, impl=on.impl
     )
     assert found.shape == truth.shape and found.is_contiguous()

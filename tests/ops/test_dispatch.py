@@ -77,14 +77,15 @@ def test_choices_of_a_device() -> None:
     ("n_q", "n_kv", "expected"),
     [
         (1950, 1950, ("exact", "auto")),
-        (4096, 4096, ("int8", "bf16")),
+        (6143, 8192, ("exact", "auto")),
+        (6144, 6144, ("int8", "bf16")),
         (8192, 12288, ("int8", "fp8")),
         (75600, 75600, ("int8", "fp8")),
         (32760, 512, ("exact", "auto")),
         (512, 32760, ("exact", "auto")),
     ],
 )
-def test_auto_is_int8_on_a_gpu_from_4096_tokens_on(
+def test_auto_is_int8_on_a_gpu_from_6144_tokens_on(
     n_q: int, n_kv: int, expected: tuple[str, str], card: tuple[int, int]
 ) -> None:
     made = resolved(AUTO, CUDA, n_q, n_kv)

@@ -70,16 +70,16 @@ CALLS: dict[str, Callable[..., Any]] = {
 HAVE = {
     "impl": "skip norm rows int8 weight",
     "form": "norm rows fused",
-    "out_dtype": "skip norm int8 attention lse fused sparse",
+    "out_dtype": "skip norm int8 attention fused sparse",
     "cast": "skip",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
     "eps": "norm rows",
-    "spec": "attention lse fused sparse",
-    "q": "attention lse fused sparse sageattn",
-    "v": "attention lse fused sparse sageattn",
-    "norm_q": "attention lse fused sparse",
-    "kv_lengths": "attention lse fused",
+    "spec": "attention fused sparse",
+    "q": "attention fused sparse sageattn",
+    "v": "attention fused sparse sageattn",
+    "norm_q": "attention fused sparse",
+    "kv_lengths": "attention fused",
     "residual": "skip attention fused",
     "branch": "skip",
     "x": "norm rows gelu int8",
@@ -353,7 +353,7 @@ def test_a_derivative_is_refused_and_no_grad_is_inference(call: str, argument: s
         run(leaf)
 
 
-@pytest.mark.parametrize("call", ["attention", "lse", "fused", "sparse"])
+@pytest.mark.parametrize("call", ["attention", "fused", "sparse"])
 def test_a_rotary_table_has_no_gradient_either(call: str) -> None:
     with pytest.raises(errors.GradientError):
         CALLS[call](rotary=(TABLE.clone().requires_grad_(), TABLE))

@@ -292,24 +292,3 @@ def test_tables_that_are_kept_follow_all_that_they_are_made_of(name: str, mode: 
                 assert relative_l2(ours, other) <= TIGHT
             for one, two in zip(step, before, strict=True):  # Nothing that was given is written.
                 assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
-
-
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [("t2v", "attn1.to_out.1"), ("t2v", "attn2.to_out.1"), ("t2v", "ffn.net.1"),
-     ("cogvideox-5b", "attn1.to_out.1"), ("cogvideox-5b", "ff.net.1")],
-)  # fmt: skip
-def test_dropout_that_alone_is_in_training_mode_drops(name: str, path: str) -> None:
-    one = named(name)
-    model, inputs = one.model(), one.inputs()
-    before = run(model, inputs)
-    for block in blocks_of(model):
-        dropout = block.get_submodule(path)
-        dropout.p = 0.5
-        dropout.train()
-    torch.manual_seed(0)
-    expected = run(model, inputs)
-    assert relative_l2(before, expected) > 100 * TIGHT
-    patch_model(model, attention="exact")
-    torch.manual_seed(0)
-    assert relative_l2(run(model, inputs), expected) <= TIGHT

@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
@@ -27,15 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.measures import relative_l2
 from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
 from tests.processes import run_fresh
-from turbo_rcm_patch import (
-    PatchConfig,
-    PatchReport,
-    ops,
-    patch_model,
-    patched,
-    report_of,
-    unpatch_model,
-)
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
@@ -508,24 +500,6 @@ def test_a_text_of_more_rows_than_are_compared_is_compared_with_its_video(
     assert [record.verdict for record in report.guard] == ["kept"] * 2
 
 
-def test_the_author_of_a_large_block_takes_a_fifth_of_its_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Wan2.1-14B over the 32,760 tokens of a 480p video, counted without computing."""
-    with torch.device("meta"):
-        block = WanTransformerBlock(5120, 13824, 40, cross_attn_norm=True).to(BF16)
-        table = torch.empty(1, 32760, 1, 128)
-        x, text, temb = (torch.empty(1, n, 5120, dtype=BF16) for n in (32760, 512, 6))
-    patched = WanBlock(block.requires_grad_(False), "", PatchConfig(), 40, 128)
-    work = []
-    for mixes in ("attn1", ""):
-        monkeypatch.setattr(WanBlock, "mixes", mixes)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            guard._run_original_rows(patched, (x, text, temb, (table, table)))
-        work.append(counter.get_total_flops() / 1e12)
-    assert work == pytest.approx([9.36, 41.96], rel=0.01)
-
-
 def bits(linear: Any, fidelity: float, count: int) -> list[Tensor]:
     """What the first forwards of a model return; the guard decides in the first."""
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
@@ -700,18 +674,6 @@ def test_each_expert_is_compared_on_its_own_last_step(guided: int) -> None:
     last = {(one.path, one.step) for one in report.guard if one.when == "last"}
     steps = {"transformer": 2, "transformer_2": 4}
     assert last == {(f"{part}.blocks.{i}", step) for part, step in steps.items() for i in (0, 1)}
-
-
-def test_one_block_in_four_forwards_is_sampled_in_both_halves_of_guidance() -> None:
-    model, inputs = wan(num_layers=3).eval(), WAN.inputs(batch=1)
-    report = patch_model(model, attention="exact", fidelity=None)
-    found = [0]
-    for _ in range(33):
-        run(model, inputs)
-        found.append(len(report.guard))
-    sampled = [n for n in range(2, 34) if found[n] > found[n - 1]]
-    assert found[1] == 3 and found[-1] == 3 + 8
-    assert sampled == [4, 7, 12, 15, 20, 23, 28, 31]
 
 
 #: Rows and channels of a block's streams, made up.
@@ -900,17 +862,21 @@ def test_an_error_counts_by_what_the_last_linear_reads() -> None:
     assert found[0].fast > 10 * found[1].fast
 
 
-@pytest.mark.parametrize("count", [1, 2, 14])
-def test_samples_reach_every_block(count: int) -> None:
-    """Also of a multiple of 7, as CogVideoX-5B's 42."""
-    model = narrow(count)
+@pytest.mark.parametrize("count", [1, 2, 3, 14])
+def test_every_block_is_sampled_one_on_every_fourth_forward(count: int) -> None:
+    """In both halves of guidance. Also of a multiple of 7 blocks, as CogVideoX-5B's 42."""
+    model, inputs = narrow(count), WAN.inputs(batch=1)
     report = patch_model(model, attention="exact", fidelity=None)
-    inputs = WAN.inputs(batch=1)
     inputs["hidden_states"] = inputs["hidden_states"][:, :, :1, :4, :4]
+    found = [0]
     for _ in range(4 * count + 4):
         run(model, inputs)
-    sampled = {record.path for record in report.guard if record.when == "sampled"}
-    assert len(sampled) == count
+        found.append(len(report.guard))
+    forwards = [n for n in range(2, len(found)) if found[n] > found[n - 1]]
+    assert found[1] == count and found[-1] == count + len(forwards)
+    assert forwards == [4, 7, 12, 15, 20, 23, 28, 31, 36, 39, 44, 47, 52, 55, 60][: len(forwards)]
+    assert len(forwards) == count + 1
+    assert len({record.path for record in report.guard if record.when == "sampled"}) == count
 
 
 def test_a_late_fault_of_stale_int8_weights_is_mended_and_not_decided() -> None:
@@ -929,16 +895,6 @@ def test_a_late_fault_of_stale_int8_weights_is_mended_and_not_decided() -> None:
     expected = run(model, inputs)
     assert relative_l2(stale, expected) > 0.05
     assert relative_l2(made, expected) < 0.05
-
-
-def test_check_next_compares_every_block() -> None:
-    model, inputs = WAN.model(), WAN.inputs()
-    report = patch_model(model, attention="int8")
-    run(model, inputs)
-    before = len(report.guard)
-    report.guard.check_next()
-    run(model, inputs)
-    assert len(report.guard) == before + 2
 
 
 def test_a_check_that_memory_was_short_for_is_made_on_the_next_forward(
@@ -1006,21 +962,28 @@ CANNOT = [
 ]
 
 
+#: Errors that say something else, which are raised.
+OTHERS = [RuntimeError("cancelled"), KeyError("missing"), TypeError("wrong")]
+
+
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", CANNOT, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*CANNOT, *OTHERS], ids=lambda error: type(error).__name__)
 def test_what_cannot_run_is_reported_once_and_compared_later(
     place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
-
     with monkeypatch.context() as context:
         context.setattr(PLACES[place], place, mock.Mock(side_effect=error))
-        made = [run(model, inputs) for _ in range(3)]
-    assert [(r.path, r.verdict) for r in report.guard] == [("blocks.0", "not compared")]
-    assert str(error) in str(report.guard)
-    assert len(caplog.records) == 1
-    assert torch.equal(run(model, inputs), made[0])
+        for _ in range(3):
+            with pytest.raises(type(error)) if error in OTHERS else nullcontext():
+                made = run(model, inputs)
+    skipped = [] if error in OTHERS else [("blocks.0", "not compared")]
+    assert [(r.path, r.verdict) for r in report.guard] == skipped
+    assert len(caplog.records) == len(skipped)
+    assert (str(error) in str(report.guard)) == bool(skipped)
+    assert not skipped or torch.equal(run(model, inputs), made)
+    run(model, inputs)
     kept = [record.path for record in report.guard if record.verdict == "kept"]
     assert sorted(kept) == ["blocks.0", "blocks.1"]
 
@@ -1053,23 +1016,6 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
         gc.enable()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyError("x"), TypeError("no")])
-def test_another_error_of_the_authors_code_is_raised(
-    error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, inputs = WAN.model(), WAN.inputs()
-    report = patch_model(model, attention="int8")
-
-    monkeypatch.setattr(PLACES[place], place, mock.Mock(side_effect=error))
-    for _ in range(2):
-        with pytest.raises(type(error), match=str(error.args[0])):
-            run(model, inputs)
-    monkeypatch.undo()
-    run(model, inputs)
-    assert len(report.guard) == 2
-
-
 def peak(call: Callable[[], Any]) -> int:
     """The most bytes that a call holds."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
@@ -1096,32 +1042,6 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert peaks[1] < 1.2 * peaks[0]
 
 
-def test_as_many_heads_are_measured_at_a_time_as_twice_the_queries_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two at a time of 48, beside the sums of the norms and the random numbers of a head."""
-    monkeypatch.setattr(measure, "_LEAST", 0)
-    q, k, v, out = (torch.randn(1, 4096, 48 * 16).bfloat16() for _ in range(4))
-    norms, angles = Norms(q[0, 0], k[0, 0], eps=1e-6), torch.rand(4096, 16)
-    given = Operands(q, k, v, norms, (angles.cos(), angles.sin()), 48, out)
-    attend, heads = measure._attend, []
-    monkeypatch.setattr(
-        measure, "_attend", lambda *args: (heads.append(args[0].shape[1]), attend(*args))[1]
-    )
-    held = peak(lambda: measure.attention_errors(given))
-    assert heads == [2] * 24
-    assert held < 2.25 * q.nbytes
-
-
-def test_the_guard_leaves_no_hooks() -> None:
-    model, inputs = COG.model(), COG.inputs()
-    patch_model(model, attention="int8")
-    run(model, inputs)
-    for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
-
-
 def test_without_a_guard_nothing_is_compared() -> None:
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, guard=False)
@@ -1130,35 +1050,18 @@ def test_without_a_guard_nothing_is_compared() -> None:
     assert "guard: off" in str(report)
 
 
-def test_the_report_outlives_the_model() -> None:
-    one = named("t2v")
-    model = one.model()
-    report: PatchReport = patch_model(model)
-    run(model, one.inputs())
-    last = ref(model.proj_out)
-    del model
-    gc.collect()
-    assert last() is None
-    assert "9 of 9" not in str(report)
-    assert len(report.guard) == 2
-
-
 def test_keys_that_are_not_smoothed_are_an_error_the_guard_measures() -> None:
     """Outlier channels of k cost accuracy without smoothing: the measured share of int8 grows."""
-    one = named("t2v")
     predictions = []
     for smooth in (True, False):
-        model, inputs = one.model(BF16), one.inputs(dtype=BF16)
+        model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
         for block in model.blocks:
             block.attn1.to_k.bias.data[::16] += 8
             block.attn1.norm_k.weight.data[::16] *= 4
         report = patch_model(model, attention="int8", smooth_k=smooth, fidelity=100.0)
         run(model, inputs)
         predictions.append(report.guard.prediction)
-        assert report_of(model).config.smooth_k is smooth
-    assert predictions[0] is not None
-    assert predictions[1] is not None
-    assert predictions[1] > predictions[0]
+    assert predictions[0] < predictions[1]
 
 
 def test_cross_attention_is_exact_over_few_keys() -> None:

@@ -9,18 +9,23 @@ attribute `dtype`, fp32 here (on a CPU its autocast is off, and bf16 is wrong in
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from diffusers import WanTransformer3DModel
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.measures import relative_l2
 from turbo_rcm_patch import PatchConfig, ops, patched
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 
 EXACT = PatchConfig(attention="exact", guard=False)
 INT8 = PatchConfig(guard=False)
@@ -140,6 +145,38 @@ def with_sla(sla: Any, model: Any) -> Any:
     return model
 
 
+def converted(name: str, network: Any, *, image: bool, sla: bool) -> None:
+    """The same weights through its class and through diffusers', from the folder of `convert`."""
+    torch.manual_seed(5)
+    options = {"model_type": "i2v", "in_dim": 8} if image else {}
+    sizes = {"dim": 256, "ffn_dim": 320, "freq_dim": 32, "text_dim": 24, "num_heads": 2}
+    model = network.WanModel(**SMALL | sizes | options).eval().requires_grad_(False)
+    for path, parameter in model.named_parameters():  # Its head begins at zero.
+        noise = torch.randn_like(parameter) / math.sqrt(parameter.shape[-1])
+        parameter.copy_(noise + (parameter.dim() == 1 and "norm" in path and "bias" not in path))
+    x, text = torch.randn(2, 4, 3, 8, 12), torch.randn(2, 512, 24)
+    y = torch.randn(2, 4, 3, 8, 12) if image else None
+    clip = torch.randn(2, 5, 1280) if image and name == "2.1" else None
+    more = {} if clip is None else {"frame_cond_crossattn_emb_B_L_D": clip}
+    state = model.state_dict()
+    for i in range(2 * sla):  # As its converter leaves it: a Linear that starts at zero.
+        proj_l = f"blocks.{i}.self_attn.attn_op.local_attn.proj_l"
+        state |= {f"{proj_l}.weight": torch.zeros(128, 128), f"{proj_l}.bias": torch.zeros(128)}
+    with tempfile.TemporaryDirectory() as place:
+        torch.save(state, f"{place}/model.pth")
+        convert_transformer(f"{place}/model.pth", f"{place}/folder")
+        ours = WanTransformer3DModel.from_pretrained(f"{place}/folder", local_files_only=True)
+    inputs = x if y is None else torch.cat([x, y], 1)
+    # Its sinusoids of the time are computed in fp64, diffusers' in fp32.
+    for times, limit in ((torch.zeros(2, 1), 5e-7), (torch.tensor([[932.0], [608.0]]), 3e-6)):
+        with torch.no_grad():
+            expected = model(x, times, text, y_B_C_T_H_W=y, **more)
+            given = {"encoder_hidden_states_image": clip, "return_dict": False}
+            error = relative_l2(ours.eval()(inputs, times[:, 0], text, **given)[0], expected)
+        assert error < limit, (name, image, sla, error)
+    print(f"{name}{' I2V' * image}{' SLA' * sla} converted: fine", flush=True)
+
+
 def vae() -> None:
     """Its Wan VAE, as its `WanVAE` calls it. What loads weights is a stand-in."""
     sys.modules["imaginaire.utils.easy_io"] = MagicMock()
@@ -182,6 +219,8 @@ def main() -> None:
     compare("2.2 I2V", model, inputs_of(model, 3, extra=4), 6, both)
     for name, network in (("2.1", wan2pt1), ("2.2", wan2pt2)):
         without_flash_attn(name, network)
+        for image, has_sla in itertools.product((False, True), repeat=2):
+            converted(name, network, image=image, sla=has_sla)
     model = with_sla(sla, model_of(wan2pt1))
     fp16 = PatchConfig(guard=False, pv="fp16", impl="triton")
     compare("2.1 SLA", model, inputs_of(model, 12), 8, {INT8: 0.02, fp16: 0.02})

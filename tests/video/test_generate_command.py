@@ -17,6 +17,7 @@ import torch
 
 from tests.video.cases import picture
 from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
+from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli.commands import Maker, read_prompts
@@ -32,16 +33,28 @@ def command(micro_folder: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", "--no-patch"]
 
 
-def test_one_prompt_makes_a_file_and_many_a_folder(command: list[str], tmp_path) -> None:
-    one, many = tmp_path / "one.mp4", tmp_path / "many"
-    assert main([*command, "--prompt", "a red circle", "--out", str(one)]) == 0
-    assert read_frames(one)[0].size == (32, 32), "the size that was asked for"
-    note = json.loads(one.with_suffix(".json").read_text())
+def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys) -> None:
+    """The number of frames and the time of each are printed. A folder may have a dot in its
+    name."""
+    video, many = tmp_path / "one.mp4", tmp_path / "v1.2"
+    given = [*command, "--prompt", "a red circle", "--num-frames", "8", "--out"]
+    assert main([*given, str(video)]) == 0
+    assert read_frames(video)[0].size == (32, 32), "the size that was asked for"
+    note = json.loads(video.with_suffix(".json").read_text())
     assert (note["prompt"], note["seed"], note["patch"]) == ("a red circle", 0, None)
+    assert note["frames"] == 5, "as many as the VAE makes"
+    out = capsys.readouterr().out
+    assert re.search(r"one\.mp4  5 frames, [\d.]+ s, and [\d.]+ s to decode\n", out)
+    last = out.splitlines()[-1]
+    assert re.match(r"[\d.e-]+ s a video \(.* denoising, .* decoding; median of 1\) on ", last)
+    assert main([*given, str(video), "--resume"]) == 0 and "was there" in capsys.readouterr().out
     listing = tmp_path / "prompts.txt"
     listing.write_text("a red circle\n\n  a blue square  \n")
     assert main([*command, "--prompts", str(listing), "--out", str(many)]) == 0
-    assert len(list(many.glob("*.mp4"))) == len(list(many.glob("*.json"))) == 2
+    (tmp_path / "b.old").mkdir()
+    assert main([*given, str(tmp_path / "b.old")]) == 0
+    for folder, count in ((many, 2), (tmp_path / "b.old", 1)):
+        assert len(list(folder.glob("*.mp4"))) == len(list(folder.glob("*.json"))) == count
 
 
 def test_resume_keeps_a_video_that_was_made_from_the_same(command, tmp_path, capsys) -> None:
@@ -174,6 +187,16 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_cogvideox_is_patched_too(tmp_path: Path, capsys) -> None:
+    """On a CPU, where that makes it no faster."""
+    folder = save(micro_cogvideox(), tmp_path / "cogvideox")
+    given = options(model=folder, prompt="a circle", guidance_scale=1, out=tmp_path / "v.mp4")
+    assert main(["generate", *QUICK, *given]) == 0
+    out = capsys.readouterr().out.strip()
+    assert (tmp_path / "v.mp4").is_file() and "fused" in out
+    assert out.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")
+
+
 def test_a_scale_for_an_expert_that_is_not_there_is_told(command, tmp_path, capsys) -> None:
     given = ["--guidance-scale-2", "3", "--sampler", "scheduler", "--out", str(tmp_path / "v.mp4")]
     assert main([*command, "--prompt", "a circle", *given]) == 2
@@ -197,13 +220,6 @@ def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(
     assert main(given) == 2
     assert "inputs" in capsys.readouterr().err, "the other image is another video"
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-
-
-def test_a_folder_may_have_a_dot_in_its_name(command: list[str], tmp_path: Path) -> None:
-    (tmp_path / "b.old").mkdir()
-    for name in ("v1.2", "b.old"):
-        assert main([*command, "--prompt", "a circle", "--out", str(tmp_path / name)]) == 0
-        assert len(list((tmp_path / name).glob("*.mp4"))) == 1
 
 
 def test_an_ffmpeg_that_cannot_run_is_told(command, tmp_path, monkeypatch, capsys) -> None:
@@ -288,15 +304,6 @@ def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, t
     assert left == ["", ".json", ".mp4", ".mp4"]
 
 
-def test_the_note_says_how_many_frames_were_made(command: list[str], tmp_path, capsys) -> None:
-    given = [*command, "--prompt", "a circle", "--num-frames", "8", "--out", str(tmp_path)]
-    assert main(given) == 0
-    assert ".mp4  5 frames, " in capsys.readouterr().out
-    (note,) = tmp_path.glob("*.json")
-    assert json.loads(note.read_text())["frames"] == 5
-    assert main([*given, "--resume"]) == 0 and "was there" in capsys.readouterr().out
-
-
 def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Path, capsys) -> None:
     given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
     with store.lock_folder(tmp_path):
@@ -316,11 +323,3 @@ def test_a_reader_that_has_gone_is_no_failed_video(command, tmp_path, capsys, mo
     monkeypatch.setattr("turbo_rcm_patch.cli.exit_codes._discard_stdout", lambda: None)
     assert main(given) == 141
     assert "failed" not in capsys.readouterr().err
-
-
-def test_generate_says_how_long_a_video_took(micro_folder: Path, tmp_path, capsys) -> None:
-    given = options(model=micro_folder, prompt="a circle", out=tmp_path, steps=1)
-    assert main(["generate", *QUICK, *given]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.match(r"[\d.e-]+ s a video \(.* denoising, .* decoding; median of 1\) on ", last)
-    assert last.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
+from turbo_rcm_patch.errors import ConfigError, OutputError, SamplingError
 from turbo_rcm_patch.video import judging, verdict
 from turbo_rcm_patch.video.judging import judge_folders, read_clip
 from turbo_rcm_patch.video.video import as_bytes, write_mp4
@@ -150,150 +151,114 @@ def test_latents_have_an_snr_and_cannot_be_unchanged(tmp_path: Path) -> None:
 # --- what does not fit ---------------------------------------------------------------------------
 
 
-def longer(folder: Path) -> None:
-    as_pt(video(1, shape=(6, 32, 48, 3)), folder / "b")
-
-
-def wider(folder: Path) -> None:
-    as_pt(video(1, shape=(5, 32, 64, 3)), folder / "b")
-
-
-def faster(folder: Path) -> None:
-    as_mp4(video(1), folder / "b")
-    (folder / "b.pt").unlink()
-    write_mp4(as_bytes(video(1)), folder.parent / "baseline" / "b.mp4", 24)
-    (folder.parent / "baseline" / "b.pt").unlink()
-
-
-def missing(folder: Path) -> None:
-    (folder / "b.pt").unlink()
-
-
-def twice(folder: Path) -> None:
-    as_mp4(video(1), folder / "b")
-
-
-def cut_off(folder: Path) -> None:
-    content = (folder / "b.pt").read_bytes()
-    (folder / "b.pt").write_bytes(content[: len(content) // 2])
-
-
-def no_video(folder: Path) -> None:
-    missing(folder)
-    (folder / "b.mp4").write_bytes(b"not a video")
-
-
-def half_a_video(folder: Path) -> None:
-    missing(folder)
-    as_mp4(video(1), folder / "b")
-    content = (folder / "b.mp4").read_bytes()
-    (folder / "b.mp4").write_bytes(content[: len(content) * 2 // 3])
-
-
-def of_several_sizes(folder: Path) -> None:
-    missing(folder)
-    as_pngs(video(1), folder / "b")
-    Image.new("RGB", (32, 32)).save(folder / "b" / "frame 9.png")
-
-
-def broken_png(folder: Path) -> None:
-    missing(folder)
-    as_pngs(video(1), folder / "b")
-    (folder / "b" / "frame 9.png").write_bytes(b"\x89PNG")
-
-
 class Code:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("ran",)
 
 
-def code(folder: Path) -> None:
-    torch.save({"frames": video(1), "more": Code()}, folder / "b.pt")
+def shaped(*shape: int) -> Callable[[Path], None]:
+    return lambda at: as_pt(video(1, shape=shape), at)
 
 
-def endless(folder: Path) -> None:
-    torch.save(torch.zeros(1).expand(1 << 20, 1 << 10, 1 << 10, 3), folder / "b.pt")
+def cut(share: float, ending: str) -> Callable[[Path], None]:
+    """Keep the first part of a file."""
+
+    def spoil(at: Path) -> None:
+        file = at.with_suffix(ending)
+        content = file.read_bytes()
+        file.write_bytes(content[: int(len(content) * share)])
+
+    return spoil
 
 
-def pipe(folder: Path) -> None:
-    missing(folder)
-    os.mkfifo(folder / "b.mp4")
+def instead(*spoil: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Remove the clip, and do something in its place."""
+
+    def spoiled(at: Path) -> None:
+        at.with_suffix(".pt").unlink()
+        for one in spoil:
+            one(at)
+
+    return spoiled
 
 
-def minus_one_to_one(folder: Path) -> None:
-    as_pt(video(1) * 2 - 1, folder / "b")
+def everywhere(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
+    def spoiled(at: Path) -> None:
+        for which in ("baseline", "candidate", "control"):
+            spoil(at.parents[1] / which / at.name)
+
+    return spoiled
 
 
-def two_tensors(folder: Path) -> None:
-    torch.save({"x": video(1), "y": video(1)}, folder / "b.pt")
+def tensors(**found: Any) -> Callable[[Path], None]:
+    return lambda at: torch.save(found, at.with_suffix(".pt"))
 
 
-def small(folder: Path) -> None:
-    for one in ("baseline", "candidate", "control"):
-        as_pt(video(1, shape=(5, 8, 48, 3)), folder.parent / one / "b")
+def faster(at: Path) -> None:
+    instead(lambda at: as_mp4(video(1), at))(at)
+    there = at.parents[1] / "baseline" / "b"
+    instead(lambda at: write_mp4(as_bytes(video(1)), at.with_suffix(".mp4"), 24))(there)
 
 
-def complex_numbers(folder: Path) -> None:
-    torch.save(video(1).to(torch.complex64), folder / "b.pt")
+def as_pngs_of(content: Callable[[Path], object]) -> Callable[[Path], None]:
+    return instead(lambda at: as_pngs(video(1), at), lambda at: content(at / "frame 9.png"))
 
 
-def latents_beside_frames(folder: Path) -> None:
-    torch.save({"latents": video(1)}, folder / "b.pt")
+#: What is wrong with clip b -> the folder of it, what spoils it there, and what is said.
+BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "longer": ("candidate", shaped(6, 32, 48, 3),
+               r"expected 5 frames of 48 x 32, as .*baseline/b.pt; got 6 frames"),
+    "wider": ("candidate", shaped(5, 32, 64, 3), "got 5 frames of 64 x 32"),
+    "faster": ("candidate", faster,
+               r"expected 24 frames a second, as .*baseline/b.mp4; got 12"),
+    "missing": ("candidate", instead(),
+                r"baseline/b.pt; expected one clip 'b' in --candidate; got none"),
+    "no baseline": ("baseline", instead(), "--baseline"),
+    "no control": ("control", instead(), "--control"),
+    "twice": ("candidate", lambda at: as_mp4(video(1), at), "b.mp4 and .*b.pt"),
+    "cut off": ("candidate", cut(0.5, ".pt"), "is incomplete"),
+    "no video": ("candidate", instead(lambda at: at.with_suffix(".mp4").write_bytes(b"none")),
+                 "cannot be read"),
+    "half a video": ("candidate", instead(lambda at: as_mp4(video(1), at), cut(0.67, ".mp4")),
+                     "cannot be read"),
+    "several sizes": ("candidate", as_pngs_of(lambda at: Image.new("RGB", (32, 32)).save(at)),
+                      "expected frames of one size; got 4 of 48 x 32, 1 of 32 x 32"),
+    "broken png": ("candidate", as_pngs_of(lambda at: at.write_bytes(b"\x89PNG")),
+                   "frame 9.png cannot be read|frame 9.png is no image"),
+    "code": ("candidate", tensors(frames=video(1), more=Code()), "nothing in it was executed"),
+    "endless": ("candidate", tensors(x=torch.zeros(1).expand(1 << 20, 1 << 10, 1 << 10, 3)),
+                "expected 1 to 268435456 numbers"),
+    "pipe": ("candidate", instead(lambda at: os.mkfifo(at.with_suffix(".mp4"))),
+             "expected a regular file"),
+    "-1 to 1": ("candidate", tensors(x=video(1) * 2 - 1),
+                "expected frames in 0..1; got numbers from -0."),
+    "two tensors": ("candidate", tensors(x=video(1), y=video(1)),
+                    "expected one tensor, or one by a name"),
+    "complex": ("candidate", tensors(x=video(1).to(torch.complex64)), "complex64"),
+    "small": ("candidate", everywhere(shaped(5, 8, 48, 3)),
+              "baseline/b.pt; expected at least 11 pixels a side"),
+    "latents": ("candidate", tensors(latents=video(1)), "got latents"),
+    "equal control": ("control", lambda at: as_pt(video(1), at), "control/b.pt.*is equal"),
+    "nan control": ("control", lambda at: as_pt(video(1) * math.nan, at),
+                    "control/b.pt.*holds NaN"),
+}  # fmt: skip
 
 
-BAD = {
-    longer: r"expected 5 frames of 48 x 32, as .*baseline/b.pt; got 6 frames",
-    wider: "got 5 frames of 64 x 32",
-    faster: r"expected 24 frames a second, as .*baseline/b.mp4; got 12",
-    missing: r"baseline/b.pt; expected one clip 'b' in --candidate; got none",
-    twice: "b.mp4 and .*b.pt",
-    cut_off: "is incomplete",
-    no_video: "cannot be read",
-    half_a_video: "cannot be read",
-    of_several_sizes: "expected frames of one size; got 4 of 48 x 32, 1 of 32 x 32",
-    broken_png: "frame 9.png cannot be read|frame 9.png is no image",
-    code: "nothing in it was executed",
-    endless: "expected 1 to 268435456 numbers",
-    pipe: "expected a regular file",
-    minus_one_to_one: "expected frames in 0..1; got numbers from -0.",
-    two_tensors: "expected one tensor, or one by a name",
-    complex_numbers: "complex64",
-    small: "baseline/b.pt; expected at least 11 pixels a side",
-    latents_beside_frames: "got latents",
-}
-
-
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_named_and_the_others_are_judged(
-    spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    baseline, candidate, control = folders(tmp_path / "in", names=("a", "b"))
-    spoil(candidate)
-    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
+    which, spoil, said = BAD[name]
+    places = folders(tmp_path / "in", names=("a", "b"))
+    spoil(tmp_path / "in" / which / "b")
+    found = judge_folders(*places, out=tmp_path / "out")
     assert [one.prompt for one in found.results] == ["a"]
     assert list(found.refused) == ["b"] and found.verdict == "unchanged"
-    assert re.search(BAD[spoil], found.refused["b"]) and "/b" in found.refused["b"]
+    assert re.search(said, found.refused["b"]) and "/b" in found.refused["b"]
     assert not (tmp_path / "ran").exists()
     page = found.report.read_text()
     assert "1 of 2 clips could not be judged" in page and str(tmp_path) not in page
-
-
-def test_an_absent_partner_is_named_wherever_it_is_absent(tmp_path: Path) -> None:
-    baseline, candidate, control = folders(tmp_path)
-    (baseline / "a.pt").unlink()
-    (control / "b.pt").unlink()
-    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
-    assert "--baseline" in found.refused["a"] and "--control" in found.refused["b"]
-    assert [one.prompt for one in found.results] == ["c"]
-
-
-@pytest.mark.parametrize(("value", "said"), [(0.0, "is equal"), (math.nan, "holds NaN")])
-def test_a_control_that_measures_nothing_is_named(value: float, said: str, tmp_path: Path) -> None:
-    baseline, candidate, control = folders(tmp_path)
-    as_pt(video(0) + value, control / "a")
-    found = judge_folders(baseline, candidate, control, out=tmp_path / "out")
-    assert said in found.refused["a"] and "control/a.pt" in found.refused["a"]
 
 
 def test_a_candidate_with_nan_is_changed(tmp_path: Path) -> None:
@@ -322,7 +287,7 @@ def test_a_video_of_many_pixels_is_refused(tmp_path, monkeypatch) -> None:
 
 def test_when_no_clip_can_be_judged_the_reasons_are_told(tmp_path: Path) -> None:
     made = folders(tmp_path, names=("b",))
-    minus_one_to_one(made[1])
+    as_pt(video(1) * 2 - 1, made[1] / "b")
     with pytest.raises(SamplingError, match=r"no clip could be judged.*expected frames in 0..1"):
         judge_folders(*made, out=tmp_path / "out")
     shutil.rmtree(made[1])
@@ -351,7 +316,7 @@ def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(tmp_path, 
     assert "verdict: unchanged" in told and "One clip took" in told
     assert main(arguments(made[:2], tmp_path / "two")) == 3
     assert main(arguments(folders(tmp_path / "far", 0.1), tmp_path / "far" / "out")) == 1
-    minus_one_to_one(made[1])
+    as_pt(video(1) * 2 - 1, made[1] / "b")
     assert main(arguments(made, tmp_path / "out")) == 2
     assert "could not be judged: " in capsys.readouterr().out
     assert main(["judge", "--baseline", str(made[0])]) == 2
@@ -363,7 +328,7 @@ def test_the_exit_code_is_that_of_the_verdict_and_of_what_was_refused(tmp_path, 
 def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeypatch) -> None:
     made = folders(tmp_path / "in", write=as_pngs)
     measured: list[str] = []
-    real = judging._measured
+    real = judging._measure
     stops = ["c"]
 
     def spied(store: object, name: str, *more: object) -> object:
@@ -373,7 +338,7 @@ def test_the_same_command_measures_only_what_is_new_or_changed(tmp_path, monkeyp
         measured.append(name)
         return real(store, name, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(judging, "_measured", spied)
+    monkeypatch.setattr(judging, "_measure", spied)
     assert main(arguments(made, tmp_path / "out")) == 130
     assert measured == ["a", "b"]
     assert main(arguments(made, tmp_path / "out")) == 0
@@ -399,9 +364,9 @@ def test_a_report_on_other_clips_is_not_replaced(tmp_path: Path) -> None:
 
 def test_errors_of_the_whole_run_are_not_those_of_a_clip(tmp_path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise judging.OutputError("the disk is full")
+        raise OutputError("the disk is full")
 
     made = folders(tmp_path)
-    monkeypatch.setattr(judging, "measured", full)
-    with pytest.raises(TurboRCMError, match="the disk is full"):
+    monkeypatch.setattr(judging, "measure", full)
+    with pytest.raises(OutputError, match="the disk is full"):
         judge_folders(*made, out=tmp_path / "out")

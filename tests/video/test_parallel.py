@@ -160,10 +160,25 @@ def test_heads_that_the_ranks_do_not_divide_are_dealt_out() -> None:
     with_devices(3, deals_out_uneven_heads)
 
 
+def with_another_prompt(pipe: Any) -> torch.Tensor:
+    """Latents where a callback changes the negative prompt after the first step."""
+
+    def change(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: x if step else 2 * x + 1 for name, x in values.items()}
+
+    made: torch.Tensor = pipe(
+        prompt=PROMPT, negative_prompt="green", guidance_scale=5.0, num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(0), output_type="latent", **SMALL,
+        callback_on_step_end=change, callback_on_step_end_tensor_inputs=["negative_prompt_embeds"],
+    ).frames  # fmt: skip
+    return made
+
+
 def differs_without_harm(rank: int) -> None:
     """Guidance off, an interruption, and inputs that differ between ranks."""
     pipe = micro_pipe()
-    one, many = latents(pipe, {}, 1.0), latents(pipe, {})
+    one, many, changed = latents(pipe, {}, 1.0), latents(pipe, {}), with_another_prompt(pipe)
+    assert not torch.equal(many, changed)
 
     class Stop(Exception):
         pass
@@ -177,13 +192,19 @@ def differs_without_harm(rank: int) -> None:
         latents(pipe, {}, seed=rank)
     with pytest.raises(Stop):
         generate(pipe, PROMPT, on_step=stop, sampler="scheduler", steps=STEPS, **SMALL)
-    with counted(pipe) as seen:
+    with counted(pipe) as counts:
         assert torch.equal(latents(pipe, {}, 1.0), one)
-    assert seen == {"samples": STEPS, "exchanges": 0}
+    assert counts == {"samples": STEPS, "exchanges": 0}
     assert torch.equal(latents(pipe, {}), many)
+    with counted(pipe) as counts:
+        assert torch.equal(with_another_prompt(pipe), changed)
+    assert counts == {"samples": STEPS + 1, "exchanges": STEPS}  # a step's second call is others'
 
-    with pytest.raises(ContextParallelError, match="parallel already"):
-        parallel(pipe, cfg=2)
+    def refused(pattern: str, pipe: Any = pipe, **degrees: Any) -> None:
+        with pytest.raises(ContextParallelError, match=pattern):
+            parallel(pipe, **(degrees or {"cfg": 2}))
+
+    refused("parallel already")
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
     with pytest.raises(ContextParallelError, match="FirstBlockCacheConfig"):
         latents(pipe, {})
@@ -199,28 +220,17 @@ def differs_without_harm(rank: int) -> None:
     assert "forward" not in vars(pipe.transformer) and not is_patched(pipe)
 
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
-    with pytest.raises(ContextParallelError, match="no cache; got FirstBlockCacheConfig"):
-        parallel(pipe, cfg=2)
+    refused("no cache; got FirstBlockCacheConfig")
     pipe.transformer.disable_cache()
     pipe.transformer.forward = lambda **named: None
-    with pytest.raises(ContextParallelError, match="cache-dit"):
-        parallel(pipe, cfg=2)
-    for given, words in (
-        ({"cfg": 2, "ulysses": 2}, "4 of one group"),
-        ({"cfg": 3}, "cfg 1 or 2"),
-        ({}, "not both 1"),
-    ):
-        with pytest.raises(ContextParallelError, match=words):
-            parallel(micro_pipe(), **given)
-    with pytest.raises(ContextParallelError, match="WanVACEPipeline"):
-        parallel(skyreels(), cfg=2)
-    with pytest.raises(ContextParallelError, match="a parallel plan in diffusers"):
-        parallel(micro_cogvideox(), ulysses=2)
-    with (
-        mock.patch.object(torch.accelerator, "device_count", return_value=0),
-        pytest.raises(ContextParallelError, match="expected a GPU.*Use cfg=2 alone"),
-    ):
-        parallel(micro_pipe(), ulysses=2)
+    refused("cache-dit")
+    refused("4 of one group", micro_pipe(), cfg=2, ulysses=2)
+    refused("cfg 1 or 2", micro_pipe(), cfg=3)
+    refused("not both 1", micro_pipe(), cfg=1)
+    refused("WanVACEPipeline", skyreels())
+    refused("a parallel plan in diffusers", micro_cogvideox(), ulysses=2)
+    with mock.patch.object(torch.accelerator, "device_count", return_value=0):
+        refused("expected a GPU.*Use cfg=2 alone", micro_pipe(), ulysses=2)
 
 
 def test_what_would_go_wrong_is_refused_in_words() -> None:

@@ -54,7 +54,8 @@ MODEL = ModelFacts(
     identity={
         "model": str(TINY_WAN), "device": "a processor", "dtype": "bfloat16",
         "config": {"attention": "int8", "guard": True},
-        "settings": {"sampler": "rcm", "steps": 4, "height": 32, "width": 48, "fps": 16},
+        "settings": {"sampler": "rcm", "steps": 4, "height": 32, "width": 48, "fps": 16,
+                     "lora": ["/home/me/turbo.safetensors:0.8"]},
     },
 )  # fmt: skip
 

@@ -20,12 +20,11 @@ from tests.video.micro import (
     vace,
 )
 from tests.video.micro_cogvideox import micro_cogvideox
-from tests.video.test_generate import CLASSES, by_hand
+from tests.video.test_generate import CLASSES
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.comparison import compare
-from turbo_rcm_patch.video.generation import encode, recorded_calls
 from turbo_rcm_patch.video.source import Source
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
@@ -69,51 +68,6 @@ UNUSUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 def unusual(name: str) -> Any:
     return loaded(name, UNUSUAL[name][0])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_networks_calls_are_the_pipelines(name: str) -> None:
-    """Conditions, image embeddings and times of tokens included; and nothing is left behind."""
-    pipe, settings = loaded(name), settings_of(name)
-    seen: list[dict[str, Any]] = []
-    hooks = [
-        network.register_forward_pre_hook(
-            lambda _, __, given: seen.append(given), with_kwargs=True
-        )
-        for network in (pipe.transformer, getattr(pipe, "transformer_2", None))
-        if network is not None
-    ]
-    by_hand(name, settings, 0)
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == settings.steps
-    states = [latents_in(pipe, one) for one in seen]
-    owners = (pipe, pipe.vae, pipe.transformer)
-    before = [dict(owner.__dict__) for owner in owners]
-    conditioning = encode(pipe, Source(PROMPT, **CASES[name][1]), settings)
-    state = torch.get_rng_state()
-    calls = recorded_calls(pipe, conditioning, settings, states)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [owner.__dict__.keys() for owner in owners] == [one.keys() for one in before]
-    for call, expected in zip(calls, seen, strict=True):
-        assert call.keys() == expected.keys()
-        for key, value in expected.items():
-            assert same(call[key], value), key
-
-
-def latents_in(pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """The latents in a call, as the loop holds them, and its network time."""
-    hidden, time = call["hidden_states"], call["timestep"]
-    axis = 2 if type(pipe).__name__.startswith(("CogVideoX", "ConsisID")) else 1
-    return hidden.narrow(axis, 0, 4).float(), float(time.flatten()[-1])
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one.double(), other.double())
-    if isinstance(one, (tuple, list)):
-        return all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("name", ["wan-clip", "skyreels", "chronoedit", "cogvideox-image"])

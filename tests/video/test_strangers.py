@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
@@ -138,6 +138,14 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lora(tmp_path_factory.mktemp("lora") / "deep.safetensors", deeper)
 
 
+def noted(path: Path, tensors: dict[str, torch.Tensor], **notes: object) -> str:
+    """Write a LoRA with notes for peft in its metadata."""
+    notes = {"r": 4, "lora_alpha": 4, "target_modules": LINEARS} | notes
+    text = json.dumps({f"transformer.{name}": value for name, value in notes.items()})
+    save_file(tensors, path, metadata={"format": "pt", "lora_adapter_metadata": text})
+    return str(path)
+
+
 def test_a_lora_that_fits_some_layers_says_how_many(lora: Path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         add_loras(micro_pipe(), [str(lora)])
@@ -148,58 +156,40 @@ def test_a_lora_that_fits_some_layers_says_how_many(lora: Path, caplog) -> None:
     assert f"transformer.blocks.{layers - 1}." not in caplog.text
 
 
-def test_a_lora_that_fits_all_layers_says_nothing(tmp_path, caplog) -> None:
-    path = write_lora(tmp_path / "a.safetensors", micro_pipe().transformer)
+def test_a_lora_that_fits_with_the_names_that_diffusers_writes_is_taken(tmp_path, caplog) -> None:
+    pipe = micro_pipe()
+    path = write_lora(tmp_path / "a.safetensors", pipe.transformer)
+    plain = {"bias": "none", "base_model_name_or_path": "owner/name", "peft_type": "LORA",
+             "rank_pattern": {"^blocks\\.0\\.attn1\\.to_q$": 4}}  # fmt: skip
     with caplog.at_level(logging.WARNING):
-        add_loras(micro_pipe(), [str(path)])
+        add_loras(pipe, [noted(path, load_file(path), **plain)])
     assert not caplog.text
+    assert any("lora" in name for name, _ in pipe.transformer.named_parameters())
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_lora_that_fits_no_layer_is_refused(named: bool, lora: Path, tmp_path: Path) -> None:
     """With the names of the Linears in its metadata peft finds some, and gives them no weights."""
-    notes = {
-        "transformer.r": 4,
-        "transformer.lora_alpha": 4,
-        "transformer.target_modules": LINEARS,
-    }
-    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(notes)} if named else None
-    tensors = {
-        k: v for k, v in load_file(lora).items() if f"blocks.{TRANSFORMER['num_layers']}" in k
-    }
-    save_file(tensors, tmp_path / "none.safetensors", metadata)
+    deep = f"blocks.{TRANSFORMER['num_layers']}"
+    tensors = {name: tensor for name, tensor in load_file(lora).items() if deep in name}
+    path = tmp_path / "none.safetensors"
+    if named:
+        noted(path, tensors)
+    else:
+        save_file(tensors, path)
     pipe = micro_pipe()
     with pytest.raises(ModelFolderError):
-        add_loras(pipe, [str(tmp_path / "none.safetensors")])
+        add_loras(pipe, [str(path)])
     assert not any("lora" in name for name, _ in pipe.transformer.named_parameters())
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
 def test_a_regular_expression_in_a_lora_is_not_run(key: str, lora: Path, tmp_path: Path) -> None:
     pattern = "(([a-z0-9_.]+)+)+!"
-    notes = {f"transformer.{key}": pattern if key == "target_modules" else {pattern: 4}}
-    notes |= {"transformer.r": 4, "transformer.lora_alpha": 4}
-    save_file(
-        load_file(lora), tmp_path / "a.safetensors",
-        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(notes)},
-    )  # fmt: skip
-    start = time.monotonic()
-    with at_once(), pytest.raises(ModelFolderError, match="not a plain name"):
-        add_loras(micro_pipe(), [str(tmp_path / "a.safetensors")])
-    assert time.monotonic() - start < 15
-
-
-def test_the_plain_names_that_diffusers_writes_are_taken(tmp_path: Path) -> None:
-    path = write_lora(tmp_path / "a.safetensors", micro_pipe().transformer)
-    notes = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.bias": "none",
-             "transformer.base_model_name_or_path": "owner/name", "transformer.peft_type": "LORA",
-             "transformer.target_modules": LINEARS,
-             "transformer.rank_pattern": {"^blocks\\.0\\.attn1\\.to_q$": 4}}  # fmt: skip
-    save_file(load_file(path), path,
-              metadata={"format": "pt", "lora_adapter_metadata": json.dumps(notes)})  # fmt: skip
-    pipe = micro_pipe()
-    add_loras(pipe, [str(path)])
-    assert any("lora" in name for name, _ in pipe.transformer.named_parameters())
+    notes = {key: pattern if key == "target_modules" else {pattern: 4}}
+    path = noted(tmp_path / "a.safetensors", load_file(lora), **notes)
+    with at_once(15), pytest.raises(ModelFolderError, match="not a plain name"):
+        add_loras(micro_pipe(), [path])
 
 
 _READ = """

@@ -184,40 +184,38 @@ def ran(*forms: str, asked: str = "int8 attention", part: tuple[str, ...] = ("le
     return found
 
 
+GUARD = "by the guard's decision"
+SHORT = "exact attention, because there are few tokens"
+NOT_INT8 = "this is not a verdict on int8 attention"
+OFF = "(guard=False judges it)"
+
+
 @pytest.mark.parametrize(
     ("given", "word", "said"),
     [
-        pytest.param(ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every "
-                     "step", id="all"),
-        pytest.param(ran("exact", *["asked"] * 4), "unchanged", "1 of 5 blocks ran exact "
-                     "attention, by the guard's decision; the rest ran int8 attention", id="most"),
-        pytest.param(ran("author", "asked"), "unchanged", "1 of 2 blocks ran its author's code; "
-                     "the rest ran int8 attention", id="half"),
-        pytest.param(ran("exact|asked", "exact"), "not judged", "All 2 blocks ran exact "
-                     "attention, by the guard's decision in 75% of their calls: this is not a "
-                     "verdict on int8 attention (guard=False judges it)", id="three-quarters"),
-        pytest.param(ran(*["exact"] * 4, "asked"), "not judged", "4 of 5 blocks ran exact "
-                     "attention, by the guard's decision: this is not a verdict on int8 "
-                     "attention (guard=False judges it)", id="cogvideox"),
-        pytest.param(ran("exact-16bit", "exact-16bit", asked="exact attention and int8 Linears"),
-                     "not judged",
-                     "All 2 blocks ran exact attention and Linears in 16 bits, by the guard's "
-                     "decision: this is not a verdict on exact attention and int8 Linears "
-                     "(guard=False judges it)", id="linears"),
+        (ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every step"),
+        (ran("exact", *["asked"] * 4), "unchanged",
+         f"1 of 5 blocks ran exact attention, {GUARD}; the rest ran int8 attention"),
+        (ran("author", "asked"), "unchanged",
+         "1 of 2 blocks ran its author's code; the rest ran int8 attention"),
+        (ran("exact|asked", "exact"), "not judged",
+         f"All 2 blocks ran exact attention, {GUARD} in 75% of their calls: {NOT_INT8} {OFF}"),
+        (ran(*["exact"] * 4, "asked"), "not judged",
+         f"4 of 5 blocks ran exact attention, {GUARD}: {NOT_INT8} {OFF}"),
+        (ran("exact-16bit", "exact-16bit", asked="exact attention and int8 Linears"),
+         "not judged",
+         f"All 2 blocks ran exact attention and Linears in 16 bits, {GUARD}: this is not a "
+         f"verdict on exact attention and int8 Linears {OFF}"),
         # "auto" takes exact attention for few tokens, so that is what was asked for.
-        pytest.param(ran("length", "length"), "unchanged", "All 2 blocks ran exact attention, "
-                     "because there are few tokens: this is not a verdict on int8 attention",
-                     id="auto-and-short"),
-        pytest.param(ran("length", "length", part=()), "not judged", "All 2 blocks ran "
-                     "exact attention, because there are few tokens: this is not a verdict on "
-                     "int8 attention", id="int8-and-short"),
-        pytest.param(ran("wide-values", "exact", part=("wide-values",)), "unchanged", "1 of 2 "
-                     "blocks ran quantised attention with values in 16 bits, by the guard's "
-                     "decision; 1 of 2 blocks ran exact attention, by the guard's decision",
-                     id="values"),
-        pytest.param(ran("wide-values", part=()), "not judged", "All 1 blocks ran quantised "
-                     "attention with values in 16 bits, by the guard's decision: this is not a "
-                     "verdict on int8 attention (guard=False judges it)", id="fp8-by-name"),
+        (ran("length", "length"), "unchanged", f"All 2 blocks ran {SHORT}: {NOT_INT8}"),
+        (ran("length", "length", part=()), "not judged",
+         f"All 2 blocks ran {SHORT}: {NOT_INT8}"),
+        (ran("wide-values", "exact", part=("wide-values",)), "unchanged",
+         f"1 of 2 blocks ran quantised attention with values in 16 bits, {GUARD}; 1 of 2 blocks "
+         f"ran exact attention, {GUARD}"),
+        (ran("wide-values", part=()), "not judged",
+         f"All 1 blocks ran quantised attention with values in 16 bits, {GUARD}: {NOT_INT8} "
+         f"{OFF}"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_was_asked_for(given: Ran, word: str, said: str) -> None:

@@ -109,17 +109,17 @@ def check_sums(
         lengths = stream.read(4)
         start = _HEADER + (sum(struct.unpack("<HH", lengths)) if len(lengths) == 4 else 0)
         stream.seek(record.header_offset + start)
-        left, found = record.file_size, 0
+        left, checksum = record.file_size, 0
         while left > 0 and (part := stream.read(min(_CHUNK, left))):
-            found = zlib.crc32(part, found)
+            checksum = zlib.crc32(part, checksum)
             left -= len(part)
             done += len(part)
             if progress is not None:
                 progress("check", done, total)
-        if left or found != record.CRC:
+        if left or checksum != record.CRC:
             raise CheckpointError(
                 f"{name} is damaged: the checksum of its record {record.filename} is wrong",
                 expected=f"{record.CRC:08x}",
-                got=f"{found:08x} of {record.file_size - left} bytes",
+                got=f"{checksum:08x} of {record.file_size - left} bytes",
                 remedy="Download the file again",
             )

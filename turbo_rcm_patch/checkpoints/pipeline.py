@@ -35,20 +35,18 @@ def check_part(folder: Path, name: str, *, weights: bool) -> None:
             expected=LAYOUT,
             remedy=again,
         )
-    found = [path for kind in ("*.safetensors", "*.bin") for path in sorted(part.glob(kind))]
-    for lacks, there in (
-        ("config.json", (part / "config.json").is_file()),
-        ("weights", bool(found)),
-    ):
-        if weights and not there:
-            inside = str(sorted(path.name for path in part.iterdir()))
-            raise ModelFolderError(f"{part} has no {lacks}", got=inside, remedy=again)
+    files = [path for kind in ("*.safetensors", "*.bin") for path in sorted(part.glob(kind))]
+    has_config = (part / "config.json").is_file()
+    if weights and not (has_config and files):
+        inside = str(sorted(path.name for path in part.iterdir()))
+        missing = "weights" if has_config else "config.json"
+        raise ModelFolderError(f"{part} has no {missing}", got=inside, remedy=again)
     for path in part.rglob("*"):
         if not path.is_dir():
             check_regular(path, ModelFolderError)
     for path in sorted(part.glob("*.json")):
         read_json(path, ModelFolderError)
-    for path in found:
+    for path in files:
         _check_weights(path)
 
 

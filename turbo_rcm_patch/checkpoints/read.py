@@ -162,15 +162,15 @@ def check_tensors(
             f"{where}: {len(missing)} tensors are missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} mismatched",
             expected=f"the weights of {of}",
-            got="; ".join(f"{kind}: {_some(found)}" for kind, found in lists.items() if found),
+            got="; ".join(f"{kind}: {_some(lines)}" for kind, lines in lists.items() if lines),
         )
         error.missing, error.unexpected, error.mismatched = map(tuple, lists.values())
         raise error
 
 
-def _some(found: list[str]) -> str:
-    more = f", and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return ", ".join(found[:_LISTED]) + more
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[str, Wanted]:
@@ -222,11 +222,11 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
             return torch.load(path, map_location="cpu", weights_only=True)  # an old format
     except pickle.UnpicklingError as error:
         # torch's own message advises reading the file unsafely.
-        asked = _GLOBAL.search(str(error))
+        wanted = _GLOBAL.search(str(error))
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or contains more than tensors; "
             "nothing in it was executed",
-            got=f"one that asks for {asked[1] or asked[2]}" if asked else "something else",
+            got=f"one that asks for {wanted[1] or wanted[2]}" if wanted else "something else",
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except Exception as error:  # The content decides which.
@@ -244,7 +244,7 @@ def _entries(loaded: object, path: str | Path) -> dict[str, Tensor]:
         raise CheckpointError(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     # Each dictionary is opened once, because one that holds itself has no end.
     queue: deque[tuple[Mapping[Any, object], tuple[str, ...]]] = deque([(loaded, ())])
     opened = {id(loaded)}
@@ -262,14 +262,14 @@ def _entries(loaded: object, path: str | Path) -> dict[str, Tensor]:
                     opened.add(id(value))
                     queue.append((value, (*containers, *parts)))
             elif isinstance(value, Tensor) and not name.endswith(_STATE):
-                if name in found:
+                if name in tensors:
                     raise CheckpointError(
                         f"{path}: two entries have the same name, {name}, once prefixes are "
                         "removed",
                         remedy="Keep one network in the file",
                     )
-                found[name] = value
-    return found
+                tensors[name] = value
+    return tensors
 
 
 def _networks(entries: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:

@@ -50,16 +50,16 @@ class Video:
     path: Path
 
 
-def read_prompts(given: options.Run) -> list[str]:
+def read_prompts(command: options.Run) -> list[str]:
     """Return the prompts of a command: those of --prompt, then those of the file.
 
     Raises:
         SamplingError: The file cannot be read.
         ConfigError: A prompt is empty or not in UTF-8, or there are too many for the seed.
     """
-    prompts = [*given.prompt]
-    if given.prompts is not None:
-        prompts += _read_list(given.prompts)
+    prompts = [*command.prompt]
+    if command.prompts is not None:
+        prompts += _read_list(command.prompts)
     for prompt in prompts:
         try:
             prompt.encode()
@@ -67,7 +67,7 @@ def read_prompts(given: options.Run) -> list[str]:
             raise ConfigError("--prompt", expected="a text in UTF-8", got=ascii(prompt)) from error
         if not prompt.strip():
             raise ConfigError("--prompt", expected="a text", got="an empty one")
-    check_seed(given.seed, len(prompts))
+    check_seed(command.seed, len(prompts))
     return prompts
 
 
@@ -94,29 +94,29 @@ def _read_list(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def check_image(given: options.Run, prompts: list[str]) -> None:
+def check_image(command: options.Run, prompts: list[str]) -> None:
     """Check, before a model is loaded, that it makes videos from --image or without one.
 
     Raises:
         SamplingError: It takes no image, or needs one, or the file cannot be read.
     """
-    Source("", given.image)
-    if name := pipeline_class(given.model):
-        check_images(PIPELINES[name], name, {prompts[0]: given.image is not None})
+    Source("", command.image)
+    if name := pipeline_class(command.model):
+        check_images(PIPELINES[name], name, {prompts[0]: command.image is not None})
 
 
-def generate(given: options.Generate) -> int:
+def generate(command: options.Generate) -> int:
     """Write one mp4 per prompt; under torchrun every process writes its share, or all make each
     together."""
     # What would fail at the end fails before a model is loaded.
-    prompts, processes = read_prompts(given), Processes(ranks_here())
-    videos = _name_videos(given, prompts)
+    prompts, processes = read_prompts(command), Processes(ranks_here())
+    videos = _name_videos(command, prompts)
     check_writable(videos[0].path)
     find_ffmpeg()
-    check_image(given, prompts)
+    check_image(command, prompts)
     remove_leftovers(videos[0].path.parent)
-    with processes.joined(given.device, together=given.together):
-        failed = _make_share(given, videos, processes)
+    with processes.joined(command.device, together=command.together):
+        failed = _make_share(command, videos, processes)
     if failed:
         raise SamplingError(
             f"{len(failed)} of {len(processes.share(prompts))} prompts failed",
@@ -127,9 +127,9 @@ def generate(given: options.Generate) -> int:
     return OK
 
 
-def _name_videos(given: options.Generate, prompts: list[str]) -> list[Video]:
+def _name_videos(command: options.Generate, prompts: list[str]) -> list[Video]:
     """Give each prompt its seed and its file."""
-    out, seeds = given.out.expanduser(), range(given.seed, given.seed + len(prompts))
+    out, seeds = command.out.expanduser(), range(command.seed, command.seed + len(prompts))
     if _is_folder(out):
         paths = [out / f"{store.Store.key(*key)}.mp4" for key in zip(prompts, seeds, strict=True)]
         return [*map(Video, prompts, seeds, paths)]
@@ -138,7 +138,7 @@ def _name_videos(given: options.Generate, prompts: list[str]) -> list[Video]:
         one = f"a folder, or a file that ends in one of {ENDINGS}"
         raise SamplingError("--out", expected=many if len(prompts) > 1 else one, got=str(out))
     store.check_note(out)
-    return [Video(prompts[0], given.seed, out)]
+    return [Video(prompts[0], command.seed, out)]
 
 
 def _is_folder(out: Path) -> bool:
@@ -146,33 +146,33 @@ def _is_folder(out: Path) -> bool:
     return out.is_dir() or not out.suffix or out.suffix[1:].isdigit()
 
 
-def _make_share(given: options.Generate, videos: list[Video], processes: Processes) -> list[str]:
+def _make_share(command: options.Generate, videos: list[Video], processes: Processes) -> list[str]:
     """Make the videos of this process. Of those that make each together, the first writes.
 
     Returns:
         The prompts that failed.
     """
-    ranks, writes = processes.ranks, processes.first or not given.together
-    share = videos if given.together else processes.share(videos)
+    ranks, writes = processes.ranks, processes.first or not command.together
+    share = videos if command.together else processes.share(videos)
     if not share:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
         return []
-    pipe = _load(given, ranks.device(given.device))
-    settings = generation.settings_for(pipe, **given.settings)
-    maker = Maker(pipe, given, settings, writes=writes)
+    pipe = _load(command, ranks.device(command.device))
+    settings = generation.settings_for(pipe, **command.settings)
+    maker = Maker(pipe, command, settings, writes=writes)
     find_missing = partial(maker.missing, share)
-    missing = processes.broadcast(find_missing) if given.together else find_missing()
+    missing = processes.broadcast(find_missing) if command.together else find_missing()
     if processes.first:
-        _say_without_effect(given, pipe, settings)
-    folder = _is_folder(given.out.expanduser()) and processes.first
+        _say_without_effect(command, pipe, settings)
+    folder = _is_folder(command.out.expanduser()) and processes.first
     with (
-        store.lock_folder(given.out) if folder else nullcontext(),
-        patched(pipe, given.config) if given.patch else nullcontext() as report,
-        _together(pipe, given),
+        store.lock_folder(command.out) if folder else nullcontext(),
+        patched(pipe, command.config) if command.patch else nullcontext() as report,
+        _together(pipe, command),
     ):
         with _shown(processes) as progress:
             done = len(share) - len(missing)
-            alone = len(videos) == 1 or given.together  # Else the other processes wait for it.
+            alone = len(videos) == 1 or command.together  # Else the other processes wait for it.
             failed = maker.make_all(missing, progress, done=done, reraise=alone)
         if report is not None and processes.first:
             print(report)
@@ -184,23 +184,25 @@ def _make_share(given: options.Generate, videos: list[Video], processes: Process
     return failed
 
 
-def _say_without_effect(given: options.Generate, pipe: VideoPipeline, settings: Settings) -> None:
+def _say_without_effect(
+    command: options.Generate, pipe: VideoPipeline, settings: Settings
+) -> None:
     """Name what was asked for and has no effect."""
     attentions = sum(len(held_proj_l(network)) for network in networks_of(pipe).values())
-    if attentions and not given.patch:
+    if attentions and not command.patch:
         print(f"{attentions} attentions hold SLA's proj_l. "
               "With --no-patch they run dense, without SLA.")  # fmt: skip
-    if given.cfg_parallel and settings.guidance_scale <= 1:
+    if command.cfg_parallel and settings.guidance_scale <= 1:
         print("Without guidance both groups of --cfg-parallel compute the same; try --ulysses.")
 
 
-def _together(pipe: VideoPipeline, given: options.Generate) -> AbstractContextManager[object]:
+def _together(pipe: VideoPipeline, command: options.Generate) -> AbstractContextManager[object]:
     """Split each forward among the processes, if they make each video together."""
-    if not given.together:
+    if not command.together:
         return nullcontext()
     from turbo_rcm_patch.diffusers_parallel import parallel  # needs diffusers
 
-    return parallel(pipe, cfg=2 if given.cfg_parallel else 1, ulysses=given.ulysses)
+    return parallel(pipe, cfg=2 if command.cfg_parallel else 1, ulysses=command.ulysses)
 
 
 class Maker:
@@ -208,28 +210,28 @@ class Maker:
 
     Args:
         pipe: The pipeline.
-        given: The command.
+        command: The command.
         settings: How to sample.
         writes: False in a process whose videos another one writes.
 
     Attributes:
-        times: Of each video the seconds of denoising and of decoding, and the peak memory.
+        times: Of each video the seconds before and of decoding, and the peak memory before it.
     """
 
     def __init__(
-        self, pipe: VideoPipeline, given: options.Generate, settings: Settings, *, writes: bool
+        self, pipe: VideoPipeline, command: options.Generate, settings: Settings, *, writes: bool
     ) -> None:
-        self.pipe, self.given, self.settings, self.writes = pipe, given, settings, writes
+        self.pipe, self.command, self.settings, self.writes = pipe, command, settings, writes
         self.times: list[tuple[float, float, int]] = []
         self._made_from: dict[str, object] = {
             "made by": f"turbo_rcm_patch {__version__}",
-            "model": given.model,
-            "dtype": given.dtype,
-            "patch": asdict(given.config) if given.patch else None,
-            "weights": "int8" if given.config.linear == "int8-only" else "as stored",
+            "model": command.model,
+            "dtype": command.dtype,
+            "patch": asdict(command.config) if command.patch else None,
+            "weights": "int8" if command.config.linear == "int8-only" else "as stored",
             "settings": settings.as_dict(),
         }
-        self.image = Source("", given.image).read()
+        self.image = Source("", command.image).read()
         if self.image is not None:
             self._made_from["inputs"] = digest_of(self.image)
 
@@ -243,7 +245,7 @@ class Maker:
         Raises:
             SamplingError: One that is there was made otherwise.
         """
-        if not self.given.resume:
+        if not self.command.resume:
             return videos
         missing = []
         for video in videos:
@@ -308,10 +310,10 @@ class Maker:
     def speed(self, device: str, impl: str) -> str:
         """Describe time and memory of the videos."""
         denoise, decode = (statistics.median(times[i] for times in self.times) for i in range(2))
-        text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s denoising, {decode:.3g} s "
-        text += f"decoding; median of {len(self.times)}) on {device}"
+        text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s encoding and denoising, "
+        text += f"{decode:.3g} s decoding; median of {len(self.times)}) on {device}"
         if peak := max(times[2] for times in self.times):
-            text += f"; peak memory while denoising {peak / 2**30:.2f} GiB"
+            text += f"; peak memory before decoding {peak / 2**30:.2f} GiB"
         return text + f". {EMULATED}" * (impl == "reference")
 
 
@@ -380,13 +382,13 @@ def judge(given: options.Judge) -> int:
     return USAGE if result.refused else of_verdict(result.verdict)
 
 
-def pairs(given: options.Pairs) -> int:
+def pairs(command: options.Pairs) -> int:
     """Print the table of skip pairs."""
-    print(find_pairs(load_skeleton(given.model, **given.loras)))
+    print(find_pairs(load_skeleton(command.model, **command.loras)))
     return OK
 
 
-def convert(given: options.Convert) -> int:
+def convert(command: options.Convert) -> int:
     """Convert a checkpoint to a folder, and print what was written."""
     with bars() as show:
 
@@ -394,31 +396,31 @@ def convert(given: options.Convert) -> int:
             show(stage, done >> 20, max(1, total >> 20))
 
         more: dict[str, Any] = {
-            "force": given.force,
+            "force": command.force,
             "progress": progress,
-            "dtype": None if given.dtype is None else getattr(torch, given.dtype),
-            "heads": given.heads,
-            "network": given.network,
-            "int8_only": given.int8_only,
+            "dtype": None if command.dtype is None else getattr(torch, command.dtype),
+            "heads": command.heads,
+            "network": command.network,
+            "int8_only": command.int8_only,
         }
-        if given.base is None:
-            written = [convert_transformer(given.source, given.out, **more)]
+        if command.base is None:
+            written = [convert_transformer(command.source, command.out, **more)]
         else:
-            more |= {"base": given.base, "low_noise": given.low_noise, "copy": given.copy}
-            written = [*convert_pipeline(given.source, given.out, **more)]
-    for one in written:
-        print(one)
-        if one.heads:
-            print(f"  {one.heads}")
+            more |= {"base": command.base, "low_noise": command.low_noise, "copy": command.copy}
+            written = [*convert_pipeline(command.source, command.out, **more)]
+    for folder in written:
+        print(folder)
+        if folder.heads:
+            print(f"  {folder.heads}")
     return OK
 
 
-def _load(given: options.Run, device: str | None) -> VideoPipeline:
+def _load(command: options.Run, device: str | None) -> VideoPipeline:
     return load_pipeline(
-        given.model,
-        dtype=getattr(torch, given.dtype),
+        command.model,
+        dtype=getattr(torch, command.dtype),
         device=device,
-        offload=given.offload,
-        int8="only" if given.config.linear == "int8-only" else None,
-        **given.loras,
+        offload=command.offload,
+        int8="only" if command.config.linear == "int8-only" else None,
+        **command.loras,
     )

@@ -68,18 +68,18 @@ def examine(report: Callable[[str], object] = lambda _: None) -> list[Finding]:
     Args:
         report: Called with each line of the report as soon as it is known.
     """
-    found = []
-    for one in chain(_packages(), _gpus(), _kernels()):
-        report(str(one))
-        found.append(one)
+    findings = []
+    for finding in chain(_packages(), _gpus(), _kernels()):
+        report(str(finding))
+        findings.append(finding)
     bad = "something is missing: see the lines with !!"
-    report("everything that is needed works" if healthy(found) else bad)
-    return found
+    report("everything that is needed works" if healthy(findings) else bad)
+    return findings
 
 
-def healthy(found: list[Finding]) -> bool:
+def healthy(findings: list[Finding]) -> bool:
     """Return True if everything works that is needed."""
-    return all(one.state != "missing" for one in found)
+    return all(finding.state != "missing" for finding in findings)
 
 
 def check_version(name: str, version: str | None) -> Finding:
@@ -117,10 +117,10 @@ def _gpus() -> Iterator[Finding]:
         built = "" if torch.version.cuda or torch.version.hip else " (torch is built for the CPU)"
         yield Finding("gpu", "note", f"none that torch can see{built}")
     for index in range(torch.cuda.device_count()):
-        one = torch.cuda.get_device_properties(index)
-        size, capability = f"{one.total_memory / 2**30:.0f} GiB", f"{one.major}.{one.minor}"
-        text = f"{one.name}, {size}, capability {capability}"
-        old = torch.version.hip is None and one.major < 8
+        gpu = torch.cuda.get_device_properties(index)
+        size, capability = f"{gpu.total_memory / 2**30:.0f} GiB", f"{gpu.major}.{gpu.minor}"
+        text = f"{gpu.name}, {size}, capability {capability}"
+        old = torch.version.hip is None and gpu.major < 8
         remedy = 'the kernels need capability 8.0 or newer: use impl="reference"' if old else ""
         yield Finding(f"gpu {index}", "note" if old else "ok", text, remedy)
 
@@ -148,12 +148,16 @@ def check_kernels() -> KernelCheck:
     Raises:
         SamplingError: They did not run.
     """
-    command, own = python_command(__name__)
+    command, variables = python_command(__name__)
     if not torch.cuda.is_available():
-        own["TRITON_INTERPRET"] = "1"
+        variables["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
-            command, env=os.environ | own, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
+            command,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
         )
         if done.returncode == 0:
             return KernelCheck(**json.loads(done.stdout.splitlines()[-1]))

@@ -61,9 +61,9 @@ def bars() -> Iterator[Progress]:
             if not total:  # words, as an estimate
                 print(stage, flush=True)
                 return
-            words = _WORDS.get(stage, stage)
+            label = _WORDS.get(stage, stage)
             if stage not in tasks:
-                tasks[stage], begun[stage] = display.add_task(words, total=total), done
+                tasks[stage], begun[stage] = display.add_task(label, total=total), done
             display.update(tasks[stage], completed=done, total=total)
             now, due = time.monotonic(), printed.get(stage, -math.inf) + _EVERY
             if lines and due < math.inf and (done >= total or now >= due):
@@ -72,7 +72,7 @@ def bars() -> Iterator[Progress]:
                 timed = done - begun[stage]
                 left = timedelta(seconds=round(elapsed * (total - done) / max(1, timed)))
                 after = f" after {timedelta(seconds=round(elapsed))}" if done >= total else ""
-                text = f"{words}: {done} of {total}" + (after or f", {left} left" * (timed > 0))
+                text = f"{label}: {done} of {total}" + (after or f", {left} left" * (timed > 0))
                 console.print(text, markup=False, highlight=False)
 
         yield update

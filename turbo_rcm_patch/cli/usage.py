@@ -21,7 +21,7 @@ _WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "non
 
 
 def add_fields(
-    to: argparse._ActionsContainer, cls: type, names: Names = _SAME, *, own: bool = False
+    to: argparse._ActionsContainer, cls: type, names: Names = _SAME, *, inherited: bool = True
 ) -> None:
     """Add an option for each field of a dataclass.
 
@@ -36,13 +36,13 @@ def add_fields(
         to: A command, or a group of its options.
         cls: The dataclass.
         names: Field -> name of its option where they differ, "" for none.
-        own: Leave out the fields of its bases.
+        inherited: Add the fields of its bases too.
     """
     hints, texts = get_type_hints(cls), field_texts(cls)
     for field in fields(cls):
         name = names.get(field.name, field.name)
-        inherited = own and field.name not in inspect.get_annotations(cls)
-        if not name or inherited or field.metadata.get("hidden"):
+        of_base = field.name not in inspect.get_annotations(cls)
+        if not name or (of_base and not inherited) or field.metadata.get("hidden"):
             continue
         more = _argument(hints[field.name], field) | {"help": _help(texts[field.name], field)}
         if field.default is MISSING and field.default_factory is MISSING:
@@ -54,8 +54,10 @@ def add_fields(
 
 def given_fields(arguments: argparse.Namespace, cls: type, names: Names = _SAME) -> dict[str, Any]:
     """Return the fields of a dataclass for which the parser has found an option."""
-    found = {field.name: names.get(field.name, field.name) for field in fields(cls)}
-    values = {name: vars(arguments)[one] for name, one in found.items() if one in arguments}
+    options = {field.name: names.get(field.name, field.name) for field in fields(cls)}
+    values = {
+        name: vars(arguments)[option] for name, option in options.items() if option in arguments
+    }
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 

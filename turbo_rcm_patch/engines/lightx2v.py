@@ -68,16 +68,16 @@ class Attention(AttnWeightTemplate):  # type: ignore[misc]
             ).flatten(1)  # fmt: skip
         q, k, v = (x if x.dim() == 4 else x[None] for x in (q, k, v))
         out: Any = SERVED.attend(q, k, v, "NHD", causal, scale)
-        made: Tensor = out.flatten(2).flatten(0, 1)
-        return made
+        rows: Tensor = out.flatten(2).flatten(0, 1)
+        return rows
 
     def apply_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute `apply` for one block of keys, and its logsumexp as [tokens, H]."""
         q, k, v = (x if x.dim() == 4 else x[None] for x in (q, k, v))
-        made: Any = SERVED.attend(q, k, v, "NHD", False, softmax_scale, True)
-        out, lse = made
+        result: Any = SERVED.attend(q, k, v, "NHD", False, softmax_scale, True)
+        out, lse = result
         return out.flatten(2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 

@@ -27,12 +27,15 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **named)
-        given = signature.bind(*args, **named).arguments
-        q, k, layout = given["q"], given["k"], given.get("tensor_layout") or "HND"
+        arguments = signature.bind(*args, **named).arguments
+        q, k, layout = arguments["q"], arguments["k"], arguments.get("tensor_layout") or "HND"
         if packed:
             layout = "NHD"
-            q, k = q[None, : given["max_seqlen_q"]], k[None, : given["max_seqlen_k"]]
-        masked, want_lse = given.get("attn_mask") is not None, bool(given.get("return_lse"))
+            q, k = q[None, : arguments["max_seqlen_q"]], k[None, : arguments["max_seqlen_k"]]
+        masked, want_lse = (
+            arguments.get("attn_mask") is not None,
+            bool(arguments.get("return_lse")),
+        )
         SERVED.count(q, k, layout, masked=masked, want_lse=want_lse)
         return function(*args, **named)
 

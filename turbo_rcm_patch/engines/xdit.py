@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from torch import Tensor
-from xfuser.core.distributed import attention_backend as author
+from xfuser.core.distributed import attention_backend as backends
 from xfuser.core.distributed import get_ring_parallel_world_size
 from xfuser.envs import PACKAGES_CHECKER
 
@@ -23,7 +23,7 @@ from turbo_rcm_patch.ops.sageattn import sageattn_varlen
 SERVED: Final = Served("xDiT")
 
 
-@author.register_attention_function(author.AttentionBackendType.SAGE)  # type: ignore[untyped-decorator]
+@backends.register_attention_function(backends.AttentionBackendType.SAGE)  # type: ignore[untyped-decorator]
 def attention(
     query: Tensor,
     key: Tensor,
@@ -43,9 +43,9 @@ def attention(
     Raises:
         MaskError: Dropout, or a mask in a ring.
     """
-    given, ring = attention_kwargs or {}, get_ring_parallel_world_size() > 1
-    masked = given.get("attn_mask") is not None
-    packed = author._varlen_pack_keys(
+    options, ring = attention_kwargs or {}, get_ring_parallel_world_size() > 1
+    masked = options.get("attn_mask") is not None
+    packed = backends._varlen_pack_keys(
         *(x.transpose(1, 2) for x in (query, key, value)), attention_kwargs
     )
     if dropout_p or (ring and (masked or packed is not None)):
@@ -57,13 +57,13 @@ def attention(
     if packed is not None:
         SERVED.count(query, key, "HND")
         q, k, v, bounds_q, bounds_k, longest, batch, n_q, heads, dim = packed
-        made = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
-        return made.view(batch, n_q, heads, dim).transpose(1, 2), None
+        out = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
+        return out.view(batch, n_q, heads, dim).transpose(1, 2), None
     if masked:
         SERVED.count(query, key, "HND", masked=True)
-        exact = author.ATTENTION_FUNCTION_REGISTRY[author.AttentionBackendType.SDPA]
-        out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
-        return out, None
+        exact = backends.ATTENTION_FUNCTION_REGISTRY[backends.AttentionBackendType.SDPA]
+        masked_out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
+        return masked_out, None
     result = SERVED.attend(query, key, value, "HND", is_causal, None, ring)
     return result if isinstance(result, tuple) else (result, None)
 

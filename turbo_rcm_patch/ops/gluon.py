@@ -55,7 +55,8 @@ def is_compiler_error(error: Exception) -> bool:
 
     Gluon's front and back end change between releases.
     """
-    return isinstance(error, TritonError) or "PassManager" in str(error)
+    in_pass = isinstance(error, RuntimeError) and "PassManager" in str(error)
+    return isinstance(error, TritonError) or in_pass
 
 
 def give_up(what: str, error: Exception) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -316,10 +317,11 @@ def _sage(
             q, k, v, attn_mask, is_causal=bool(is_causal), scale=sm_scale, enable_gqa=True
         )
         return wide if layout == "HND" else wide.transpose(1, 2).contiguous()
-    out, lse = attention_of_heads(
-        q, k, v, layout, attention=attention, pv=pv, smooth_k=smooth_k, causal=bool(is_causal),
-        sm_scale=sm_scale, mask=attn_mask, want_lse=bool(return_lse),
+    spec = AttentionSpec(
+        heads=q.shape[heads_at], attention=attention, pv=pv, smooth_k=smooth_k,
+        causal=bool(is_causal), sm_scale=sm_scale,
     )  # fmt: skip
+    out, lse = attention_of_heads(q, k, v, layout, spec, mask=attn_mask, want_lse=bool(return_lse))
     return out if lse is None else (out, lse)
 
 
@@ -328,12 +330,8 @@ def attention_of_heads(
     k: Tensor,
     v: Tensor,
     layout: Layout,
+    spec: AttentionSpec,
     *,
-    attention: Attention,
-    pv: PVDType = "auto",
-    smooth_k: bool = True,
-    causal: bool = False,
-    sm_scale: float | None = None,
     mask: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     want_lse: bool = False,
@@ -348,11 +346,7 @@ def attention_of_heads(
         k: As in `sageattn`; fewer heads are copied.
         v: As k.
         layout: "HND" or "NHD".
-        attention: See `AttentionSpec`, as pv, smooth_k, causal and sm_scale.
-        pv: See there.
-        smooth_k: See there.
-        causal: See there.
-        sm_scale: See there.
+        spec: How the attention is computed, for the heads of q.
         mask: As `attn_mask` of `sageattn`: computed by torch.
         kv_lengths: int32 [B]: how many keys each sample has.
         want_lse: Return the logsumexp.
@@ -361,21 +355,18 @@ def attention_of_heads(
         The attention, contiguous, and its logsumexp fp32 [B, H, Nq] or None.
     """
     heads_at = 1 if layout == "HND" else 2
-    batch, heads = q.shape[0], q.shape[heads_at]
+    batch, heads = q.shape[0], spec.heads
     if k.shape[heads_at] != heads:
         groups = heads // k.shape[heads_at]
         k, v = (x.repeat_interleave(groups, dim=heads_at) for x in (k, v))
     by_head = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
     if by_head:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        spec = replace(spec, heads=1)
         if kv_lengths is not None:
             kv_lengths = kv_lengths.repeat_interleave(heads)
     else:
         q, k, v = ((x.transpose(1, 2) if layout == "HND" else x).flatten(2) for x in (q, k, v))
-    spec = AttentionSpec(
-        heads=1 if by_head else heads, attention=attention, pv=pv, smooth_k=smooth_k,
-        causal=causal, sm_scale=sm_scale,
-    )  # fmt: skip
     lse = None
     if mask is not None:
         out = _masked(q, k, v, mask, spec)

@@ -88,9 +88,12 @@ class PatchedBlock(Replacement):
     ) -> None:
         self.block, self.path, self.config, self.head_dim = block, path, config, head_dim
         self._asked = ops.AttentionSpec(
-            heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
+            heads=heads,
+            attention=config.attention,
+            pv=config.pv,
+            smooth_k=config.smooth_k,
             impl=config.impl,
-        )  # fmt: skip
+        )
         self._wide = replace(self._asked, pv="bf16")
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
@@ -281,13 +284,13 @@ class PatchedBlock(Replacement):
         return self.block, "forward"
 
     def other_forwards(self) -> list[tuple[Any, Any]]:
-        """Return pairs (module of the block, forward to install on it) beside the block's own."""
+        """Return pairs (module inside the block, forward to install on it)."""
         return []
 
     # --- what a family writes --------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Take the parameters of the original forward, and call `run`."""
+        """Take the parameters of the original forward, and run what `instead_of_fast` says."""
         raise NotImplementedError
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Any:

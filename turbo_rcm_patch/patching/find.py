@@ -187,9 +187,14 @@ def _walk(module: nn.Module, path: str) -> Iterator[KnownModule]:
 
 
 def find_blocks(
-    modules: Iterable[nn.Module], path: str, cls: type, make: type[PatchedBlock],
-    config: PatchConfig, heads_of: Callable[[Any, str], tuple[int, int]], **attributes: object,
-) -> list[PatchedBlock | SkipPair]:  # fmt: skip
+    modules: Iterable[nn.Module],
+    path: str,
+    cls: type,
+    make: type[PatchedBlock],
+    config: PatchConfig,
+    heads_of: Callable[[Any, str], tuple[int, int]],
+    **attributes: object,
+) -> list[PatchedBlock | SkipPair]:
     """Return the replacements of the blocks in a list of modules, each once even if it is used
     twice. A block of an unknown class gets a pair that says so.
 
@@ -204,24 +209,30 @@ def find_blocks(
             channels of a head.
         **attributes: What the replacements share, such as their tables.
     """
-    found: dict[int, PatchedBlock | SkipPair] = {}
+    blocks: dict[int, PatchedBlock | SkipPair] = {}
     for index, module in enumerate(modules):
-        if id(module) in found:
+        if id(module) in blocks:
             continue
         inner = [(n, m) for n, m in module.named_modules() if original_class(m) is cls]
         name, block = inner[0] if inner else ("", module)
         where = f"{path}.{index}.{name.replace('_orig_mod', '')}".replace("..", ".").strip(".")
         if inner:
-            found[id(module)] = made = make(block, where, config, *heads_of(block, where))
-            for name, value in attributes.items():
-                setattr(made, name, value)
+            patched = make(block, where, config, *heads_of(block, where))
+            vars(patched).update(attributes)
+            blocks[id(module)] = patched
         else:
-            found[id(module)] = SkipPair(
-                path=where, kind="self", heads=0, head_dim=0, streams=(), cast="model",
-                projection=False, runs="as-written",
+            blocks[id(module)] = SkipPair(
+                path=where,
+                kind="self",
+                heads=0,
+                head_dim=0,
+                streams=(),
+                cast="model",
+                projection=False,
+                runs="as-written",
                 reason=f"it is a {type(block).__qualname__}, which is not supported",
-            )  # fmt: skip
-    return list(found.values())
+            )
+    return list(blocks.values())
 
 
 def execution_device(model: nn.Module) -> torch.device:

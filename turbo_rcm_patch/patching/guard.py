@@ -81,7 +81,7 @@ class _Forward:
 
     Attributes:
         index: The last block that began.
-        way: The attention options that hold beside the blocks' levels.
+        way: The dtype, device and attention options of the forward.
         shares: What is known of the blocks that were compared on their first forward, by index.
         step: Index of the denoising step, None if it is unknown.
         last: True on the last denoising step.

@@ -13,7 +13,6 @@ Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round f
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,12 +21,12 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
+from turbo_rcm_patch.patching.read_only_weight import LEAVE_OUT, ReadOnlyWeight
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses an unknown quantisation. Without this entry it would run such a folder without weights.
@@ -45,72 +44,12 @@ def scale_bits(scale: Tensor) -> Tensor:
     return scale.float().contiguous().view(torch.int32)
 
 
-_FUSED_BEFORE: Final = (
-    "Fuse adapters before the weights are dropped, or keep the adapter beside the Linear, which "
-    "is called with it"
-)
-_LEFT_OUT: Final = "Let other quantisers leave these Linears out, or load the model again"
-
-
-class _ReadOnly(Tensor):
-    """A weight that was computed for one reader. It refuses writes, which would be lost."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__set__":  # as of `data`, which is no operation
-            cls._refuse("an assignment to")
-        if name == "type" and _named_in_module():
-            cls._refuse("a parameter of another module from", _LEFT_OUT)
-        if name == "numpy":  # torch has none for subclasses
-            args = (args[0].clone(), *args[1:])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        named, schema = kwargs or {}, func._schema
-        given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)}
-        for one in schema.arguments:
-            written = _is_written(one) or func.namespace == "c10d"
-            values = tree_leaves((given | named).get(one.name)) if written else ()
-            if any(isinstance(x, cls) for x in values):
-                cls._refuse(f"{func} of")
-        with torch._C._DisableTorchDispatch():
-            made = func(*args, **named)
-        if not any(one.alias_info for one in schema.returns):
-            return made
-        return tree_map_only(Tensor, lambda x: torch.Tensor._make_subclass(cls, x), made)
-
-    @classmethod
-    def _refuse(cls, what: str, remedy: str = _FUSED_BEFORE) -> None:
-        raise DroppedWeightError(
-            f"{what} the weight of an Int8Linear",
-            expected="a Linear with a weight to write into",
-            got="one with int8 alone",
-            remedy=remedy,
-        )
-
-
-def _named_in_module() -> bool:
-    """Return True while `nn.Module` names the type of a tensor that it does not take as a
-    parameter, which would end in a TypeError that says nothing of int8."""
-    asks = sys._getframe(2).f_back  # the caller of `torch.typename`
-    return asks is not None and asks.f_globals is vars(nn.modules.module)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 class Int8Linear(nn.Linear):
     """x @ (int8 * scale)^T + bias.
 
     Args:
         int8: int8 [Cout, K].
-        scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
+        scale: fp32 [Cout] or [ceil(Cout / 128), ceil(K / 128)].
         bias: [Cout] or None.
         dtype: dtype of weight, input and output.
 
@@ -150,7 +89,7 @@ class Int8Linear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """int8 times scale [Cout, K], computed on each read, and read-only."""
-        return dequantized(*self.int8, self.dtype).as_subclass(_ReadOnly)
+        return dequantized(*self.int8, self.dtype).as_subclass(ReadOnlyWeight)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that callers know
         """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
@@ -163,7 +102,7 @@ class Int8Linear(nn.Linear):
                 "the weight of an Int8Linear",
                 expected="a Linear with a weight to replace",
                 got="one with int8 alone, which is quantised already",
-                remedy=_LEFT_OUT,
+                remedy=LEAVE_OUT,
             )
         super().register_parameter(name, param)
 

@@ -147,7 +147,7 @@ class Measure:
 
     Attributes:
         error: The largest error, scaled so that `BUDGET` is the limit for every kind of error.
-        where: The branch, the stream and the sample with that error, in words.
+        where: A description of the branch, the stream and the sample with that error.
     """
 
     error: float

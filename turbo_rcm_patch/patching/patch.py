@@ -212,7 +212,7 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
     It replaces the Linears that `linear="int8-only"` runs in int8, and no others. Each is replaced
     by one that holds only int8 and scales, and multiplies them back when it is called. So the
     model runs without a patch, and patching, the guard and a verdict compare with that product.
-    Linears are replaced one by one, so only one original exists beside its int8 weight at a time.
+    Linears are replaced one by one, so only one original and its int8 weight exist at a time.
 
     Args:
         model: As for `patch_model`; not patched, and not yet offloaded by hooks.
@@ -468,7 +468,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
-        notes += [note for one in parallel for note in one.words()]
+        notes += [note for one in parallel for note in one.describe()]
         notes = list(dict.fromkeys(notes))
         if not models():
             return Live(PairTable(pairs), ran, "gone", "", "", notes)

@@ -1,6 +1,6 @@
 """SLA in diffusers' Wan classes: a self-attention that holds a `proj_l` is sparse-linear.
 
-TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16. Here it is attached to the
+TurboDiffusion keeps `proj_l` in fp32 in a network in bf16. Here it is attached to the
 attention modules as buffers that hold the bits of its fp32 values as int32, so that casting the
 model does not change them.
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.conv3d.api import conv3d, pack_phases, pack_weight
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, GroupNorm, RMSNorm, enlarge, norm_silu
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import norm_silu, upsample
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardRecord
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup, HaloExchange
@@ -168,13 +169,13 @@ class CoderSession:
         Args:
             conv: The module.
             x: Its input before upsampling.
-            duplicate: As in `passes.enlarge`.
-            **repeat: `repeat` and `first` of `passes.enlarge`.
+            duplicate: As in `passes.upsample`.
+            **repeat: `repeat` and `first` of `passes.upsample`.
         """
         x = x.to(self.dtype).contiguous()
         y = self.conv(conv, x, with_bias=False, phases=True)
         _, bias = self.weights(conv)
-        return enlarge(y, bias, duplicate, dtype=self.stream, impl=self.impl, **repeat)
+        return upsample(y, bias, duplicate, dtype=self.stream, impl=self.impl, **repeat)
 
 
 class PatchedCoder(PatchedBlock):
@@ -389,14 +390,19 @@ class PatchedCoder(PatchedBlock):
         runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
         return [
             SkipPair(
-                path=f"{self.path}.{name}", kind=kind, heads=int(kind == "self"),
+                path=f"{self.path}.{name}",
+                kind=kind,
+                heads=int(kind == "self"),
                 head_dim=int(getattr(module, "dim", 0)) if kind == "self" else 0,
-                streams=(Stream("video", "1", "1"),), cast="model", projection=kind == "self",
-                runs=runs, reason="; ".join(filter(None, reasons)),
+                streams=(Stream("video", "1", "1"),),
+                cast="model",
+                projection=kind == "self",
+                runs=runs,
+                reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()
             if (kind := self.closes(module)) is not None
-        ]  # fmt: skip
+        ]
 
 
 def share(vae: nn.Module, group: Any) -> bool:

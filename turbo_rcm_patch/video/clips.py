@@ -107,7 +107,7 @@ class Clip:
         store.write_json(f"prompts/{self.key}/record.json", record)
 
 
-def measured(
+def measure(
     store: Store,
     clips: Mapping[str, torch.Tensor],
     fps: float,

@@ -27,7 +27,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
-from turbo_rcm_patch.video.clips import Clip, measured
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, settings_for
 from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
@@ -164,26 +164,25 @@ def compare(
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
-        passes = _Passes(store, keys, missing, make_clip, steps, progress)
-        calls = CapturedCalls(_to_measure(pipe, store, network_number))
+        device = pipe._execution_device
+        passes = _Passes(store, keys, missing, make_clip, steps, device, progress)
+        networks = () if network_number is False else networks_of(pipe).values()
+        calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
 
         passes.run("baseline", unpatched(), first_call=calls)
         passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
-        control = _run_control(passes, pipe._execution_device, unpatched)
+        control = _run_control(passes, unpatched)
         network, why = None, ""
         if network_number is not False:
-            if not any(calls.kept.values()) and calls.kept:
-                with unpatched(), calls:
-                    make_clip(0, _ignore)
-            network, why = _network(pipe, store, calls, config, attention_backend, progress)
+            network, why = _network(passes, calls, pipe, config, attention_backend)
         fusion = _fusion(pipe, config, attention_backend)
         results = []
         for i, clip in enumerate(finished):
             progress("videos", i, len(keys))
-            results.append(
-                clip or _measured(store, keys[i], sources[i], digests[i], seed + i, fps)
-            )
+            prompt = sources[i].prompt
+            results.append(clip or _measure(store, keys[i], prompt, digests[i], seed + i, fps))
+            store.remove_clips(keys[i])
         progress("videos", len(keys), len(keys))
         note = store.read_json("runs/patched.json") or {}
         model = ModelFacts(
@@ -306,6 +305,7 @@ class _Passes:
         missing: The numbers of those that are not measured.
         make_clip: Makes a video.
         steps: Steps of a video.
+        device: The pipeline's.
         progress: As for `compare`.
     """
 
@@ -314,6 +314,7 @@ class _Passes:
     missing: Sequence[int]
     make_clip: _MakeClip
     steps: int
+    device: torch.device
     progress: Progress
 
     def run(
@@ -391,7 +392,8 @@ class _Passes:
                 return
             count, seconds = 3 * len(self.keys), times[-1] - times[-2]
             left = timedelta(seconds=round(seconds * count * self.steps))
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            cuda = self.device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
             memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
@@ -404,17 +406,13 @@ class _Passes:
         return on_step
 
 
-def _run_control(
-    passes: _Passes,
-    device: torch.device,
-    unpatched: Callable[[str], AbstractContextManager[None]],
-) -> str:
+def _run_control(passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]) -> str:
     """Run the control under the first exact backend that differs from the baseline; return its
     name."""
     store = passes.store
     known = store.read_json("runs/control.json")
     if known is None:
-        known = {"backend": _choose_control(passes, device, unpatched)}
+        known = {"backend": _choose_control(passes, unpatched)}
         store.write_json("runs/control.json", known)
     backend = str(known["backend"])
     passes.run("control", unpatched(backend))
@@ -422,15 +420,13 @@ def _run_control(
 
 
 def _choose_control(
-    passes: _Passes,
-    device: torch.device,
-    unpatched: Callable[[str], AbstractContextManager[None]],
+    passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]
 ) -> str:
     """Choose the backend with the first video that is missing, and keep this video."""
     i, refused = min(passes.missing, default=0), []
     key = passes.keys[i]
     baseline = passes.store.load_clip(key, "baseline").frames
-    for name in candidates(device):
+    for name in candidates(passes.device):
         try:
             with unpatched(name):
                 clip = passes.make_clip(i, _ignore)
@@ -506,42 +502,32 @@ def _is_finite(frames: torch.Tensor) -> bool:
     return len(frames) > 0 and bool(frames.isfinite().all())
 
 
-def _to_measure(pipe: VideoPipeline, store: Store, wanted: bool | None) -> list[torch.nn.Module]:
-    """Return the networks whose calls the network number needs: none if it is not wanted, known
-    already, or cannot be measured."""
-    known = store.read_json(_NETWORK)
-    needless = wanted is False or known is not None or why_no_network(pipe)
-    return [] if needless else [*networks_of(pipe).values()]
-
-
 def _network(
-    pipe: VideoPipeline,
-    store: Store,
+    passes: _Passes,
     calls: CapturedCalls,
+    pipe: VideoPipeline,
     config: PatchConfig,
     attention_backend: str | None,
-    progress: Progress,
 ) -> tuple[NetworkNumber | None, str]:
     """Return the network number, measured once; or None and why."""
-    if known := store.read_json(_NETWORK):
+    if known := passes.store.read_json(_NETWORK):
         return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
     if why := why_no_network(pipe):
         return None, why
+    if not any(calls.kept.values()):  # An earlier run has made the baseline.
+        with _unpatched(pipe, config), calls:
+            passes.make_clip(0, _ignore)
     kept = {network: inputs for network, inputs in calls.kept.items() if inputs}
     if not kept:
         return None, "the videos were made without a call of it"
+    show = partial(passes.progress, "network")
     try:
-        number = networks_number(
-            kept,
-            config,
-            attention_backend=attention_backend,
-            progress=partial(progress, "network"),
-        )
+        number = networks_number(kept, config, attention_backend=attention_backend, progress=show)
     except torch.OutOfMemoryError:
         return None, "one call of it in fp32 does not fit the device's memory"
     if number.unpatched == 0:
         return None, "unpatched it has no error: it runs in fp32"
-    store.write_json(_NETWORK, asdict(number))
+    passes.store.write_json(_NETWORK, asdict(number))
     return number, ""
 
 
@@ -577,21 +563,20 @@ def _fusion(
     )
 
 
-def _measured(store: Store, key: str, source: Source, digest: str, seed: int, fps: int) -> Clip:
-    """Measure a clip, and remove its frames; the record marks the end."""
+def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
+    """Measure a clip; the record marks the end."""
     runs = {run: store.load_clip(key, run) for run in RUNS}
-    clip = measured(
+    clip = measure(
         store,
         {run: stored.frames for run, stored in runs.items()},
         fps,
         single_videos=True,
         key=key,
-        prompt=source.prompt,
+        prompt=prompt,
         seed=seed,
         runs={run: stored.note for run, stored in runs.items()},
     )
     clip.record(store, digest)
-    store.remove_clips(key)
     return clip
 
 

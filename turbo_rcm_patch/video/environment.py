@@ -61,20 +61,20 @@ class KernelCheck:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the numbers of a version: (2, 13, 0) of "2.13.0+cpu", () where there are none."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of every package that can change a result."""
-    found = {"python": platform.python_version()}
-    found |= {name: version_of(name) or "not installed" for name in PACKAGES}
-    if found["turbo_rcm_patch"] == "not installed":
-        found["turbo_rcm_patch"] = "run from source"
-    found["torch"] = torch.__version__
+    known = {"python": platform.python_version()}
+    known |= {name: version_of(name) or "not installed" for name in PACKAGES}
+    if known["turbo_rcm_patch"] == "not installed":
+        known["turbo_rcm_patch"] = "run from source"
+    known["torch"] = torch.__version__
     built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    found |= {name: version for name, version in built.items() if version}
-    return found | {"platform": platform.platform()}
+    known |= {name: version for name, version in built.items() if version}
+    return known | {"platform": platform.platform()}
 
 
 def python_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:

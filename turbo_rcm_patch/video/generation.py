@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,14 +25,11 @@ from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
     check_images,
     check_one_image,
-    decode,
-    draw,
     frames_made,
+    frames_to_ask,
     initial_noise,
     kind_of,
     network_of,
-    networks_of,
-    trimmed,
 )
 from turbo_rcm_patch.video.rcm_times import noise_stream
 from turbo_rcm_patch.video.scheduler import RCMScheduler
@@ -41,54 +38,11 @@ from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 
 _log = logging.getLogger(__name__)
 
-#: Most steps that a trajectory keeps.
-TRAJECTORY: Final = 12
-
 #: A model takes at least so many steps, unless it was distilled.
 _MANY: Final = 10
 
-#: Attributes of a pipeline that shows no progress bar.
-_QUIET: Final = {"_progress_bar_config": {"disable": True}}
-
 #: Called after every denoising step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
-
-
-#: Makes a video from a seed: frames [F, H, W, 3] in 0..1.
-Make = Callable[[int], "torch.Tensor | np.ndarray"]
-
-#: Arguments of a pipeline's call that say what the video shows: embeddings, and an image.
-Conditioning = dict[str, Any]
-
-
-class Watched(Protocol):
-    """Something that knows in which form attentions ran: a `PatchReport`, for instance."""
-
-    def forms(self) -> dict[str, str]:
-        """Return the form of each block that ran since `forget`, by its name."""
-
-    def forget(self) -> None:
-        """Forget the forms so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Denoised latents.
-
-    Attributes:
-        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
-        trajectory: The latents after some steps (see `trajectory_steps`), same form; empty unless
-            asked for.
-        seconds: Time of the pipeline's call: denoising, and encoding an image.
-        peak_bytes: Peak memory of that call.
-        forms: Of each step the form in which each block ran, if that was watched.
-    """
-
-    latents: torch.Tensor
-    trajectory: tuple[torch.Tensor, ...]
-    seconds: float
-    peak_bytes: int | None
-    forms: tuple[dict[str, str], ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +159,7 @@ def _call_arguments(pipe: VideoPipeline, source: Source, settings: Settings) -> 
         "negative_prompt": settings.negative_prompt,
         "height": settings.height,
         "width": settings.width,
-        # The pipelines round a number that their VAE cannot make to another one.
-        "num_frames": min(frames_made(pipe, settings.num_frames), settings.num_frames),
+        "num_frames": frames_to_ask(pipe, settings.num_frames),
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
         "max_sequence_length": settings.max_sequence_length,
@@ -234,7 +187,8 @@ def _prepared(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[No
     """Give a pipeline its sampler, no progress bar, and generators of its own for one call."""
     encode_image = pipe.vae.encode
     with (
-        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
+        _replaced(pipe, scheduler=_scheduler(pipe, settings, seed)),
+        _replaced(pipe, _progress_bar_config={"disable": True}),
         # CogVideoX's pipelines encode an image in the network's dtype.
         _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
         _private_rng(pipe._execution_device, seed),
@@ -272,18 +226,18 @@ def settings_for(
     kind, folder = kind_of(pipe), folder_of(pipe)
     usual = dict(kind.usual)
     if isinstance(pipe.scheduler, RCMScheduler):
-        kept = pipe.scheduler.config
-        usual |= {"sampler": "rcm", "sigma_max": kept.sigma_max, "form": kept.sampler}
-        if kept.times is not None:
-            usual |= {"sampler": "times", "times": tuple(kept.times)}
+        config = pipe.scheduler.config
+        usual |= {"sampler": "rcm", "sigma_max": config.sigma_max, "form": config.sampler}
+        if config.times is not None:
+            usual |= {"sampler": "times", "times": tuple(config.times)}
     if settings is None:
-        settings = Settings.for_model(folder, usual, kind.own, **overrides)
+        settings = Settings.for_model(folder, usual, kind.with_scheduler, **overrides)
     elif overrides:
         settings = Settings.for_model(None, **settings.as_dict() | overrides)
     settings = replace(settings, lora=loras_of(pipe))
     _check_settings(pipe, settings)
     if settings.few_steps or settings.steps < _MANY:
-        says = Settings.for_model(folder, usual, kind.own)
+        says = Settings.for_model(folder, usual, kind.with_scheduler)
         if not (says.few_steps or says.steps < _MANY or settings.lora):
             _say_once(
                 f"{settings.steps} steps (sampler {settings.sampler}): nothing says that "
@@ -299,274 +253,6 @@ def settings_for(
 def _say_once(text: str) -> None:
     """Log a warning, unless it was logged before."""
     _log.warning("%s", text)
-
-
-def _forms(watched: Watched) -> dict[str, str]:
-    """Return the forms of a network's blocks. A VAE has no form that was asked for."""
-    return {name: form for name, form in watched.forms().items() if not name.startswith("vae.")}
-
-
-@torch.no_grad()
-def sample_by(make: Make, seed: int, device: torch.device, watched: Watched | None) -> Sample:
-    """Let a function of the caller make a video; its frames are in the place of latents.
-
-    Raises:
-        SamplingError: It returned something else than frames.
-    """
-    if watched is not None:
-        watched.forget()
-    with Meter(device) as meter:
-        frames = make(seed)
-    found = torch.as_tensor(frames)
-    if found.ndim != 4 or found.shape[-1] != 3 or not found.is_floating_point():
-        raise SamplingError(
-            "the result of make(seed)",
-            expected="frames [F, H, W, 3] in 0..1, as a tensor or an array of numpy",
-            got=f"{tuple(found.shape)} in {found.dtype}",
-            remedy='Call the pipeline with output_type="np", and return its .frames[0]',
-        )
-    return Sample(
-        latents=found.to("cpu", torch.float32).contiguous(),
-        trajectory=(),
-        seconds=meter.seconds,
-        peak_bytes=meter.peak_bytes,
-        forms=() if watched is None else (_forms(watched),),
-    )
-
-
-@torch.no_grad()
-def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Conditioning:
-    """Run the text encoder, and read the image if there is one.
-
-    Args:
-        pipe: The pipeline.
-        source: The source of the video.
-        settings: Read for guidance, negative prompt and length.
-
-    Returns:
-        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device, and the image.
-
-    Raises:
-        SamplingError: The pipeline takes no image, or needs one.
-    """
-    image, kind = source.read(), kind_of(pipe)
-    check_images(kind, type(pipe).__name__, {source.prompt: image is not None})
-    check_one_image(pipe)
-    guided = settings.guidance_scale > 1.0
-    embeds, negative = pipe.encode_prompt(
-        prompt=source.prompt,
-        negative_prompt=settings.negative_prompt if guided else None,
-        do_classifier_free_guidance=guided,
-        max_sequence_length=settings.max_sequence_length,
-        device=pipe._execution_device,
-    )
-    found = {"prompt_embeds": embeds, "negative_prompt_embeds": negative}
-    return found if image is None else found | {"image": image}
-
-
-def trajectory_steps(steps: int) -> tuple[int, ...]:
-    """Return the indices of the steps whose latents a trajectory keeps: all, or twelve evenly
-    spread ones."""
-    if steps <= TRAJECTORY:
-        return tuple(range(steps))
-    return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
-
-
-def sample_latents(
-    pipe: VideoPipeline,
-    conditioning: Conditioning,
-    *,
-    seed: int,
-    settings: Settings,
-    keep_trajectory: bool = False,
-    on_step: OnStep | None = None,
-    watched: Watched | None = None,
-) -> Sample:
-    """Denoise from seeded noise with the pipeline's own loop.
-
-    Args:
-        pipe: The pipeline; its scheduler and progress bar are as before afterwards.
-        conditioning: From `encode`.
-        seed: Seed of initial noise and re-noising.
-        settings: How to sample.
-        keep_trajectory: Keep the latents after the `trajectory_steps`.
-        on_step: Called after every step with (done, total).
-        watched: Asked after every step in which form the blocks ran.
-
-    Returns:
-        Latents, time and peak memory.
-    """
-    device = pipe._execution_device
-    _check_settings(pipe, settings)
-    _check_size(pipe, settings)
-    kept: list[torch.Tensor] = []
-    forms: list[dict[str, str]] = []
-    wanted = trajectory_steps(settings.steps) if keep_trajectory else ()
-
-    def after_step(
-        _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        if step in wanted:  # stays on the device: copying here would wait for it
-            kept.append(tensors["latents"].clone())
-        if watched is not None:
-            forms.append(_forms(watched))
-            if len(forms) < settings.steps:  # The report shows how the last step ran.
-                watched.forget()
-        if on_step is not None:
-            on_step(step + 1, settings.steps)
-        return {}
-
-    if watched is not None:
-        watched.forget()
-    with (
-        _replaced(pipe, **_QUIET, scheduler=_scheduler(pipe, settings, seed)),
-        _private_rng(device, seed),
-        Meter(device) as meter,
-    ):
-        latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
-    return Sample(
-        latents=latents.to("cpu", torch.float32),
-        trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
-        seconds=meter.seconds,
-        peak_bytes=meter.peak_bytes,
-        forms=tuple(forms),
-    )
-
-
-def _denoise(
-    pipe: VideoPipeline,
-    conditioning: Conditioning,
-    seed: int,
-    settings: Settings,
-    **more: object,
-) -> torch.Tensor:
-    """Call the pipeline and return its latents after all steps."""
-    # The pipelines round a number that their VAE cannot make to another one.
-    frames = min(frames_made(pipe, settings.num_frames), settings.num_frames)
-    call: dict[str, object] = {
-        "height": settings.height,
-        "width": settings.width,
-        "num_frames": frames,
-        "num_inference_steps": settings.steps,
-        "guidance_scale": settings.guidance_scale,
-        "max_sequence_length": settings.max_sequence_length,
-        "output_type": "latent",
-    }
-    if settings.guidance_scale_2 is not None:
-        call["guidance_scale_2"] = settings.guidance_scale_2
-    own, encode_image = pipe.prepare_latents, pipe.vae.encode
-
-    def prepared(*given: object, **named: object) -> Any:
-        """Put the noise of the seed in the place of the pipeline's, scaled for a few-step sampler:
-        pipelines draw another one in bf16, and those of Wan do not scale it."""
-        made = own(*given, **named)
-        latents, *others = made if isinstance(made, tuple) else (made,)
-        noise = draw(latents.shape, seed).double() * getattr(pipe.scheduler, "init_noise_sigma", 1)
-        latents = noise.to(latents.dtype).to(latents.device)
-        return (latents, *others) if others else latents
-
-    with (
-        _replaced(pipe, prepare_latents=prepared),
-        # CogVideoX's pipelines encode an image in the network's dtype, where this VAE has fp32.
-        _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
-    ):
-        latents: torch.Tensor = pipe(**call | conditioning | more).frames
-    return trimmed(pipe, latents, frames)
-
-
-@torch.no_grad()
-def recorded_calls(
-    pipe: VideoPipeline,
-    conditioning: Conditioning,
-    settings: Settings,
-    states: Sequence[tuple[torch.Tensor, float]],
-) -> list[dict[str, Any]]:
-    """Find out how the pipeline calls its transformer, without running it or making a step.
-
-    The pipeline's own loop runs with a scheduler that hands it these states, so that conditions,
-    masks and times of each token are the pipeline's.
-
-    Args:
-        pipe: The pipeline; as before afterwards.
-        conditioning: From `encode`.
-        settings: Shape of the video.
-        states: Latents as the loop holds them, each with its network time.
-
-    Returns:
-        The keyword arguments of the call for each state, without guidance.
-    """
-    replay = _Replay(pipe.scheduler.config, states)
-    calls: list[dict[str, Any]] = []
-
-    def record(**given: Any) -> tuple[torch.Tensor]:
-        calls.append(given)
-        # The first call sees the pipeline's own noise. It serves to get all states through `step`.
-        return (given["hidden_states"],)
-
-    with (
-        _replaced(pipe, **_QUIET, scheduler=replay),
-        _private_rng(pipe._execution_device, 0),
-        ExitStack() as stack,
-    ):
-        for network in networks_of(pipe).values():
-            stack.enter_context(_replaced(network, forward=record))
-        steps = {"num_inference_steps": len(states) + 1, "guidance_scale": 1.0}
-        plain = {**conditioning, "negative_prompt_embeds": None}
-        _denoise(pipe, plain, 0, settings, **steps)
-    return calls[1:]
-
-
-class _Replay:
-    """A scheduler whose steps lead through given states."""
-
-    order = 1
-    init_noise_sigma = 1.0
-
-    def __init__(
-        self, config: Mapping[str, Any], states: Sequence[tuple[torch.Tensor, float]]
-    ) -> None:
-        self.config, self._states = config, list(states)
-        times = [time for _, time in states]
-        self._times = torch.tensor([*times[:1], *times] or [0.0])
-        self.timesteps, self.sigmas = self._times, self._times / 1000.0
-
-    def set_timesteps(self, _: int, device: torch.device | None = None) -> None:
-        self.timesteps = self._times.to(device)
-
-    def set_begin_index(self, _: int = 0) -> None:
-        """Do nothing: there is no time to look up."""
-
-    def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
-        return sample
-
-    def step(
-        self, _: torch.Tensor, __: object, sample: torch.Tensor, return_dict: bool = False
-    ) -> tuple[torch.Tensor]:
-        del return_dict
-        return (self._states.pop(0)[0] if self._states else sample,)
-
-
-@torch.no_grad()
-def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
-    """Decode with the VAE in fp32.
-
-    Args:
-        pipe: The pipeline, whose VAE must be in fp32: in bf16 its rounding would hide what is
-            being compared.
-        latents: [B, C, F, H, W] (CogVideoX: [B, F, C, H, W]), any float dtype, as the transformer
-            sees them.
-
-    Returns:
-        Frames [B, F, H, W, 3], fp32 in 0..1, on the CPU.
-    """
-    vae = pipe.vae
-    if vae.dtype != torch.float32:
-        got, remedy = str(vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"
-        raise DTypeError("the VAE's dtype", expected="torch.float32", got=got, remedy=remedy)
-    video = decode(pipe, latents.to(pipe._execution_device, torch.float32))
-    pipe.maybe_free_model_hooks()
-    frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
-    return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
 
 
 def _check_settings(pipe: Any, settings: Settings) -> None:
@@ -592,20 +278,20 @@ def _check_size(pipe: VideoPipeline, settings: Settings) -> None:
         if getattr(settings, name) > most:
             got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
             raise ConfigError(f"{name} of this model", expected=expected, got=got)
-    made = frames_made(pipe, settings.num_frames)
-    if made != settings.num_frames:
-        _say_once(f"num_frames {settings.num_frames}: this VAE makes {made} frames of that")
+    frames = frames_made(pipe, settings.num_frames)
+    if frames != settings.num_frames:
+        _say_once(f"num_frames {settings.num_frames}: this VAE makes {frames} frames of that")
 
 
 def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
     """Return the scheduler that `settings` ask for, the pipeline's own or a few-step one."""
     if settings.few_steps is None:
         return pipe.scheduler
-    own = pipe.scheduler.config
+    config = pipe.scheduler.config
     return RCMScheduler(
-        num_train_timesteps=own.get("num_train_timesteps", 1000),
+        num_train_timesteps=config.get("num_train_timesteps", 1000),
         noise_seed=seed,
-        timestep_dtype=own.get("timestep_dtype", "float32"),
+        timestep_dtype=config.get("timestep_dtype", "float32"),
         **settings.few_steps,
     )
 

@@ -28,7 +28,7 @@ from turbo_rcm_patch.errors import (
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import check_regular
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.video.clips import Clip, measured
+from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE
 from turbo_rcm_patch.video.report import without_places, write_report
@@ -143,10 +143,10 @@ def _safetensor(path: Path) -> tuple[str, torch.Tensor]:
 
 
 def _archived(path: Path) -> tuple[str, torch.Tensor]:
-    found = read_archive(path)
-    if not isinstance(found, Mapping):
-        found = {"": found}
-    tensors = {str(name): x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    archive = read_archive(path)
+    if not isinstance(archive, Mapping):
+        archive = {"": archive}
+    tensors = {str(name): x for name, x in archive.items() if isinstance(x, torch.Tensor)}
     name = _chosen(list(tensors), path)
     return name, tensors[name]
 
@@ -159,21 +159,21 @@ def _chosen(names: list[str], path: Path) -> str:
     return known[0]
 
 
-def _media(name: str, found: torch.Tensor, path: Path) -> Media:
-    plain = found.layout == torch.strided and not (found.is_quantized or found.is_meta)
-    if not plain or not (found.is_floating_point() or found.dtype == torch.uint8):
-        got = f"{found.layout}, {found.dtype}"
+def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
+    plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
+    if not plain or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        got = f"{tensor.layout}, {tensor.dtype}"
         raise _wrong(path, "a dense tensor of uint8 or floats", got)
-    _check_size(found.numel(), path)  # Of a tensor with strides of 0 the file shows little.
-    clip = found.detach()
+    _check_size(tensor.numel(), path)  # Of a tensor with strides of 0 the file shows little.
+    clip = tensor.detach()
     clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
     if clip.ndim != 4:
-        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(found.shape))
+        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
     axis = next((i for i in (3, 1, 0) if clip.shape[i] == 3), None)
     if name == "latents" or axis is None and clip.is_floating_point():
         return Media(clip.float(), latents=True)
     if axis is None:
-        raise _wrong(path, "a dimension of 3 colours", list(found.shape))
+        raise _wrong(path, "a dimension of 3 colours", list(tensor.shape))
     frames = clip.movedim(axis, 3).float() / (255 if clip.dtype == torch.uint8 else 1)
     low, high = map(float, frames.nan_to_num(0.5).aminmax())
     if not 0 <= low <= high <= 1:
@@ -195,21 +195,21 @@ def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
     folder = folder.expanduser()
     if folder.is_file():
         return {"clip": [folder]}
-    found: dict[str, list[Path]] = {}
+    clips: dict[str, list[Path]] = {}
     try:
-        for one in sorted(folder.iterdir()):
-            frames = one.is_dir() and any(map(_is_png, one.iterdir()))
-            known = not one.is_dir() and one.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
-            if not one.name.startswith(".") and (frames or known):
-                str(one).encode()  # into the report
-                found.setdefault(one.name if frames else one.stem, []).append(one)
+        for entry in sorted(folder.iterdir()):
+            frames = entry.is_dir() and any(map(_is_png, entry.iterdir()))
+            known = not entry.is_dir() and entry.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
+            if not entry.name.startswith(".") and (frames or known):
+                str(entry).encode()  # into the report
+                clips.setdefault(entry.name if frames else entry.stem, []).append(entry)
     except (OSError, UnicodeEncodeError) as error:
         what, expected = f"{option} {folder}", "a folder of clips with names in UTF-8, or a clip"
         raise SamplingError(what, expected=expected, got=ascii(str(error))) from error
-    if not found:
+    if not clips:
         expected = f"files {', '.join((*VIDEO_ENDINGS, *_TENSORS))}, or folders of .png"
         raise SamplingError(f"{option} {folder} has no clip", expected=expected)
-    return found
+    return clips
 
 
 def judge_folders(
@@ -245,26 +245,26 @@ def judge_folders(
     require("report", "judge")
     if not 1 <= fps <= 240:
         raise ConfigError("fps", expected="from 1 to 240", got=f"{fps:g}")
-    given = {"baseline": baseline, "candidate": candidate}
-    given |= {"control": control} if control is not None else {}
-    found = {name: clips_in(Path(place), f"--{name}") for name, place in given.items()}
+    places = {"baseline": baseline, "candidate": candidate}
+    places |= {"control": control} if control is not None else {}
+    clips = {name: clips_in(Path(place), f"--{name}") for name, place in places.items()}
     check_out(out, fresh=fresh)
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
     with lock_folder(out):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
-        identity |= {name: _of_place(Path(given[name])) for name in ("baseline", "candidate")}
+        identity |= {name: _of_place(Path(places[name])) for name in ("baseline", "candidate")}
         store = Store(out, identity, fresh=fresh)
-        names = list(dict.fromkeys(name for clips in found.values() for name in clips))
+        names = list(dict.fromkeys(name for named in clips.values() for name in named))
         began, measured_clips = time.perf_counter(), 0
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
-                paths = _paired(name, found)
+                paths = _paired(name, clips)
                 inputs = {which: _digest(path) for which, path in paths.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measured(store, name, paths, inputs, fps)
+                clip = kept or _measure(store, name, paths, inputs, fps)
                 if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
                     raise _wrong(paths["candidate"], expected, "the other")
@@ -279,8 +279,8 @@ def judge_folders(
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
-        places = {name: str(Path(place).absolute()) for name, place in given.items()}
-        result = conclude(store, results, command=command, places=places, refused=refused)
+        folders = {name: str(Path(place).absolute()) for name, place in places.items()}
+        result = conclude(store, results, command=command, places=folders, refused=refused)
         write_report(result)
     return result
 
@@ -346,13 +346,13 @@ def _refusing(refused: dict[str, str], name: str) -> Iterator[None]:
         refused[name] = f"{error.filename}: {error.strerror}"
 
 
-def _paired(name: str, found: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
+def _paired(name: str, clips: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
-    for which, clips in found.items():
-        files = clips.get(name, [])
+    for which, named in clips.items():
+        files = named.get(name, [])
         if len(files) != 1:
             got = " and ".join(map(str, files)) or "none"
-            there = next(clips[name][0] for clips in found.values() if name in clips)
+            there = next(named[name][0] for named in clips.values() if name in named)
             raise _wrong(there, f"one clip {name!r} in --{which}", got)
         paths[which] = files[0]
     return paths
@@ -367,7 +367,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _measured(
+def _measure(
     store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
 ) -> Clip:
     """Read, measure and show one clip; its record comes last and marks the end."""
@@ -391,7 +391,7 @@ def _measured(
         got = "a control that " + ("is equal to it" if finite else "holds NaN")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
-    clip = measured(
+    clip = measure(
         store, clips, rate, label="candidate", latents=truth.latents, key=key, prompt=name
     )
     clip.record(store, inputs)

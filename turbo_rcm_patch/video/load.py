@@ -394,7 +394,7 @@ def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
             raise ValueError(f"_class_name {asked!r}")
         network = getattr(diffusers, asked).from_config(config)
     # What `load_pipeline` would attach; by the mark where only config.json is at hand.
-    attentions = {key: one for key, one in network.named_modules() if key.endswith(".attn1")}
+    attentions = {key: module for key, module in network.named_modules() if key.endswith(".attn1")}
     marked = list(attentions) if mark_of(network.config) else []
     for key in folder_proj_l(Path(folder) / name) if local else marked:
         if key in attentions:

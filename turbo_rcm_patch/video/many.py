@@ -1,8 +1,7 @@
 """The processes of torchrun: which of them makes which videos, and what they exchange.
 
 torchrun tells each process its rank in environment variables, and ends all processes as soon as
-one has failed. `generate` deals its prompts out by rank; in `compare` the first process alone
-writes, and the others send it their latents.
+one has failed. They share the prompts of `generate`, or make each video together.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class Ranks:
     world: int = 1
     local: int = 0
 
-    def device(self, given: str | None) -> str | None:
-        """Return the device of this process: the given one, or the GPU of its number.
+    def device(self, asked: str | None) -> str | None:
+        """Return the device of this process: the asked one, or the GPU of its number.
 
         Raises:
             ConfigError: There are more processes than GPUs on this machine.
         """
-        if self.world == 1 or given not in (None, "cuda") or not torch.cuda.is_available():
-            return given
+        if self.world == 1 or asked not in (None, "cuda") or not torch.cuda.is_available():
+            return asked
         if self.local >= (count := torch.cuda.device_count()):
             got, remedy = f"number {self.local}, counted from 0", "Lower --nproc-per-node"
             raise _refused(f"at most {count} processes, one for each GPU", got, remedy)
@@ -60,10 +59,10 @@ def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:
     Raises:
         ConfigError: They contradict each other.
     """
-    given = os.environ if environment is None else environment
-    if "WORLD_SIZE" not in given:
+    variables = os.environ if environment is None else environment
+    if "WORLD_SIZE" not in variables:
         return Ranks()
-    values = [given.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    values = [variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     with suppress(ValueError):
         ranks = Ranks(*map(int, values))
         if 0 <= ranks.local <= ranks.rank < ranks.world:
@@ -144,14 +143,6 @@ class Processes:
         if sent[1]:
             raise SamplingError("process 0 failed", got=sent[1])
         return sent[0]  # type: ignore[no-any-return]
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return on the first process the values of all processes; elsewhere nothing."""
-        if self._all is None:
-            return [value]
-        came: list[Any] | None = [None] * self.ranks.world if self.first else None
-        self._exchange(lambda: dist.gather_object(value, came, 0, group=self._all))
-        return came or []
 
     def _exchange(self, run: Callable[[], object]) -> None:
         try:

@@ -94,19 +94,6 @@ class Drift:
         return cls(**{field.name: number(values[field.name]) for field in fields(cls)})
 
 
-def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the PSNR of each frame in dB, for values in 0..1.
-
-    Args:
-        a: Frames [F, H, W, 3], any float dtype.
-        b: The same.
-
-    Returns:
-        [F], fp64; infinite where frames are equal.
-    """
-    return -10.0 * torch.log10(_mse(a, b))
-
-
 def _mse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the mean squared difference of each frame, fp64."""
     _check(a, b)

@@ -5,8 +5,9 @@ Any other pipeline is called by its user: `compare(pipe, ..., make=...)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ class Kind:
 
     Attributes:
         usual: Settings where neither the caller nor the model's folder says.
-        own: Steps and guidance that the pipeline's own scheduler is usually run with.
+        with_scheduler: Steps and guidance that the pipeline's own scheduler is usually run with.
         image: True if it makes a video from an image, the first frame.
         few_steps: True if its networks predict a rectified flow's velocity, as few-step samplers
             need. CogVideoX's predict v = alpha noise - sigma x0 of a variance-preserving process.
@@ -37,7 +38,7 @@ class Kind:
     """
 
     usual: Mapping[str, object] = field(default_factory=dict)
-    own: Mapping[str, object] = field(default_factory=lambda: WAN_OWN)
+    with_scheduler: Mapping[str, object] = field(default_factory=lambda: WAN_OWN)
     image: bool = False
     few_steps: bool = False
     cogvideox: bool = False
@@ -86,7 +87,7 @@ def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
     """
     needed = kind.image
     for prompt in (prompt for prompt, there in given.items() if there != needed):
-        others = " or ".join(name for name, one in PIPELINES.items() if one.image)
+        others = " or ".join(name for name, other in PIPELINES.items() if other.image)
         raise SamplingError(
             f"image of the prompt {prompt!r}",
             expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
@@ -125,6 +126,12 @@ def check_one_image(pipe: Any) -> None:
         )
 
 
+def frames_to_ask(pipe: Any, asked: int) -> int:
+    """Return the number to ask a pipeline for: it would round one that its VAE cannot make to
+    another number than its VAE does."""
+    return min(frames_made(pipe, asked), asked)
+
+
 def frames_made(pipe: Any, asked: int) -> int:
     """Return how many frames the VAE makes where so many are asked for. CogVideoX's takes latents
     in pairs, and the first of an odd number alone."""
@@ -135,80 +142,23 @@ def frames_made(pipe: Any, asked: int) -> int:
     return span * before + 1
 
 
-def draw(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
-
-
 def initial_noise(pipe: Any, settings: Settings, seed: int) -> torch.Tensor:
     """Draw the noise of a seed as fp32 on the CPU, in the form of a pipeline's `latents`.
 
     The pipelines of CogVideoX draw another one in the network's dtype, and those of Wan do not
     scale theirs, as few-step samplers need it.
     """
-    spatial, config = pipe.vae_scale_factor_spatial, network_of(pipe).config
-    frames = min(frames_made(pipe, settings.num_frames), settings.num_frames)
-    frames = (frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
+    vae, network, span = pipe.vae.config, network_of(pipe), int(pipe.vae_scale_factor_temporal)
+    frames = (frames_to_ask(pipe, settings.num_frames) - 1) // span + 1
+    rows = settings.height // pipe.vae_scale_factor_spatial
+    columns = settings.width // pipe.vae_scale_factor_spatial
+    generator = torch.Generator("cpu").manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32)
     if kind_of(pipe).cogvideox:
-        frames += -frames % (config.patch_size_t or 1)
-        size = (settings.height // spatial, settings.width // spatial)
-        noise = draw((1, frames, pipe.vae.config.latent_channels, *size), seed)
+        frames += -frames % (network.config.patch_size_t or 1)
+        noise = draw((1, frames, vae.latent_channels, rows, columns))
         return noise.to(pipe.text_encoder.dtype)
-    _, rows, columns = config.patch_size  # The pipelines round a size to whole patches.
-    size = (
-        settings.height // (spatial * rows) * rows,
-        settings.width // (spatial * columns) * columns,
-    )
-    noise = draw((1, pipe.vae.config.z_dim, frames, *size), seed)
+    rows -= rows % network.config.patch_size[1]  # The pipelines round a size to whole patches.
+    columns -= columns % network.config.patch_size[2]
+    noise = draw((1, vae.z_dim, frames, rows, columns))
     return (noise.double() * getattr(pipe.scheduler, "init_noise_sigma", 1)).float()
-
-
-def trimmed(pipe: Any, latents: torch.Tensor, frames: int) -> torch.Tensor:
-    """Cut off the first latents, which only fill one of CogVideoX 1.5's patches in time."""
-    if not kind_of(pipe).cogvideox:
-        return latents
-    kept = (frames - 1) // int(pipe.vae_scale_factor_temporal) + 1
-    return latents[:, latents.shape[1] - kept :]
-
-
-def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
-    if kind_of(pipe).cogvideox:
-        return pipe.decode_latents(latents)  # type: ignore[no-any-return]
-    config = pipe.vae.config
-    mean, std = (
-        latents.new_tensor(x).view(1, -1, 1, 1, 1)
-        for x in (config.latents_mean, config.latents_std)
-    )
-    return pipe.vae.decode(latents * std + mean, return_dict=False)[0]  # type: ignore[no-any-return]
-
-
-def noised(
-    pipe: Any, clean: torch.Tensor, seed: int, times: Sequence[float]
-) -> list[tuple[torch.Tensor, float]]:
-    """Add noise to the latents of a video, at rectified-flow times.
-
-    For CogVideoX those times of the pipeline's schedule are taken whose noise levels these are.
-
-    Returns:
-        Of each time the latents as the pipeline's loop holds them, and the network's time.
-
-    Raises:
-        SamplingError: CogVideoX has a scheduler without such a schedule.
-    """
-    if not kind_of(pipe).cogvideox:
-        noise = draw(clean.shape, seed).to(clean.device)
-        return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in times]
-    kept = getattr(pipe.scheduler, "alphas_cumprod", None)
-    if kept is None:
-        expected = "a scheduler with alphas_cumprod, such as CogVideoXDDIMScheduler"
-        got, remedy = type(pipe.scheduler).__name__, "Leave out --network-number"
-        raise SamplingError("the network number", expected=expected, got=got, remedy=remedy)
-    missing = -clean.shape[1] % (pipe.transformer.config.patch_size_t or 1)  # see `trimmed`
-    clean = torch.cat([clean[:, :1].expand(-1, missing, -1, -1, -1), clean], 1)
-    noise = draw(clean.shape, seed).to(clean.device)
-    alpha, sigma = kept.double().sqrt().cpu(), (1 - kept.double()).sqrt().cpu()
-    steps = [int((sigma / (alpha + sigma) - wanted).abs().argmin()) for wanted in times]
-    dtype = pipe.transformer.dtype
-    return [((float(alpha[i]) * clean + float(sigma[i]) * noise).to(dtype), i) for i in steps]

@@ -59,10 +59,10 @@ _LATENT_MEASURES: Final = (
 #: File in plots/ -> its contents in words, title, labels of both axes, and the condition whose
 #: limit it shows.
 _PLOTS: Final = {
-    "prompts": ("Points: PSNR of each ONE", "Distance from the baseline, per ONE",
-                "ONE", "PSNR, dB", verdict.MEDIAN),
-    "frames": ("Curves: PSNR of each frame, median over ONEs",
-               "Per frame: median over ONEs, and range", "frame", "PSNR, dB", verdict.WORST),
+    "prompts": ("Points: PSNR of each NOUN", "Distance from the baseline, per NOUN",
+                "NOUN", "PSNR, dB", verdict.MEDIAN),
+    "frames": ("Curves: PSNR of each frame, median over NOUNs",
+               "Per frame: median over NOUNs, and range", "frame", "PSNR, dB", verdict.WORST),
 }  # fmt: skip
 
 
@@ -97,14 +97,14 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
         "kernel_check": kernel_check,
         "ran": judged.judgement.ran,
         "measures": _measures(judged),
-        "unmeasured": sorted({without_places(one.unmeasured) for one in results} - {""}),
+        "unmeasured": sorted({without_places(clip.unmeasured) for clip in results} - {""}),
         "limits": verdict,
         "checks": {check.name: check for check in judged.judgement.checks},
     }
-    videos = [judged.out / "prompts" / one.key / "panes.mp4" for one in results if one.height]
+    videos = [judged.out / "prompts" / clip.key / "panes.mp4" for clip in results if clip.height]
     page = jinja.get_template("report.html.j2").render(
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
-        players=[json.dumps(_player(judged, one)) for one in results if one.height],
+        players=[json.dumps(_player(judged, clip)) for clip in results if clip.height],
         plots=_draw_plots(judged),
     )
     write_text(judged.report, page)
@@ -137,8 +137,8 @@ def shown_command(command: str) -> str:
 def _runs(judged: Judged) -> dict[str, list[Drift]]:
     """Return the drifts of the control, if there is one, and of the judged videos."""
     results = judged.results
-    runs = {"control": [one.control for one in results if one.control is not None]}
-    runs["patched"] = [one.patched for one in results]
+    runs = {"control": [clip.control for clip in results if clip.control is not None]}
+    runs["patched"] = [clip.patched for clip in results]
     return {name: drifts for name, drifts in runs.items() if drifts}
 
 
@@ -311,7 +311,7 @@ def _draw_plot(name: str, judged: Judged) -> tuple[bytes, str]:
     from matplotlib.figure import Figure
 
     limit = _PLOTS[name][-1]
-    words, title, xlabel, ylabel = (one.replace("ONE", judged.one) for one in _PLOTS[name][:4])
+    words, title, xlabel, ylabel = (text.replace("NOUN", judged.noun) for text in _PLOTS[name][:4])
     if judged.latents:
         words, ylabel, limit = (
             words.replace("PSNR", "SNR"), ylabel.replace("PSNR", "SNR"), verdict.LATENTS_MEDIAN
@@ -322,10 +322,10 @@ def _draw_plot(name: str, judged: Judged) -> tuple[bytes, str]:
     for run, drifts in _runs(judged).items():
         colour = {"control": "C0", "patched": "C1"}[run]
         curves: dict[str, Sequence[Sequence[float]]] = {
-            "prompts": [[one.psnr for one in drifts]],
-            "frames": [one.frame_psnr for one in drifts],
+            "prompts": [[drift.psnr for drift in drifts]],
+            "frames": [drift.frame_psnr for drift in drifts],
         }
-        columns = [[v for v in one if v is not None] for one in zip_longest(*curves[name])]
+        columns = [[v for v in column if v is not None] for column in zip_longest(*curves[name])]
         # No axis can show the infinite PSNR of equal videos.
         low, middle, high = (
             [value if math.isfinite(value) else math.nan for value in map(how, columns)]

@@ -52,7 +52,7 @@ class ModelFacts:
         return self.attention_backend or "patched"
 
     @property
-    def model(self) -> str:
+    def title(self) -> str:
         """The name of the model, without the folders that it lies in."""
         return model_in_words(self.identity["model"])
 
@@ -112,7 +112,7 @@ class ModelFacts:
             if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
         )
         return {
-            "model": self.model,
+            "model": self.title,
             "machine": identity["device"],
             "sampler": sampler,
             "transformer": identity["dtype"] + "; VAE in float32" * (not self.made_by_caller),
@@ -177,7 +177,7 @@ class Judged:
         return self.model.name if self.model else "candidate"
 
     @property
-    def one(self) -> str:
+    def noun(self) -> str:
         """The word for a clip."""
         return "prompt" if self.model else "clip"
 
@@ -219,20 +219,18 @@ class Judged:
     @property
     def chips(self) -> list[str]:
         """The most important facts, in a few words each."""
-        count = f"{len(self.results)} clip{'s' * (len(self.results) > 1)}"
         if (model := self.model) is None:
+            count = f"{len(self.results)} clip{'s' * (len(self.results) > 1)}"
             places = [f"{name}: {place}" for name, place in self.places.items()]
             return [*places, count, self.sizes]
-        steps = model.identity["settings"].get("steps")
-        packages = {name: self.versions.get(name) for name in ("torch", "triton")}
-        return [
-            model.model,
-            *([f"attention backend {model.attention_backend}"] * bool(model.attention_backend)),
-            model.identity["device"],
-            self.sizes,
-            *([f"{steps} steps"] * bool(steps)),
-            *(f"{name} {version}" for name, version in packages.items() if version),
-        ]
+        chips = [model.title]
+        if model.attention_backend:
+            chips.append(f"attention backend {model.attention_backend}")
+        chips += [model.identity["device"], self.sizes]
+        if steps := model.identity["settings"].get("steps"):
+            chips.append(f"{steps} steps")
+        packages = [name for name in ("torch", "triton") if name in self.versions]
+        return chips + [f"{name} {self.versions[name]}" for name in packages]
 
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
@@ -248,7 +246,7 @@ class Judged:
             "missing": self.judgement.missing,
             "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
             "median_interval": {run: interval(values) for run, values in psnrs.items()},
-            f"{self.one}s": [
+            f"{self.noun}s": [
                 {name: value for name, value in clip.as_dict().items() if name != "runs"}
                 for clip in self.results
             ],

@@ -147,8 +147,10 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             raise ConfigError("schedule", expected=known, got=repr(name), remedy=remedy)
         its = SCHEDULES[name]
         times = shifted(its.times, its.shift if shift is None else shift)
-        made: RCMScheduler = cls(sampler=sampler or its.form, noise_seed=noise_seed, times=times)
-        return made
+        scheduler: RCMScheduler = cls(
+            sampler=sampler or its.form, noise_seed=noise_seed, times=times
+        )
+        return scheduler
 
     def __len__(self) -> int:
         return int(self.config.num_train_timesteps)
@@ -190,15 +192,15 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         Raises:
             ConfigError: There are no times for this number of steps.
         """
-        given = self.config.times
-        if given is None:
+        fixed = self.config.times
+        if fixed is None:
             times = rcm_times(num_inference_steps, float(self.config.sigma_max))
-        elif num_inference_steps == len(given):
-            times = torch.tensor([*given, 0.0], dtype=torch.float64) / 1000
+        elif num_inference_steps == len(fixed):
+            times = torch.tensor([*fixed, 0.0], dtype=torch.float64) / 1000
         else:
             raise ConfigError(
                 "num_inference_steps",
-                expected=f"{len(given)}, one for each of the times {[round(t, 1) for t in given]}",
+                expected=f"{len(fixed)}, one for each of the times {[round(t, 1) for t in fixed]}",
                 got=repr(num_inference_steps),
             )
         rounding = getattr(torch, self.config.timestep_dtype)

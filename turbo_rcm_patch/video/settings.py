@@ -93,9 +93,9 @@ def shifted(times: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
     Raises:
         ConfigError: They do not decrease, are not in (0, 1000], or the shift is not positive.
     """
-    given = list(times) if isinstance(times, Sequence) and not isinstance(times, str) else []
-    numbers = all(is_number(time) and 0 < time <= 1000 for time in given)
-    if not given or not numbers or sorted({*given}, reverse=True) != given:
+    listed = list(times) if isinstance(times, Sequence) and not isinstance(times, str) else []
+    numbers = all(is_number(time) and 0 < time <= 1000 for time in listed)
+    if not listed or not numbers or sorted({*listed}, reverse=True) != listed:
         raise ConfigError(
             "times",
             expected="network times that decrease, in (0, 1000], such as 1000, 750, 500, 250",
@@ -104,7 +104,7 @@ def shifted(times: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
         )
     if not is_number(shift) or not 0 < shift < math.inf:
         raise ConfigError("shift", expected="a positive number", got=repr(shift))
-    return tuple(1000 * shift * t / (1000 + (shift - 1) * t) for t in map(float, given))
+    return tuple(1000 * shift * t / (1000 + (shift - 1) * t) for t in map(float, listed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class Settings:
         cls,
         folder: str | Path | None,
         family: Mapping[str, object] = MappingProxyType({}),
-        own: Mapping[str, object] = WAN_OWN,
+        with_scheduler: Mapping[str, object] = WAN_OWN,
         /,
         **given: object,
     ) -> Settings:
@@ -215,7 +215,7 @@ class Settings:
         Args:
             folder: The model's folder, or None or a hub id for a model without one.
             family: Defaults of the model's family, or of the pipeline; a folder's come before.
-            own: Steps and guidance for the pipeline's own scheduler; by default Wan's.
+            with_scheduler: Steps and guidance for the pipeline's own scheduler; by default Wan's.
             **given: Fields of this class; None means "not given".
 
         Raises:
@@ -230,7 +230,8 @@ class Settings:
         sampler = chosen.get("sampler", "times" if "times" in chosen else usual)
         if sampler != usual or "times" in chosen:
             stored = {name: value for name, value in stored.items() if name not in _OF_SAMPLER}
-        defaults = dict(own) if sampler == "scheduler" else {"steps": 4, "guidance_scale": 1.0}
+        few_steps = {"steps": 4, "guidance_scale": 1.0}
+        defaults = dict(with_scheduler) if sampler == "scheduler" else few_steps
         times: Any = chosen.get("times", stored.get("times"))
         if isinstance(sampler, str) and sampler in SCHEDULES:
             times = SCHEDULES[sampler].times
@@ -244,33 +245,6 @@ class Settings:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenFrames:
-    """What is known of videos that a function of the caller makes (`compare(..., make=)`).
-
-    Attributes:
-        fps: Frames per second of the mp4s.
-        height: Height in pixels, 0 before the first video.
-        width: The same for the width.
-        num_frames: The same for the number of frames.
-        steps: A video counts as one step.
-    """
-
-    fps: int = 16
-    height: int = 0
-    width: int = 0
-    num_frames: int = 0
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        if type(self.fps) is not int or self.fps < 1:
-            raise ConfigError("fps", expected="a positive whole number", got=repr(self.fps))
-
-    def as_dict(self) -> dict[str, object]:
-        """What decides the videos, for JSON."""
-        return {"fps": self.fps, "made by": "a function of the caller"}
-
-
 def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     """Read the settings that a model folder brings along, empty if it brings none.
 
@@ -281,12 +255,12 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
-    found = {name: value for name, value in stored_settings(folder).items() if name in known}
-    if "sampler" in found or folder is None:
-        return found
+    stored = {name: value for name, value in stored_settings(folder).items() if name in known}
+    if "sampler" in stored or folder is None:
+        return stored
     index = Path(folder) / "model_index.json"
-    if "times" in found or "sigma_max" in found:
-        found["sampler"] = "times" if "times" in found else "rcm"
+    if "times" in stored or "sigma_max" in stored:
+        stored["sampler"] = "times" if "times" in stored else "rcm"
     elif index.is_file() and read_json(index).get("_class_name") == FASTWAN:
-        found["sampler"] = "fastwan"
-    return found
+        stored["sampler"] = "fastwan"
+    return stored

@@ -39,9 +39,9 @@ class Source:
     image: ImageLike | None = None
 
     def __post_init__(self) -> None:
-        found = self.read()
-        if found is not None and min(found.size) < _LEAST:
-            expected, got = f"at least {_LEAST} pixels a side", f"{found.width} x {found.height}"
+        image = self.read()
+        if image is not None and min(image.size) < _LEAST:
+            expected, got = f"at least {_LEAST} pixels a side", f"{image.width} x {image.height}"
             raise SamplingError("image", expected=expected, got=got, remedy="Give a larger one")
 
     def read(self) -> Image.Image | None:
@@ -62,18 +62,18 @@ def digest_of(image: Image.Image | None) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def read_image(given: ImageLike) -> Image.Image:
+def read_image(source: ImageLike) -> Image.Image:
     """Read an image as RGB.
 
     Args:
-        given: A file, or an image of PIL's.
+        source: A file, or an image of PIL's.
 
     Raises:
         SamplingError: The file is missing, or holds no image.
     """
-    if isinstance(given, Image.Image):
-        return _as_rgb(given)
-    path = Path(given).expanduser()
+    if isinstance(source, Image.Image):
+        return _as_rgb(source)
+    path = Path(source).expanduser()
     check_regular(path, SamplingError)
     try:
         with Image.open(path) as image:

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,12 +67,7 @@ class StoredClip:
     @property
     def note(self) -> dict[str, Any]:
         """Everything but the frames, for JSON."""
-        return {
-            "seconds": self.seconds,
-            "decode_seconds": self.decode_seconds,
-            "peak_bytes": self.peak_bytes,
-            "forms": list(self.forms),
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
 
 
 class Store:
@@ -277,8 +272,8 @@ def forget_made(video: Path) -> None:
         video.with_suffix(".json").unlink(missing_ok=True)
 
 
-def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -> bool:
-    """Return True if a video is there and was made from just this, `but_for` one entry.
+def is_made(video: Path, identity: Mapping[str, object]) -> bool:
+    """Return True if a video is there and was made from just this.
 
     Raises:
         SamplingError: A finished video was made with other settings.
@@ -287,7 +282,7 @@ def is_made(video: Path, identity: Mapping[str, object], *, but_for: str = "") -
     if not (video.is_file() and _made_by_us(note)):
         return False
     found, wanted = try_json(note), json.loads(json.dumps(identity))
-    found = {name: value for name, value in found.items() if name not in ("frames", but_for)}
+    found = {name: value for name, value in found.items() if name != "frames"}
     remedy = "Leave --resume out to replace it, or choose another --out"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True

@@ -202,11 +202,11 @@ def write_mp4(
     with atomic(path) as temporary:
         arguments = [*reads, "-i", "pipe:0", *encodes, "-y", _file(temporary)]
         run_ffmpeg(arguments, f"{path} was not written", frames)
-        found = _count_frames(temporary, path)
-        if found != count:
+        written = _count_frames(temporary, path)
+        if written != count:
             what = f"{path} was not written: ffmpeg reported success, but its file lacks frames"
             expected = f"{count} frames"
-            raise OutputError(what, expected=expected, got=str(found), remedy=_REMEDY)
+            raise OutputError(what, expected=expected, got=str(written), remedy=_REMEDY)
 
 
 def read_frames(path: Path, most: int = MOST_VALUES) -> list[Image.Image]:
@@ -253,8 +253,8 @@ def frame_rate(path: Path) -> float | None:
     one picture does."""
     shows = ["-v", "info", "-nostats", "-i", _file(path), "-map", "0:v:0", "-t", "0"]
     _, _, said = _ffmpeg([*shows, "-f", "null", "-"])
-    found = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
-    return float(found[1]) if found else None
+    match = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
+    return float(match[1]) if match else None
 
 
 def _pictures(stream: IO[bytes], most: int) -> list[Image.Image]:
@@ -264,19 +264,19 @@ def _pictures(stream: IO[bytes], most: int) -> list[Image.Image]:
         OverflowError: They have more than `most` bytes of pixels, or there are more than
             `MOST_FRAMES`.
     """
-    found: list[Image.Image] = []
+    pictures: list[Image.Image] = []
     while True:
         _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
         if len(sides) != 2:
-            return found
+            return pictures
         width, height = map(int, sides)
-        size, count = 3 * width * height, len(found) + 1
+        size, count = 3 * width * height, len(pictures) + 1
         if count * size > most or count > MOST_FRAMES:
             raise OverflowError
         pixels = stream.read(size)
         if len(pixels) < size:
-            return found
-        found.append(Image.frombytes("RGB", (width, height), pixels))
+            return pictures
+        pictures.append(Image.frombytes("RGB", (width, height), pixels))
 
 
 def _count_frames(video: Path, target: Path) -> int:

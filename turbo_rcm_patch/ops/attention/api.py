@@ -257,7 +257,7 @@ def attention_skip(
     norms = Norms(norm_q, norm_k, norm_q_bias, norm_k_bias, spec.eps)
     skip = Skip(residual, c_skip, c_out)
     dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
-    a = AttentionInputs(q, k, v, spec, dtype, norms, rotary, skip, kv_lengths)
+    a = AttentionInputs(q, k, v, spec, dtype, norms, rotary, skip, kv_lengths=kv_lengths)
     return attend_checked(a)[0]
 
 

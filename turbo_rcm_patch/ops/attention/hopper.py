@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -64,7 +65,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.ops import formats
-from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands
+from turbo_rcm_patch.ops.formats import (
+    P_MAX_LOG2,
+    AttentionInputs,
+    AttentionOutput,
+    QuantizedOperands,
+)
 from turbo_rcm_patch.ops.hopper_common import cta_barrier, grid_dependency_wait, tma_load
 from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, in_whole_copies, launch
 
@@ -92,7 +98,7 @@ def _exp2_partly_polynomial() -> str:
     cubic polynomial gives 2**f (minimax, relative error 7.5e-5), and n is added to its exponent.
     x is clamped at -16, because e4m3 rounds 2**-16 to 0. The idea is from FlashAttention-4.
     """
-    magic = _float(12582912.0)
+    magic = _float(formats.ROUNDER)
     zero, one, two, three = map(_float, (0.99992813, 0.69326098, 0.24261027, 0.05517121))
     lines = [
         "{ .reg .f32 x, n, f, p; .reg .b32 a, b;",
@@ -112,68 +118,129 @@ def _exp2_partly_polynomial() -> str:
 _EXP2_ASM = gl.constexpr(_exp2_partly_polynomial())
 _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 
+#: The layout of logits.
+_LAYOUT_S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N.value, 32]))
 #: Rows of a program.
 ROWS = _GROUPS.value * _BLOCK_M.value
 STAGES = 4
 _WIDE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+class Operands(NamedTuple):
+    """Operands of the kernel beside q, k and v, and the sizes of its memory.
+
+    Attributes:
+        q_scale_ptr: fp32 [B, H, n_q_padded].
+        k_scale_ptr: fp32 [B, H, n_kv_padded / 128].
+        v_levels_ptr: As in `formats.Values`; None for 16-bit v.
+        lengths_ptr: Numbers of keys that are seen, int32 [B], or None.
+        n_q_padded: Padded number of queries.
+        n_kv_padded: Padded number of keys.
+        heads: H.
+    """
+
+    q_scale_ptr: torch.Tensor
+    k_scale_ptr: torch.Tensor
+    v_levels_ptr: torch.Tensor | None
+    lengths_ptr: torch.Tensor | None
+    n_q_padded: int
+    n_kv_padded: int
+    heads: int
+
+
+class Form(NamedTuple):
+    """The numbers of the kernel that are known when it is compiled.
+
+    Attributes:
+        P_MAX_LOG2: log2 of the largest p.
+        HEAD_DIM: D.
+        STAGES: Slots of shared memory.
+        RANKS: Number of outputs.
+        FP8: True if p and v are e4m3.
+    """
+
+    P_MAX_LOG2: float
+    HEAD_DIM: int
+    STAGES: int
+    RANKS: int
+    FP8: bool
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers, see the top of this file."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Place(NamedTuple):
+    """The rows of a program: batch entry, head, first row, and the number of keys seen."""
+
+    b: gl.tensor
+    h: gl.tensor
+    start_m: gl.tensor
+    limit: gl.tensor
+
+
 @gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, shared, bh, start_m, blocks, n_q_padded, n_kv_padded, heads,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
+def _producer(q_desc, k_desc, v_desc, shared, place, operands, FORM: gl.constexpr):
     """Fill the slots in turn: slot j has block j of k and block j - 1 of v.
 
     Both are needed at the same time, so they share a barrier. The v of the first slot and the k of
     the last are not used.
     """
-    q_smem, k_smem, v_smem, _, q_ready, ready, empty = shared
-    mbarrier.expect(q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
+    HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
+    STAGES: gl.constexpr = FORM.STAGES
+    bh = place.b * operands.heads + place.h
+    blocks = (place.limit + _BLOCK_N - 1) // _BLOCK_N
+    mbarrier.expect(shared.q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
     for group in gl.static_range(_GROUPS):
-        row = bh * n_q_padded + start_m + group * _BLOCK_M
-        tma_load(q_desc, [row, 0], q_ready, q_smem.index(group))
+        row = bh * operands.n_q_padded + place.start_m + group * _BLOCK_M
+        tma_load(q_desc, [row, 0], shared.q_ready, shared.q.index(group))
     for j in range(0, blocks + 1):
         slot = j % STAGES
+        ready = shared.ready.index(slot)
         # The phase before the first counts as complete, so the first round does not wait.
-        mbarrier.wait(empty.index(slot), ((j // STAGES) % 2) ^ 1)
-        mbarrier.expect(ready.index(slot), (2 if FP8 else 3) * _BLOCK_N * HEAD_DIM)
-        k_row = bh * n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
-        tma_load(k_desc, [k_row, 0], ready.index(slot), k_smem.index(slot))
+        mbarrier.wait(shared.empty.index(slot), ((j // STAGES) % 2) ^ 1)
+        mbarrier.expect(ready, (2 if FORM.FP8 else 3) * _BLOCK_N * HEAD_DIM)
+        k_row = bh * operands.n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
+        tma_load(k_desc, [k_row, 0], ready, shared.k.index(slot))
         v_row = gl.maximum(j - 1, 0) * _BLOCK_N
-        if FP8:
-            tma_load(v_desc, [bh * HEAD_DIM, v_row], ready.index(slot), v_smem.index(slot))
+        if FORM.FP8:
+            tma_load(v_desc, [bh * HEAD_DIM, v_row], ready, shared.v.index(slot))
         else:  # [1, 128, HEAD_DIM]; rows after the last are zeros
-            at = [bh // heads, v_row, (bh % heads) * HEAD_DIM]
-            tma_load(v_desc, at, ready.index(slot), v_smem.index(slot))
+            at = [bh // operands.heads, v_row, (bh % operands.heads) * HEAD_DIM]
+            tma_load(v_desc, at, ready, shared.v.index(slot))
 
 
 @gluon.jit
-def _softmax(
-    qk, scale, m_i, seen, P_MAX_LOG2: gl.constexpr, MASKED: gl.constexpr, SHARE: gl.constexpr,
-    FP8: gl.constexpr,
-):  # fmt: skip
-    """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N]; seen: [1, BLOCK_N].
+def _softmax(qk, scale, m_i, seen, FORM: gl.constexpr, SHARE: gl.constexpr):
+    """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N].
 
-    Return p fp32, the factor on the sums so far, and the new maximum. For e4m3 the keys of p are
-    reordered within groups of 32 to the order of v, so that the registers of the first product are
-    those of the second product's operand.
+    seen: [1, BLOCK_N], or None without a mask. Return p fp32, the factor on the sums so far, and
+    the new maximum. For e4m3 the keys of p are reordered within groups of 32 to the order of v, so
+    that the registers of the first product are those of the second product's operand.
     """
-    if MASKED:
+    if seen is not None:
         logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
         m_new = gl.maximum(m_i, gl.max(logits, axis=1))
-        p = gl.exp2(logits - (m_new - P_MAX_LOG2)[:, None])
+        p = gl.exp2(logits - (m_new - FORM.P_MAX_LOG2)[:, None])
     else:
         # The maximum of raw integers is cheaper, and correct because scales are positive.
         m_new = gl.maximum(m_i, gl.max(qk, axis=1).to(gl.float32) * scale)
-        p = qk.to(gl.float32) * scale[:, None] - (m_new - P_MAX_LOG2)[:, None]
+        p = qk.to(gl.float32) * scale[:, None] - (m_new - FORM.P_MAX_LOG2)[:, None]
         if SHARE:
             p = gl.inline_asm_elementwise(
                 _EXP2_ASM, _EXP2_CONSTRAINTS, [p], dtype=gl.float32, is_pure=True, pack=8
             )
         else:
             p = gl.exp2(p)
-    if FP8:
+    if FORM.FP8:
         p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
         p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
     return p, gl.exp2(m_i - m_new), m_new  # [64, 128], [64], [64]
@@ -212,124 +279,130 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(
-    y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
-    GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    RANKS: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
+def _over_block(
+    acc, l_i, m_i, i, q_tile, rows, shared, seen, FORM: gl.constexpr, SHARE: gl.constexpr
+):
+    """Compute one step of the online softmax over block i of the keys; seen as in `_softmax`.
+
+    rows: scales of q [64], and the pointer to the scales of this head's keys.
+    """
+    STAGES: gl.constexpr = FORM.STAGES
+    q_scale, k_scales = rows
+    slot = i % STAGES
+    k_tile = shared.k.index(slot).permute((1, 0))  # [HEAD_DIM, 128] int8
+    no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, _LAYOUT_S)
+    qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
+    scale = q_scale * gl.load(k_scales + i)  # [64]
+    qk = warpgroup_mma_wait(0, deps=(qk,))  # [64, 128] int32
+    # Slot i also holds v_(i-1). Nothing reads that any more: the wait with depth 0 in
+    # `_accumulate`, one step earlier, has drained p_(i-1) v_(i-1). So the producer may overwrite
+    # both.
+    mbarrier.arrive(shared.empty.index(slot), count=1)
+    p, alpha, m_i = _softmax(qk, scale, m_i, seen, FORM, SHARE)
+    slot = (i + 1) % STAGES
+    mbarrier.wait(shared.ready.index(slot), ((i + 1) // STAGES) % 2)
+    acc, l_i = _accumulate(acc, l_i, p, alpha, shared.v.index(slot), shared.ones, FORM.FP8)
+    return acc, l_i, m_i
+
+
+@gluon.jit
+def _consumer(out, shared, place, operands, n_q, n_rank, GROUP: gl.constexpr, FORM: gl.constexpr):
     """Compute 64 rows of one head."""
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
-    keys: gl.constexpr = 32 if FP8 else 16  # of one instruction
+    HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
+    RANKS: gl.constexpr = FORM.RANKS
+    keys: gl.constexpr = 32 if FORM.FP8 else 16  # of one instruction
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, keys])
     layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, keys])
-    rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
+    rows_s: gl.constexpr = gl.SliceLayout(1, _LAYOUT_S)
     # With few channels the exponential unit is the bottleneck. fp32 outputs keep the exact bits.
-    share: gl.constexpr = FP8 and HEAD_DIM == 64 and y_ptrs[0].dtype.element_ty != gl.float32
-    q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
-    b, h, start_m, limit = program
-    n_q, n_rank, n_q_padded, n_kv_padded, heads = sizes
-    bh = b * heads + h
+    narrow: gl.constexpr = out.y_ptrs[0].dtype.element_ty != gl.float32
+    SHARE: gl.constexpr = FORM.FP8 and HEAD_DIM == 64 and narrow
+    b, h, start_m, limit = place
+    bh = b * operands.heads + h
     start_m = start_m + GROUP * _BLOCK_M
     offs_m = start_m + gl.arange(0, _BLOCK_M, rows_s)
     q_scale = gl.load(  # [64]
-        q_scale_ptr + bh.to(gl.int64) * n_q_padded + offs_m, mask=offs_m < n_q_padded, other=0.0
+        operands.q_scale_ptr + bh.to(gl.int64) * operands.n_q_padded + offs_m,
+        mask=offs_m < operands.n_q_padded,
+        other=0.0,
     )
-    k_scales = k_scale_ptr + bh * (n_kv_padded // _BLOCK_N)
+    rows = (q_scale, operands.k_scale_ptr + bh * (operands.n_kv_padded // _BLOCK_N))
     m_i = gl.full([_BLOCK_M], float("-inf"), gl.float32, rows_s)  # maxima in log2 units
     l_i = gl.zeros([_BLOCK_M, _ONES], gl.float32, layout_l)
     acc = gl.zeros([_BLOCK_M, HEAD_DIM], gl.float32, layout_o)
-    no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout_s)
-    q_tile = q_smem.index(GROUP)  # [64, HEAD_DIM] int8
+    q_tile = shared.q.index(GROUP)  # [64, HEAD_DIM] int8
 
     # First the blocks that every row sees whole, then the one that needs a mask.
     blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
     full = limit // _BLOCK_N
-    mbarrier.wait(q_ready, 0)
-    mbarrier.wait(ready.index(0), 0)
+    mbarrier.wait(shared.q_ready, 0)
+    mbarrier.wait(shared.ready.index(0), 0)
     for i in range(0, full):
-        slot = i % STAGES
-        k_tile = k_smem.index(slot).permute((1, 0))  # [HEAD_DIM, 128] int8
-        qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
-        scale = q_scale * gl.load(k_scales + i)  # [64]
-        qk = warpgroup_mma_wait(0, deps=(qk,))  # [64, 128] int32
-        # Slot i also holds v_(i-1). Nothing reads that any more: the wait with depth 0 in
-        # `_accumulate`, one iteration earlier, has drained p_(i-1) v_(i-1). So the producer may
-        # overwrite both.
-        mbarrier.arrive(empty.index(slot), count=1)
-        p, alpha, m_i = _softmax(qk, scale, m_i, True, P_MAX_LOG2, False, share, FP8)
-        slot = (i + 1) % STAGES
-        mbarrier.wait(ready.index(slot), ((i + 1) // STAGES) % 2)
-        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones, FP8)
+        acc, l_i, m_i = _over_block(
+            acc, l_i, m_i, i, q_tile, rows, shared, None, FORM=FORM, SHARE=SHARE
+        )
     if full < blocks:
-        slot = full % STAGES
-        k_tile = k_smem.index(slot).permute((1, 0))
-        qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
-        scale = q_scale * gl.load(k_scales + full)
-        qk = warpgroup_mma_wait(0, deps=(qk,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        offs_n = full * _BLOCK_N + gl.arange(0, _BLOCK_N, gl.SliceLayout(0, layout_s))
+        offs_n = full * _BLOCK_N + gl.arange(0, _BLOCK_N, gl.SliceLayout(0, _LAYOUT_S))
         seen = (offs_n < limit)[None, :]
-        p, alpha, m_i = _softmax(qk, scale, m_i, seen, P_MAX_LOG2, True, share, FP8)
-        slot = (full + 1) % STAGES
-        mbarrier.wait(ready.index(slot), ((full + 1) // STAGES) % 2)
-        acc, l_i = _accumulate(acc, l_i, p, alpha, v_smem.index(slot), ones, FP8)
+        acc, l_i, m_i = _over_block(
+            acc, l_i, m_i, full, q_tile, rows, shared, seen, FORM=FORM, SHARE=SHARE
+        )
 
     # A row without keys has the total 0, so output 0 and logsumexp -inf. NaN stays NaN.
     total = gl.max(l_i, axis=1)
     total = gl.where(total == 0.0, 1.0, total)
-    if lse_ptr is not None:
+    if out.lse_ptr is not None:
         total_s = gl.convert_layout(total, rows_s, assert_trivial=True)
-        lse = gl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + gl.log2(total_s)) * _LN_2
-        if shift_ptr is not None:
-            shifts = shift_ptr + bh.to(gl.int64) * n_q_padded
+        lse = m_i - FORM.P_MAX_LOG2 + gl.log2(total_s)
+        lse = gl.where(m_i == float("-inf"), m_i, lse) * _LN_2
+        if out.shift_ptr is not None:
+            shifts = out.shift_ptr + bh.to(gl.int64) * operands.n_q_padded
             lse += gl.load(shifts + offs_m, mask=offs_m < n_q, other=0.0)
-        gl.store(lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+        gl.store(out.lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
     factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
-    out = acc * factor[:, None]  # [64, HEAD_DIM]
-    if FP8:
-        levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
+    y = acc * factor[:, None]  # [64, HEAD_DIM]
+    if FORM.FP8:
+        levels = operands.v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
         # As in `online_softmax.v_correction` and `times_v_scale`.
         scale = gl.load(levels)
         errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
         step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
         correction = gl.fma(errors, step, gl.load(levels + HEAD_DIM))  # [HEAD_DIM]
-        out = gl.fma(out, scale[None, :], correction[None, :])
-    rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
-    out = out.to(y_ptrs[0].dtype.element_ty)
+        y = gl.fma(y, scale[None, :], correction[None, :])
+    offs_y = start_m + gl.arange(0, _BLOCK_M, rows_o)
+    y = y.to(out.y_ptrs[0].dtype.element_ty)
     for rank in gl.static_range(RANKS):  # A group of rows may belong to two of them.
-        own = rows - rank * n_rank
-        first = (b.to(gl.int64) * n_rank + own.to(gl.int64)) * (RANKS * heads * HEAD_DIM)
+        offs_rank = offs_y - rank * n_rank
+        row = b.to(gl.int64) * n_rank + offs_rank.to(gl.int64)
+        y_rows = row * (RANKS * operands.heads * HEAD_DIM)
         gl.store(
-            y_ptrs[rank] + first[:, None] + (h * HEAD_DIM + offs_d)[None, :],
-            out,
-            mask=((own >= 0) & (own < n_rank))[:, None],
+            out.y_ptrs[rank] + y_rows[:, None] + (h * HEAD_DIM + offs_d)[None, :],
+            y,
+            mask=((offs_rank >= 0) & (offs_rank < n_rank))[:, None],
         )
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def hopper_kernel(
-    y_ptrs, lse_ptr, shift_ptr,
-    q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_levels_ptr, lengths_ptr,
-    n_q, n_rank, n_kv, n_q_padded, n_kv_padded, heads,
-    P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, RANKS: gl.constexpr,
-):  # fmt: skip
+def hopper_kernel(out, q_desc, k_desc, v_desc, operands, n_q, n_rank, n_kv, FORM: gl.constexpr):
     """Compute y = softmax(q k^T) v.
 
-    Grid: (blocks of ROWS rows, heads, batch). Arguments as in `triton.attention_kernel`;
+    Grid: (blocks of ROWS rows, heads, batch). out: `AttentionOutput`; operands: `Operands`;
     descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v (16 bits: [1, 128, D]).
     """
+    HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
+    STAGES: gl.constexpr = FORM.STAGES
+    FP8: gl.constexpr = FORM.FP8
     h = gl.program_id(1)
     b = gl.program_id(2)
     start_m = gl.program_id(0) * (_GROUPS * _BLOCK_M)
     limit = n_kv
-    if lengths_ptr is not None:
-        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
+    if operands.lengths_ptr is not None:
+        limit = gl.maximum(0, gl.minimum(gl.load(operands.lengths_ptr + b), n_kv)).to(gl.int32)
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    FP8: gl.constexpr = v_desc.dtype == gl.float8e4nv
     slots: gl.constexpr = [STAGES, HEAD_DIM, _BLOCK_N] if FP8 else [STAGES, 1, _BLOCK_N, HEAD_DIM]
     v_smem = gl.allocate_shared_memory(v_desc.dtype, slots, v_desc.layout)
     if FP8:
@@ -353,25 +426,18 @@ def hopper_kernel(
     fence_async_shared()
     cta_barrier()
     grid_dependency_wait()
-    bh = b * heads + h
-    blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
-    shared = (q_smem, k_smem, v_smem, ones, q_ready, ready, empty)
-    program = (b, h, start_m, limit)
-    sizes = (n_q, n_rank, n_q_padded, n_kv_padded, heads)
+    shared = Shared(q_smem, k_smem, v_smem, ones, q_ready, ready, empty)
+    place = Place(b, h, start_m, limit)
     gl.warp_specialize(
         [
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
-            (_consumer, (y_ptrs, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr,
-                      shared, program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, RANKS, FP8)),
-            (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
-                       n_q_padded, n_kv_padded, heads, HEAD_DIM, STAGES, FP8)),
+            (_consumer, (out, shared, place, operands, n_q, n_rank, 0, FORM)),
+            (_consumer, (out, shared, place, operands, n_q, n_rank, 1, FORM)),
+            (_consumer, (out, shared, place, operands, n_q, n_rank, 2, FORM)),
+            (_producer, (q_desc, k_desc, v_desc, shared, place, operands, FORM)),
         ],
         [4, 4, 1],
         [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -392,7 +458,7 @@ def launch_kernel(
     """Write softmax(q k^T) v into ys, as `triton.launch_kernel` does, and the logsumexp into lse
     [B, H, Nq] fp32."""
     (q, q_scale, shift), (k, k_scale), values, wide = operands[:4]
-    n_q, lengths = operands.n_q, operands.lengths
+    n_q = operands.n_q
     rows, keys = _BLOCK_M.value, _BLOCK_N.value
     batch, heads, n_q_padded, head_dim = q.shape
     n_kv_padded = k.shape[2]
@@ -407,26 +473,23 @@ def launch_kernel(
         hopper_kernel,
         (cdiv(n_q, ROWS), heads, batch),
         q.device,
-        y_ptrs=ys,
-        lse_ptr=lse,
-        shift_ptr=shift,
+        out=AttentionOutput(ys, lse, shift),
         q_desc=_descriptor(q.view(-1, head_dim), (rows, head_dim), "int8"),
-        q_scale_ptr=q_scale,
         k_desc=_descriptor(k.view(-1, head_dim), (keys, head_dim), "int8"),
-        k_scale_ptr=k_scale,
         v_desc=v_desc,
-        v_levels_ptr=None if values is None else values.levels,
-        lengths_ptr=lengths,
+        operands=Operands(
+            q_scale_ptr=q_scale,
+            k_scale_ptr=k_scale,
+            v_levels_ptr=None if values is None else values.levels,
+            lengths_ptr=operands.lengths,
+            n_q_padded=n_q_padded,
+            n_kv_padded=n_kv_padded,
+            heads=heads,
+        ),
         n_q=n_q,
         n_rank=n_q // len(ys),
         n_kv=operands.n_kv,
-        n_q_padded=n_q_padded,
-        n_kv_padded=n_kv_padded,
-        heads=heads,
-        P_MAX_LOG2=P_MAX_LOG2[a.spec.pv],
-        HEAD_DIM=head_dim,
-        STAGES=STAGES,
-        RANKS=len(ys),
+        FORM=Form(P_MAX_LOG2[a.spec.pv], head_dim, STAGES, len(ys), FP8=values is not None),
         num_warps=4,
         launch_pdl=True,  # after the prologue
     )

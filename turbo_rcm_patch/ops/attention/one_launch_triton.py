@@ -52,14 +52,12 @@ class ProjectionForm(NamedTuple):
         BLOCK_C: Columns of a tile.
         BLOCK_K: Depth of a tile.
         EVEN_K: True if that depth divides Cin.
-        KINDS: Kinds of c_skip and c_out, as in `close_skip`.
         ROUND_TO: As in `close_skip`.
     """
 
     BLOCK_C: int
     BLOCK_K: int
     EVEN_K: bool
-    KINDS: tuple[int, int]
     ROUND_TO: tl.dtype | None
 
 
@@ -113,14 +111,15 @@ class OneLaunchOutput(NamedTuple):
 @triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(
     out, projection, q_src, k_src, v_src, operands, skip, n_q, n_kv,
-    FORM: tl.constexpr, PROJECTION: tl.constexpr,
+    FORM: tl.constexpr, PROJECTION: tl.constexpr, KINDS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
     Grid: (heads, blocks of BLOCK_M rows, batch). Heads vary fastest, so that a block of rows is
     complete soon after its first program starts.
     out: `OneLaunchOutput`; FORM: `AttendForm`; PROJECTION: `ProjectionForm`; the rest as in
-    `project_tile`, `attend` and `close_skip`.
+    `project_tile`, `attend` and `close_skip`. KINDS is an argument of its own, because Triton 3.6
+    loses the types of a tuple within a tuple of constants.
     """
     h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_m = block * FORM.BLOCK_M
@@ -150,7 +149,7 @@ def one_launch_kernel(
             )
             y = close_skip(
                 branch, skip, b, (offs_m, offs_c), (mask_m, mask_c),
-                KINDS=PROJECTION.KINDS, ROUND_TO=PROJECTION.ROUND_TO,
+                KINDS=KINDS, ROUND_TO=PROJECTION.ROUND_TO,
             )  # fmt: skip
             tl.store(
                 out.y_ptr + row * c_out + rows * c_out + offs_c[None, :],
@@ -201,12 +200,11 @@ def launch_kernel(
         projection=Projection(
             weight, weight.stride(0), None if bias is None else bias.contiguous(), features
         ),
-        skip=skip_operands["skip"],
+        **skip_operands,
         PROJECTION=ProjectionForm(
             BLOCK_C=64,
             BLOCK_K=block_k,
             EVEN_K=channels % block_k == 0,
-            KINDS=skip_operands["KINDS"],
             ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
         ),
         **arguments,

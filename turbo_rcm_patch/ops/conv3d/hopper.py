@@ -52,6 +52,7 @@ In TF32 it reaches 327, 312 and 361, where cuDNN reaches 141, 243 and 210.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,12 +89,50 @@ _REGISTERS = gl.constexpr(160)
 _TILE_ROWS = _GROUPS.value * _ROWS.value
 
 
+class ConvMemory(NamedTuple):
+    """The result of a convolution, and what is added to it.
+
+    Attributes:
+        y_ptr: [B, n_frames, rows, width, features] dense.
+        bias_ptr: [features] or None.
+        residual_ptr: As y, or None.
+    """
+
+    y_ptr: torch.Tensor
+    bias_ptr: torch.Tensor | None
+    residual_ptr: torch.Tensor | None
+
+
+class ConvForm(NamedTuple):
+    """The numbers of the kernel that are known when it is compiled.
+
+    Attributes:
+        ACROSS: Taps across the rows.
+        MAIN: Output channels of a tile, in one product.
+        REST: Those in a second product, 0 or 32.
+        SLOT_N: Output channels of a slot of the weight.
+        REGISTERS: True if x is multiplied from registers.
+        TURNED: True if the frames of y and the taps of w lie in memory with rows and positions
+            changed.
+        WHOLE: True if features are divisible by MAIN + REST.
+    """
+
+    ACROSS: int
+    MAIN: int
+    REST: int
+    SLOT_N: int
+    REGISTERS: bool
+    TURNED: bool
+    WHOLE: bool
+
+
 @gluon.jit
-def _tile(tile, frames, rows, width, n_tiles):
+def _tile(tile, sizes):
     """Return sample, frame, first row, first position and channel tile of a tile.
 
     Channel tiles and frames come first, so that programs which run together share x in the L2.
     """
+    frames, rows, width, n_tiles = sizes
     across = gl.cdiv(width, _WIDTH)
     down = gl.cdiv(rows, _GROUPS * _ROWS)
     n = tile % n_tiles
@@ -106,19 +145,16 @@ def _tile(tile, frames, rows, width, n_tiles):
 
 
 @gluon.jit
-def _producer(
-    x_desc, w_desc, shared, sizes, weight_sizes, tiles,
-    ACROSS: gl.constexpr, BLOCK_N: gl.constexpr, SLOT_N: gl.constexpr, TURNED: gl.constexpr,
-):  # fmt: skip
+def _producer(x_desc, w_desc, shared, sizes, weight_sizes, tiles, FORM: gl.constexpr):
     """Fill the slots in turn, each with rows of x and the taps of the weight over them."""
+    ACROSS: gl.constexpr = FORM.ACROSS
     x_smem, w_smem, ready, empty = shared
-    frames, rows, width, n_tiles = sizes
     BLOCK_K: gl.constexpr = _STEP_BYTES // (x_desc.dtype.primitive_bitwidth // 8)
     channels, _, times, along_taps = weight_sizes
     steps = channels // BLOCK_K
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, t, row, w, n = _tile(tile, frames, rows, width, n_tiles)
+        b, t, row, w, n = _tile(tile, sizes)
         for k in range(0, times * along_taps * steps):
             c, offset = k % steps * BLOCK_K, k // steps
             kt, along = offset // along_taps, offset % along_taps
@@ -126,15 +162,15 @@ def _producer(
             full = ready.index(slot)
             # The phase before the first counts as complete, so the first round does not wait.
             mbarrier.wait(empty.index(slot), ((step // _STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (_ROWS_READ * _WIDTH + ACROSS * SLOT_N) * _STEP_BYTES)
+            mbarrier.expect(full, (_ROWS_READ * _WIDTH + ACROSS * FORM.SLOT_N) * _STEP_BYTES)
             at = [b, t + kt, row - ACROSS // 2, w + along - along_taps // 2, c]
             tma_load(x_desc, at, full, x_smem.index(slot))
             for across in gl.static_range(ACROSS):
-                if TURNED:
+                if FORM.TURNED:
                     tap = (kt * along_taps + along) * ACROSS + across
                 else:
                     tap = (kt * ACROSS + across) * along_taps + along
-                at_w = [n * (BLOCK_N // 32), 0, 0, 0, tap * channels + c]
+                at_w = [n * ((FORM.MAIN + FORM.REST) // 32), 0, 0, 0, tap * channels + c]
                 tma_load(w_desc, at_w, full, w_smem.index(slot * ACROSS + across))
             step += 1
 
@@ -148,33 +184,33 @@ def _to_tf32(x):
 
 
 @gluon.jit
-def _multiply(
-    x, taps, main, rest, use, x_layout: gl.constexpr,
-    MAIN: gl.constexpr, REST: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
+def _multiply(x, taps, main, rest, use, x_layout: gl.constexpr, FORM: gl.constexpr):
     """Start main += x taps[:MAIN]^T and rest += x taps[MAIN:]^T.
 
     x [64, BLOCK_K] is in registers or in shared memory. Without REST the second is not computed.
     """
+    MAIN: gl.constexpr = FORM.MAIN
+    REST: gl.constexpr = FORM.REST
     first = taps.slice(0, MAIN).permute((1, 0))
     main = warpgroup_mma(x, first, main, use_acc=use, is_async=True)
     if REST:
         second = taps.slice(MAIN, REST).permute((1, 0))
-        if REGISTERS:
+        if FORM.REGISTERS:
             x = gl.convert_layout(x, x_layout, assert_trivial=True)
         rest = warpgroup_mma(x, second, rest, use_acc=use, is_async=True)
     return main, rest
 
 
 @gluon.jit
-def _consumer(
-    shared, memory, sizes, weight_sizes, tiles, GROUP: gl.constexpr, ACROSS: gl.constexpr,
-    MAIN: gl.constexpr, REST: gl.constexpr, SLOT_N: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNED: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+def _consumer(shared, memory, sizes, weight_sizes, tiles, GROUP: gl.constexpr, FORM: gl.constexpr):
     """Compute two rows of every tile."""
+    ACROSS: gl.constexpr = FORM.ACROSS
+    MAIN: gl.constexpr = FORM.MAIN
+    REST: gl.constexpr = FORM.REST
+    REGISTERS: gl.constexpr = FORM.REGISTERS
+    SLOT_N: gl.constexpr = FORM.SLOT_N
     x_smem, w_smem, ready, empty = shared
-    frames, rows, width, n_tiles = sizes
+    frames, _, _, _ = sizes
     BLOCK_K: gl.constexpr = _STEP_BYTES // (x_smem.dtype.primitive_bitwidth // 8)
     DEPTH: gl.constexpr = BLOCK_K // 2
     main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, DEPTH])
@@ -187,7 +223,7 @@ def _consumer(
     STARTED: gl.constexpr = 2 * ACROSS * (2 if REST else 1)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, t, row, w, n = _tile(tile, frames, rows, width, n_tiles)
+        b, t, row, w, n = _tile(tile, sizes)
         upper = gl.zeros([_WIDTH, MAIN], gl.float32, main_layout)
         lower = gl.zeros([_WIDTH, MAIN], gl.float32, main_layout)
         upper_rest = gl.zeros([_WIDTH, 32], gl.float32, rest_layout)
@@ -205,12 +241,12 @@ def _consumer(
                 if i < ACROSS:
                     taps = w_smem.index(slot * ACROSS + i).reshape([SLOT_N, BLOCK_K])
                     upper, upper_rest = _multiply(
-                        x, taps, upper, upper_rest, k + i > 0, x_rest_layout, MAIN, REST, REGISTERS
+                        x, taps, upper, upper_rest, k + i > 0, x_rest_layout, FORM
                     )
                 if i > 0:
                     taps = w_smem.index(slot * ACROSS + i - 1).reshape([SLOT_N, BLOCK_K])
                     lower, lower_rest = _multiply(
-                        x, taps, lower, lower_rest, k + i > 1, x_rest_layout, MAIN, REST, REGISTERS
+                        x, taps, lower, lower_rest, k + i > 1, x_rest_layout, FORM
                     )
             if REGISTERS:
                 # The next step's rows need the registers of this step's.
@@ -237,18 +273,15 @@ def _consumer(
             if REST:
                 pieces = pieces + (rest,)
             place = (b * frames + t, row + GROUP * _ROWS + i, w, n * (MAIN + REST))
-            _epilogue(
-                pieces, memory, place, rows, width, features, (MAIN + REST) // 32, TURNED, WHOLE
-            )
+            _epilogue(pieces, memory, place, sizes, features, FORM)
 
 
 @gluon.jit
-def _epilogue(
-    pieces, memory, place, rows, width, features,
-    PIECES: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+def _epilogue(pieces, memory, place, sizes, features, FORM: gl.constexpr):
     """Add bias and residual to a row of products, pieces [64, 32], and store it."""
+    PIECES: gl.constexpr = (FORM.MAIN + FORM.REST) // 32
     y_ptr, bias_ptr, residual_ptr = memory
+    _, rows, width, _ = sizes
     frame, row, w, start_c = place
     like = unpermuted(pieces[0], True)
     layout: gl.constexpr = like.type.layout
@@ -256,11 +289,11 @@ def _epilogue(
     lanes_c = gl.arange(0, 32, gl.SliceLayout(0, layout))
     mask = (offs_w < width) & (row < rows)
     first = frame.to(gl.int64) * rows * width
-    token = first + (offs_w * rows + row if TURNED else row * width + offs_w)
+    token = first + (offs_w * rows + row if FORM.TURNED else row * width + offs_w)
     for i in gl.static_range(PIECES):
         offs_c = start_c + i * 32 + lanes_c
         inside = mask[:, None]
-        if not WHOLE:
+        if not FORM.WHOLE:
             inside = inside & (offs_c < features)[None, :]
         y = unpermuted(pieces[i], True)
         if bias_ptr is not None:
@@ -278,26 +311,24 @@ _SIZES = (*LENGTHS, "along_taps", "n_frames", "n_tiles", "times", "width")
 
 @gluon.jit(do_not_specialize=_SIZES)
 def hopper_conv3d_kernel(
-    y_ptr, x_desc, w_desc, bias_ptr, residual_ptr,
-    n_frames, rows, width, n_tiles, tiles, channels, times, along_taps,
-    ACROSS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, SLOT_N: gl.constexpr,
-    REGISTERS: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
+    memory, x_desc, w_desc, n_frames, rows, width, n_tiles, tiles, channels, times, along_taps,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """Compute y = conv3d(x, w) + bias + residual.
 
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
     channels: those of x and those of y, called features.
     x [B, n_frames + times - 1, rows, width, channels]; w [features, times, taps across the rows,
-    along_taps, channels]; y, residual [B, n_frames, rows, width, features]; bias [features].
-    TURNED: the frames of y and the taps of w lie in memory with the two changed. A tile has
-    MAIN + REST output channels, in a slot of SLOT_N. WHOLE: features are divisible by MAIN + REST.
+    along_taps, channels]; memory: `ConvMemory`.
     """
     BLOCK_K: gl.constexpr = _STEP_BYTES // (x_desc.dtype.primitive_bitwidth // 8)
     x_smem = gl.allocate_shared_memory(
         x_desc.dtype, [_STAGES, 1, 1, _ROWS_READ, _WIDTH, BLOCK_K], x_desc.layout
     )
     w_smem = gl.allocate_shared_memory(
-        w_desc.dtype, [_STAGES * ACROSS, SLOT_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+        w_desc.dtype,
+        [_STAGES * FORM.ACROSS, FORM.SLOT_N // 32, 4, 4, 2, BLOCK_K],
+        w_desc.layout,
     )
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -307,23 +338,18 @@ def hopper_conv3d_kernel(
     fence_async_shared()
     cta_barrier()
     shared = (x_smem, w_smem, ready, empty)
-    memory = (y_ptr, bias_ptr, residual_ptr)
     sizes = (n_frames, rows, width, n_tiles)
     weight_sizes = (channels[0], channels[1], times, along_taps)
     gl.warp_specialize(
         [
-            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 0, ACROSS, MAIN, REST,
-                         SLOT_N, REGISTERS, TURNED, WHOLE)),
-            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 1, ACROSS, MAIN, REST,
-                         SLOT_N, REGISTERS, TURNED, WHOLE)),
-            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 2, ACROSS, MAIN, REST,
-                         SLOT_N, REGISTERS, TURNED, WHOLE)),
-            (_producer, (x_desc, w_desc, shared, sizes, weight_sizes, tiles, ACROSS, MAIN + REST,
-                         SLOT_N, TURNED)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 0, FORM)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 1, FORM)),
+            (_consumer, (shared, memory, sizes, weight_sizes, tiles, 2, FORM)),
+            (_producer, (x_desc, w_desc, shared, sizes, weight_sizes, tiles, FORM)),
         ],
         [4, 4, 1],
         [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 _ELEMENTS = {
@@ -397,16 +423,35 @@ def conv3d(
     n_tiles = cdiv(features, main + rest)
     tiles = n_tiles * batch * frames * cdiv(height, _TILE_ROWS) * cdiv(width, _WIDTH.value)
     launch(
-        hopper_conv3d_kernel, (min(tiles, programs(x.device)),), x.device, y_ptr=y,
+        hopper_conv3d_kernel,
+        (min(tiles, programs(x.device)),),
+        x.device,
+        memory=ConvMemory(y, bias, residual),
         x_desc=TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype)),
         w_desc=TensorDescriptor(
-            weight, [weight.shape[0] // 32, 4, 4, 2, row], [32 * row, 2 * row, 8 * row, row, 1],
-            list(w_block), _layout(w_block, x.dtype),
+            weight,
+            [weight.shape[0] // 32, 4, 4, 2, row],
+            [32 * row, 2 * row, 8 * row, row, 1],
+            list(w_block),
+            _layout(w_block, x.dtype),
         ),
-        bias_ptr=bias, residual_ptr=residual, n_frames=frames, rows=height, width=width,
-        n_tiles=n_tiles, tiles=tiles, channels=(channels, features), times=kt,
-        along_taps=kh if turned else kw, ACROSS=kw if turned else kh, MAIN=main, REST=rest,
-        SLOT_N=slot_n, REGISTERS=rest > 0 or x.dtype == torch.float32, TURNED=turned,
-        WHOLE=features % (main + rest) == 0, num_warps=4,
-    )  # fmt: skip
+        n_frames=frames,
+        rows=height,
+        width=width,
+        n_tiles=n_tiles,
+        tiles=tiles,
+        channels=(channels, features),
+        times=kt,
+        along_taps=kh if turned else kw,
+        FORM=ConvForm(
+            ACROSS=kw if turned else kh,
+            MAIN=main,
+            REST=rest,
+            SLOT_N=slot_n,
+            REGISTERS=rest > 0 or x.dtype == torch.float32,
+            TURNED=turned,
+            WHOLE=features % (main + rest) == 0,
+        ),
+        num_warps=4,
+    )
     return y

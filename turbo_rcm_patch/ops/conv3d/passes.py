@@ -92,7 +92,7 @@ def frames_of(n_frames: int, n_latent: int, device: torch.device) -> Tensor:
     return (torch.arange(n_frames, device=device) + odd * (repeat - 1)) // repeat
 
 
-def enlarge(
+def upsample(
     y: Tensor,
     bias: Tensor | None,
     duplicate: Duplicate | None = None,
@@ -102,7 +102,7 @@ def enlarge(
     dtype: torch.dtype,
     impl: str = "auto",
 ) -> Tensor:
-    """Write the phases of an enlarging convolution (`api.pack_phases`) into their pixels, and add
+    """Write the phases of an upsampling convolution (`api.pack_phases`) into their pixels, and add
     bias and shortcut.
 
     Args:
@@ -121,7 +121,7 @@ def enlarge(
     if resolve_impl(impl, y.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 
-        return triton.enlarge(y, bias, duplicate, repeat, first, dtype)
+        return triton.upsample(y, bias, duplicate, repeat, first, dtype)
     batch, frames, height, width, channels = y.shape
     phases = torch.unflatten(y.float(), 4, (2, 2, channels // 4))
     out = phases.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4)

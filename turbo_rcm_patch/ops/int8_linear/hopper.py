@@ -78,20 +78,57 @@ from turbo_rcm_patch.ops.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.ops.numerics import gelu_tanh
 
 
-@gluon.jit
-def epilogue(
-    acc, memory, b, start_m, start_c, n_tokens, c_out,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, PERMUTED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GELU: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    """Scale a product [ROWS, COLUMNS], add the bias, activate, store.
+class LinearMemory(NamedTuple):
+    """The result of a product, its scales and its bias.
 
-    The product is int32, or fp32 that includes the weight's scales (SCALED).
+    Attributes:
+        y_ptr: [B, N, Cout] dense.
+        x_scale_ptr: fp32 [B, N].
+        w_scale_ptr: fp32 [Cout], or [ceil(Cout / 128), ceil(K / 128)].
+        bias_ptr: [Cout] or None.
     """
-    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr = memory
-    ACROSS: gl.constexpr = COLUMNS // 32
-    PIECES: gl.constexpr = ROWS // 64 * ACROSS
-    pieces = pieces_of(acc, ROWS, COLUMNS)
+
+    y_ptr: torch.Tensor
+    x_scale_ptr: torch.Tensor
+    w_scale_ptr: torch.Tensor
+    bias_ptr: torch.Tensor | None
+
+
+class LinearForm(NamedTuple):
+    """The numbers of the kernels that are known when they are compiled.
+
+    Attributes:
+        GROUPS: Groups of four warps, 2 or 3.
+        PARTS: Groups that share a tile.
+        BLOCK_M: Rows of a group.
+        BLOCK_N: Columns of a group.
+        STAGES: Slots of shared memory.
+        PERMUTED: True if the weight is in the order of `describe_weight`.
+        GELU: True if GELU comes after the product.
+    """
+
+    GROUPS: int
+    PARTS: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    PERMUTED: bool
+    GELU: bool
+
+
+@gluon.jit
+def epilogue(acc, memory, place, sizes, FORM: gl.constexpr, SCALED: gl.constexpr):
+    """Scale a product [BLOCK_M, BLOCK_N], add the bias, activate, store.
+
+    The product is int32, or fp32 that includes the weight's scales (SCALED). memory:
+    `LinearMemory`; place: batch entry, first row and column; sizes: tokens, K, Cout and tiles.
+    """
+    b, start_m, start_c = place
+    n_tokens, _, c_out, _ = sizes
+    PERMUTED: gl.constexpr = FORM.PERMUTED
+    ACROSS: gl.constexpr = FORM.BLOCK_N // 32
+    PIECES: gl.constexpr = FORM.BLOCK_M // 64 * ACROSS
+    pieces = pieces_of(acc, FORM.BLOCK_M, FORM.BLOCK_N)
     like = unpermuted(pieces[0], PERMUTED)
     layout: gl.constexpr = like.type.layout
     first = b.to(gl.int64) * n_tokens
@@ -101,21 +138,21 @@ def epilogue(
         offs_m, offs_c = lanes_m + i // ACROSS * 64, lanes_c + i % ACROSS * 32
         mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
         if i % ACROSS == 0:
-            x_scale = gl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
+            x_scale = gl.load(memory.x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
         if not SCALED:
-            w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
-        if HAS_BIAS:
-            bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
+            w_scale = gl.load(memory.w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+        if memory.bias_ptr is not None:
+            bias = gl.load(memory.bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
         y = unpermuted(pieces[i], PERMUTED).to(gl.float32) * x_scale[:, None]
         if not SCALED:
             y = y * w_scale[None, :]
-        if HAS_BIAS:
+        if memory.bias_ptr is not None:
             y += bias[None, :]
-        if GELU:
+        if FORM.GELU:
             y = gelu_tanh(y)
         gl.store(
-            y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
-            y.to(y_ptr.dtype.element_ty),
+            memory.y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
+            y.to(memory.y_ptr.dtype.element_ty),
             mask=mask_m[:, None] & mask_c[None, :],
         )
 
@@ -125,7 +162,7 @@ BLOCK_K = gl.constexpr(128)
 #: Blocks of rows that share the weight in L2.
 _GROUP_M = gl.constexpr(8)
 #: Registers per thread of the loading warp and of two or three groups, which fill a
-#: multiprocessor; see `hopper.attention`.
+#: multiprocessor; see `attention/hopper.py`.
 PRODUCER_REGISTERS = gl.constexpr(24)
 REGISTERS_2 = gl.constexpr(240)
 REGISTERS_3 = gl.constexpr(160)
@@ -134,8 +171,8 @@ REGISTERS_3 = gl.constexpr(160)
 class KernelSchedule(NamedTuple):
     """The division of the work among groups.
 
-    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and groups
-    take tiles in turn. Without it a tile has the rows of all groups.
+    A group multiplies block_m rows by block_n columns. In ping-pong that is a tile, and groups
+    take tiles in turn. Else a tile has the rows of all groups.
     """
 
     groups: int  # 2 or 3
@@ -181,39 +218,51 @@ def schedule_for(channels: int, features: int, *, gelu: bool) -> KernelSchedule:
 
 
 @gluon.jit
-def tile_offsets(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def tile_offsets(tile, sizes, FORM: gl.constexpr):
     """Return batch entry, first row and first column of a tile."""
-    blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, TILE_N)
+    n_tokens, _, c_out, _ = sizes
+    TILE_M: gl.constexpr = FORM.PARTS * FORM.BLOCK_M
+    blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, FORM.BLOCK_N)
     b = tile // (blocks_m * blocks_c)
     inside = tile % (blocks_m * blocks_c)
     first_m = inside // (_GROUP_M * blocks_c) * _GROUP_M
     rows_here = gl.minimum(blocks_m - first_m, _GROUP_M)
     inside = inside % (_GROUP_M * blocks_c)
-    return b, (first_m + inside % rows_here) * TILE_M, inside // rows_here * TILE_N
+    return b, (first_m + inside % rows_here) * TILE_M, inside // rows_here * FORM.BLOCK_N
+
+
+class Pipeline(NamedTuple):
+    """The slots of shared memory and their barriers, "ready" and "empty"."""
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def allocate_pipeline(
-    x_desc, w_desc, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
-):  # fmt: skip
+def allocate_pipeline(x_desc, w_desc, FORM: gl.constexpr):
     """Allocate STAGES slots for PARTS blocks of x and one of the weight, with their barriers.
 
     A slot has one barrier for "ready" and one for "empty", at which PARTS groups arrive.
     """
-    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
-    if PERMUTED:
+    STAGES: gl.constexpr = FORM.STAGES
+    PARTS: gl.constexpr = FORM.PARTS
+    x_smem = gl.allocate_shared_memory(
+        gl.int8, [STAGES * PARTS, FORM.BLOCK_M, BLOCK_K], x_desc.layout
+    )
+    if FORM.PERMUTED:
         w_smem = gl.allocate_shared_memory(
-            gl.int8, [STAGES, BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+            gl.int8, [STAGES, FORM.BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
         )
     else:
-        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.BLOCK_N, BLOCK_K], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=PARTS)
-    return x_smem, w_smem, ready, empty
+    return Pipeline(x_smem, w_smem, ready, empty)
 
 
 @gluon.jit
@@ -224,48 +273,44 @@ def fence_barriers():
 
 
 @gluon.jit
-def producer(
-    x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
-):  # fmt: skip
+def producer(x_desc, w_desc, shared, sizes, FORM: gl.constexpr):
     """Fill the slots in turn, each with PARTS blocks of x and one of the weight."""
-    x_smem, w_smem, ready, empty = shared
+    n_tokens, channels, _, tiles = sizes
+    PARTS: gl.constexpr = FORM.PARTS
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
         row = b * n_tokens + start_m
         for start_k in range(0, channels, BLOCK_K):
-            slot = step % STAGES
-            full = ready.index(slot)
+            slot = step % FORM.STAGES
+            full = shared.ready.index(slot)
             # The phase before the first counts as complete, so the first round does not wait.
-            mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * BLOCK_K)
+            mbarrier.wait(shared.empty.index(slot), ((step // FORM.STAGES) % 2) ^ 1)
+            mbarrier.expect(full, (PARTS * FORM.BLOCK_M + FORM.BLOCK_N) * BLOCK_K)
             for part in gl.static_range(PARTS):
-                x_tile = x_smem.index(slot * PARTS + part)
-                tma_load(x_desc, [row + part * BLOCK_M, start_k], full, x_tile)
-            if PERMUTED:
-                tma_load(w_desc, [start_c // 32, 0, 0, 0, start_k], full, w_smem.index(slot))
+                x_tile = shared.x.index(slot * PARTS + part)
+                tma_load(x_desc, [row + part * FORM.BLOCK_M, start_k], full, x_tile)
+            if FORM.PERMUTED:
+                tma_load(w_desc, [start_c // 32, 0, 0, 0, start_k], full, shared.w.index(slot))
             else:
-                tma_load(w_desc, [start_c, start_k], full, w_smem.index(slot))
+                tma_load(w_desc, [start_c, start_k], full, shared.w.index(slot))
             step += 1
 
 
 @gluon.jit
-def _consumer(
-    shared, order, memory, n_tokens, channels, c_out, tiles,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-):  # fmt: skip
-    """Compute BLOCK_M rows of every tile; with PING_PONG every GROUPS-th tile of a program."""
+def _consumer(shared, order, memory, sizes, GROUP: gl.constexpr, FORM: gl.constexpr):
+    """Compute BLOCK_M rows of every tile; in ping-pong every GROUPS-th tile of a program."""
+    _, channels, _, tiles = sizes
+    GROUPS: gl.constexpr = FORM.GROUPS
+    STAGES: gl.constexpr = FORM.STAGES
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_N: gl.constexpr = FORM.BLOCK_N
+    PING_PONG: gl.constexpr = FORM.PARTS < FORM.GROUPS
     # The widest int8 instruction of Triton whose columns are a power of two.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
     PART: gl.constexpr = 0 if PING_PONG else GROUP
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     EVERY: gl.constexpr = GROUPS if PING_PONG else 1
-    x_smem, w_smem, ready, empty = shared
     steps = gl.cdiv(channels, BLOCK_K)
     step = 0
     taken = 0
@@ -274,7 +319,7 @@ def _consumer(
         step = steps * GROUP
         first = first + GROUP * gl.num_programs(0)
     for tile in range(first, tiles, gl.num_programs(0) * EVERY):
-        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
         start_m += PART * BLOCK_M
         if PING_PONG:
             # A barrier tells only whether the number of fills is odd or even, so no group may wait
@@ -283,76 +328,61 @@ def _consumer(
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
         for k in range(0, steps):
             slot = (step + k) % STAGES
-            mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
-            x_tile = x_smem.index(slot * PARTS + PART)
-            w_tile = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            mbarrier.wait(shared.ready.index(slot), ((step + k) // STAGES) % 2)
+            x_tile = shared.x.index(slot * FORM.PARTS + PART)
+            w_tile = shared.w.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
             # One step stays in flight. The step before it no longer reads its slot.
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            before = shared.empty.index((step + k + STAGES - 1) % STAGES)
+            mbarrier.arrive(before, count=1, pred=k > 0)
         if PING_PONG:
             mbarrier.arrive(order.index((GROUP + 1) % GROUPS), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
+        mbarrier.arrive(shared.empty.index((step + steps - 1) % STAGES), count=1)
         step += steps * EVERY
         taken += 1  # noqa: SIM113
-        epilogue(
-            acc, memory, b, start_m, start_c, n_tokens, c_out,
-            BLOCK_M, BLOCK_N, PERMUTED, HAS_BIAS, GELU, False,
-        )  # fmt: skip
+        epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=False)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_kernel(
-    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
-    n_tokens, channels, c_out, tiles,
-    GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-):  # fmt: skip
+    memory, x_desc, w_desc, n_tokens, channels, c_out, tiles, FORM: gl.constexpr
+):
     """Compute y = gelu((x W^T) * x_scale * w_scale + bias).
 
     Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
-    Arguments as in `triton.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
-    x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
-    the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see
-    `KernelSchedule`.
+    memory: `LinearMemory`; descriptors have blocks of BLOCK_M rows of x int8 [B * N, K], and of
+    BLOCK_N rows of the weight int8 [Cout, K].
     """
-    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
-    shared = allocate_pipeline(x_desc, w_desc, PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)
+    GROUPS: gl.constexpr = FORM.GROUPS
+    shared = allocate_pipeline(x_desc, w_desc, FORM)
     order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(order.index(group), count=1)
     fence_barriers()
-    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
+    sizes = (n_tokens, channels, c_out, tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
-                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
-                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
-                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
-                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
-                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+                (_consumer, (shared, order, memory, sizes, 0, FORM)),
+                (_consumer, (shared, order, memory, sizes, 1, FORM)),
+                (producer, (x_desc, w_desc, shared, sizes, FORM)),
             ],
             [4, 1],
             [REGISTERS_2, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
-                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
-                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
-                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
-                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 2, GROUPS,
-                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
-                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
-                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+                (_consumer, (shared, order, memory, sizes, 0, FORM)),
+                (_consumer, (shared, order, memory, sizes, 1, FORM)),
+                (_consumer, (shared, order, memory, sizes, 2, FORM)),
+                (producer, (x_desc, w_desc, shared, sizes, FORM)),
             ],
             [4, 4, 1],
             [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
 
 
 @cache
@@ -383,76 +413,61 @@ def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
 #: The schedule for a scale per block. A group has the rows of one instruction, so that integers
 #: and sums fit into its registers. A tile has the columns of a block. The slots fill 227 KiB.
 _BLOCK_SCALED = KernelSchedule(3, 64, 128, 5, False)
-_GROUPS = gl.constexpr(_BLOCK_SCALED.groups)
-_BLOCK_M = gl.constexpr(_BLOCK_SCALED.block_m)
-_BLOCK_N = gl.constexpr(_BLOCK_SCALED.block_n)
-_STAGES = gl.constexpr(_BLOCK_SCALED.stages)
 
 
 @gluon.jit
-def _block_scaled_consumer(
-    shared, memory, w_scale_ptr, n_tokens, channels, c_out, tiles,
-    GROUP: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-):  # fmt: skip
+def _block_scaled_consumer(shared, memory, sizes, GROUP: gl.constexpr, FORM: gl.constexpr):
     """Compute 64 rows of every tile."""
+    _, channels, _, tiles = sizes
+    STAGES: gl.constexpr = FORM.STAGES
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_N: gl.constexpr = FORM.BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    x_smem, w_smem, ready, empty = shared
     steps = gl.cdiv(channels, BLOCK_K)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, _GROUPS * _BLOCK_M, _BLOCK_N)
-        start_m += GROUP * _BLOCK_M
-        scale_ptr = w_scale_ptr + start_c // _BLOCK_N * steps
+        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
+        start_m += GROUP * BLOCK_M
+        scale_ptr = memory.w_scale_ptr + start_c // BLOCK_N * steps
         scale = gl.load(scale_ptr)
-        acc = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
         for k in range(0, steps):
-            slot = (step + k) % _STAGES
+            slot = (step + k) % STAGES
             following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # one step ahead
-            mbarrier.wait(ready.index(slot), ((step + k) // _STAGES) % 2)
-            x_tile = x_smem.index(slot * _GROUPS + GROUP)
-            w_tile = w_smem.index(slot).reshape([_BLOCK_N, BLOCK_K]).permute((1, 0))
-            part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout)
+            mbarrier.wait(shared.ready.index(slot), ((step + k) // STAGES) % 2)
+            x_tile = shared.x.index(slot * FORM.PARTS + GROUP)
+            w_tile = shared.w.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            part = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
             part = warpgroup_mma(x_tile, w_tile, part, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=(part,))
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(shared.empty.index(slot), count=1)
             acc += part.to(gl.float32) * scale
             scale = following
         step += steps
-        epilogue(
-            acc, memory, b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N,
-            PERMUTED, HAS_BIAS, GELU, True,
-        )  # fmt: skip
+        epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=True)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_blocks_kernel(
-    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
-    n_tokens, channels, c_out, tiles,
-    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-):  # fmt: skip
-    """Compute y = gelu((x (W * w_scale)^T) * x_scale + bias).
+    memory, x_desc, w_desc, n_tokens, channels, c_out, tiles, FORM: gl.constexpr
+):
+    """Compute y = gelu((x (W * w_scale)^T) * x_scale + bias) with a scale per block.
 
-    Grid: as many programs as the card has multiprocessors; each takes every P-th tile.
-    Arguments as in `hopper_linear_kernel`, but w_scale fp32
-    [ceil(Cout / 128), ceil(K / 128)].
+    Grid and arguments as in `hopper_linear_kernel`.
     """
-    shared = allocate_pipeline(x_desc, w_desc, _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)
+    shared = allocate_pipeline(x_desc, w_desc, FORM)
     fence_barriers()
-    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
+    sizes = (n_tokens, channels, c_out, tiles)
     gl.warp_specialize(
         [
-            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
-                                      tiles, 0, PERMUTED, HAS_BIAS, GELU)),
-            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
-                                      tiles, 1, PERMUTED, HAS_BIAS, GELU)),
-            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
-                                      tiles, 2, PERMUTED, HAS_BIAS, GELU)),
-            (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
-                      _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)),
+            (_block_scaled_consumer, (shared, memory, sizes, 0, FORM)),
+            (_block_scaled_consumer, (shared, memory, sizes, 1, FORM)),
+            (_block_scaled_consumer, (shared, memory, sizes, 2, FORM)),
+            (producer, (x_desc, w_desc, shared, sizes, FORM)),
         ],
         [4, 4, 1],
         [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 def launch_kernel(
@@ -474,17 +489,8 @@ def launch_kernel(
     batch, n_tokens, channels = x.data.shape
     features = weight.shape[0]
     blocks = weight_scale.dim() == 2
-    if blocks:
-        schedule, arguments = _BLOCK_SCALED, {}
-    else:
-        schedule = schedule or schedule_for(channels, features, gelu=gelu)
-        arguments = {
-            "GROUPS": schedule.groups,
-            "PING_PONG": schedule.ping_pong,
-            "BLOCK_M": schedule.block_m,
-            "BLOCK_N": schedule.block_n,
-            "STAGES": schedule.stages,
-        }
+    schedule = schedule or schedule_for(channels, features, gelu=gelu)
+    schedule = _BLOCK_SCALED if blocks else schedule
     if permuted is None:
         permuted = features % 32 == 0
     tile_m, tile_n = schedule.tile
@@ -494,19 +500,21 @@ def launch_kernel(
         hopper_linear_blocks_kernel if blocks else hopper_linear_kernel,
         (min(tiles, programs(y.device)),),
         y.device,
-        y_ptr=y,
+        memory=LinearMemory(y, x.scale, weight_scale, bias),
         x_desc=describe_rows(x.data.view(-1, channels), schedule.block_m),
-        x_scale_ptr=x.scale,
         w_desc=describe(weight, schedule.block_n),
-        w_scale_ptr=weight_scale,
-        bias_ptr=bias,
         n_tokens=n_tokens,
         channels=channels,
         c_out=features,
         tiles=tiles,
-        PERMUTED=permuted,
-        HAS_BIAS=bias is not None,
-        GELU=gelu,
-        **arguments,
+        FORM=LinearForm(
+            GROUPS=schedule.groups,
+            PARTS=1 if schedule.ping_pong else schedule.groups,
+            BLOCK_M=schedule.block_m,
+            BLOCK_N=schedule.block_n,
+            STAGES=schedule.stages,
+            PERMUTED=permuted,
+            GELU=gelu,
+        ),
         num_warps=4,
     )

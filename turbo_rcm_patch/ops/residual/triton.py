@@ -50,14 +50,72 @@ class Operand(NamedTuple):
     strides: tuple[int, int, int]
 
 
-@triton.jit
-def _ptrs(of, second, b, n, offs_c, TWO: tl.constexpr, VALUES: tl.constexpr = None):
-    """Return pointers to channels offs_c of token n of sample b.
+class StreamOperands(NamedTuple):
+    """The residual stream of a pass, and the skip that it closes.
 
-    `of` has an `Operand` for each stream, and n counts within the stream. With VALUES a thread
-    gets at most so many neighbouring channels. The hint stands here, because the compiler loses
-    one on the result of a call.
+    Attributes:
+        y: An operand per stream, or None without a skip.
+        x: An operand per stream.
+        branch: [B, rows, C] of all streams, or None without a skip.
+        gate: An operand per stream, or None for 1.
     """
+
+    y: tuple[Operand, ...] | None
+    x: tuple[Operand, ...]
+    branch: Operand | None
+    gate: tuple[Operand, ...] | None
+
+
+class NormOperands(NamedTuple):
+    """The norm of a pass.
+
+    Attributes:
+        out: [B, rows, C] of all streams, or None for no norm.
+        scale_ptr: fp32 [B, rows], which makes `out` int8 rows, or None.
+        factor: An operand per stream, or None.
+        offset: An operand per stream, or None.
+        weight_ptr: [C] or None.
+        bias_ptr: [C] or None.
+        eps: Epsilon.
+    """
+
+    out: Operand | None
+    scale_ptr: torch.Tensor | None
+    factor: tuple[Operand, ...] | None
+    offset: tuple[Operand, ...] | None
+    weight_ptr: torch.Tensor | None
+    bias_ptr: torch.Tensor | None
+    eps: float
+
+
+class PassForm(NamedTuple):
+    """The numbers of a pass that are known when it is compiled.
+
+    Attributes:
+        HEAD: First channels of a row, a power of two.
+        TAIL: Channels after these, 0 or a power of two.
+        ONE: Added to the factor.
+        TWO: True for two streams.
+        VALUES: Most neighbouring channels of a thread, see `skip_norm`.
+    """
+
+    HEAD: int
+    TAIL: int
+    ONE: float
+    TWO: bool
+    VALUES: int
+
+
+@triton.jit
+def _ptrs(of, place, offs_c, TWO: tl.constexpr, VALUES: tl.constexpr = None):
+    """Return pointers to channels offs_c of a token.
+
+    `of` has an `Operand` for each stream. place: whether the token is of the second stream, its
+    sample, its number within the stream and within all rows. With VALUES a thread gets at most so
+    many neighbouring channels. The hint stands here, because the compiler loses one on the result
+    of a call.
+    """
+    second, b, n, _ = place
     row = of[0].ptr + b * of[0].strides[0] + n * of[0].strides[1]
     stride_c = of[0].strides[2]
     if TWO:
@@ -71,98 +129,95 @@ def _ptrs(of, second, b, n, offs_c, TWO: tl.constexpr, VALUES: tl.constexpr = No
 
 
 @triton.jit
-def _stream(
-    y, x, branch, gate, second, b, n, at, offs_c, mask_c, TWO: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """Return the stream in fp32, 0 outside mask_c, and store it if the pass closes a skip."""
-    if branch is None:
-        x_ptrs = _ptrs(x, second, b, n, offs_c, TWO, VALUES)
-        stream = tl.load(x_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+def _stream(streams, place, offs_c, mask_c, FORM: tl.constexpr):
+    """Return a part of the stream in fp32, 0 outside mask_c, and store it after a skip."""
+    TWO: tl.constexpr = FORM.TWO
+    VALUES: tl.constexpr = FORM.VALUES
+    if streams.branch is None:
+        x_ptrs = _ptrs(streams.x, place, offs_c, TWO, VALUES)
+        y = tl.load(x_ptrs, mask=mask_c, other=0.0).to(tl.float32)
     else:
         c_out = 1.0
-        if gate is not None:
-            gate_ptrs = _ptrs(gate, second, b, n, offs_c, TWO, VALUES)
+        if streams.gate is not None:
+            gate_ptrs = _ptrs(streams.gate, place, offs_c, TWO, VALUES)
             c_out = tl.load(gate_ptrs, mask=mask_c, other=0.0).to(tl.float32)
-        branch_row = branch.ptr + b * branch.strides[0] + at * branch.strides[1]
+        _, b, _, row = place
+        branch = streams.branch
+        branch_row = branch.ptr + b * branch.strides[0] + row * branch.strides[1]
         branch_ptrs = tl.max_contiguous(branch_row + offs_c, VALUES)
-        x_ptrs = _ptrs(x, second, b, n, offs_c, TWO, VALUES)
+        x_ptrs = _ptrs(streams.x, place, offs_c, TWO, VALUES)
         out = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
         residual = tl.load(x_ptrs, mask=mask_c, other=0.0)
-        stream = skipped(scaled(out, c_out, None), residual, 1.0, None)
-        stream = stream.to(y[0].ptr.dtype.element_ty)
-        tl.store(_ptrs(y, second, b, n, offs_c, TWO), stream, mask=mask_c)
-        stream = stream.to(tl.float32)
-    return stream
+        y = skipped(scaled(out, c_out, None), residual, 1.0, None)
+        y = y.to(streams.y[0].ptr.dtype.element_ty)
+        tl.store(_ptrs(streams.y, place, offs_c, TWO), y, mask=mask_c)
+        y = y.to(tl.float32)
+    return y
 
 
 @triton.jit
-def _modulated(
-    x, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_c, mask_c,
-    ONE: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
+def _modulated(x, norm, place, offs_c, mask_c, FORM: tl.constexpr):
     """Return (x * weight + bias) * (ONE + factor) + offset in fp32, 0 outside mask_c."""
-    if factor is not None:
-        factor_ptrs = _ptrs(factor, second, b, n, offs_c, TWO)
-        scale = tl.load(factor_ptrs, mask=mask_c, other=0.0).to(tl.float32) + ONE
-    if offset is not None:
-        offset_ptrs = _ptrs(offset, second, b, n, offs_c, TWO)
+    if norm.factor is not None:
+        factor_ptrs = _ptrs(norm.factor, place, offs_c, FORM.TWO)
+        scale = tl.load(factor_ptrs, mask=mask_c, other=0.0).to(tl.float32) + FORM.ONE
+    if norm.offset is not None:
+        offset_ptrs = _ptrs(norm.offset, place, offs_c, FORM.TWO)
         shift = tl.load(offset_ptrs, mask=mask_c, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            shift += scale * tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if factor is not None:
-        if weight_ptr is not None:
-            scale *= tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        if norm.bias_ptr is not None:
+            bias = tl.load(norm.bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+            shift += scale * bias
+    if norm.factor is not None:
+        if norm.weight_ptr is not None:
+            scale *= tl.load(norm.weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
         x *= scale
-    if offset is not None:
+    if norm.offset is not None:
         x += shift
     return x
 
 
 @triton.jit
-def _store(out, x, inverse, b, at, offs_c, channels, INT8: tl.constexpr):
-    """Store a part of the norm's row, rounded to the dtype of `out`."""
-    row = out.ptr + b * out.strides[0] + at * out.strides[1]
-    if INT8:
+def _store(norm, x, inverse, place, offs_c, padded):
+    """Store a part of the norm's row, rounded to its dtype; int8 rows have `padded` channels."""
+    _, b, _, row = place
+    out = norm.out.ptr + b * norm.out.strides[0] + row * norm.out.strides[1]
+    if norm.scale_ptr is not None:
         # As a tile of one row: the layout of a store of bytes must not become that of the sums.
         int8 = nearest_int8(x[None, :], inverse)
-        tl.store(row + offs_c[None, :], int8, mask=(offs_c < channels)[None, :])
+        tl.store(out + offs_c[None, :], int8, mask=(offs_c < padded)[None, :])
     else:
-        tl.store(row + offs_c, x.to(out.ptr.dtype.element_ty), mask=offs_c < channels)
+        tl.store(out + offs_c, x.to(norm.out.ptr.dtype.element_ty), mask=offs_c < padded)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def residual_kernel(
-    y, normed, scale_ptr, x, branch, gate, factor, offset, weight_ptr, bias_ptr,
-    n_tokens, rows, channels, padded, eps,
-    HEAD: tl.constexpr, TAIL: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
-    VALUES: tl.constexpr,
-):  # fmt: skip
+def residual_kernel(streams, norm, n_tokens, rows, channels, padded, FORM: tl.constexpr):
     """Compute y = x + gate * branch, and (layer_norm(y) * weight + bias) * (ONE + factor) +
     offset.
 
-    Without a branch y is x, and is not stored. Without `normed` there is no norm. All steps are
-    fp32. The norm reads y as it is stored. One program computes one token.
+    Without a branch y is x, and is not stored. Without an output of the norm there is no norm. All
+    steps are fp32. The norm reads y as it is stored. One program computes one token.
 
-    Grid: (tokens of all streams, batch). With TWO, the first n_tokens of `rows` are the first
-    stream's. y, x, gate, factor, offset have an `Operand` [B, Ni, C] for each stream; branch and
-    normed [B, rows, C] are one; weight, bias [C]. Channels of x, y, branch and normed are
-    contiguous. With scale_ptr [B, rows] fp32 the norm is int8 rows of `padded` channels, 0 from
-    channel C on. A row has HEAD channels and TAIL more (0 for none), both powers of two, as in
-    `numerics.quantize_rows_kernel`. A thread holds VALUES neighbouring channels: see `skip_norm`.
+    Grid: (tokens of all streams, batch). streams: `StreamOperands`; norm: `NormOperands`. Of two
+    streams the first n_tokens of `rows` are the first one's. Channels of x, y, branch and the norm
+    are contiguous. int8 rows have `padded` channels, 0 from channel C on. A row has HEAD channels
+    and TAIL more (0 for none), both powers of two, as in `numerics.quantize_rows_kernel`.
     """
-    at, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    second = at >= n_tokens
-    n = at
-    if TWO:
-        n = tl.where(second, at - n_tokens, at)
+    HEAD: tl.constexpr = FORM.HEAD
+    TAIL: tl.constexpr = FORM.TAIL
+    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    second = row >= n_tokens
+    n = row
+    if FORM.TWO:
+        n = tl.where(second, row - n_tokens, row)
+    place = (second, b, n, row)
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
-    head = _stream(y, x, branch, gate, second, b, n, at, offs_h, mask_h, TWO, VALUES)
+    head = _stream(streams, place, offs_h, mask_h, FORM)
     if TAIL:
         offs_t = HEAD + tl.arange(0, TAIL)
         mask_t = offs_t < channels
-        tail = _stream(y, x, branch, gate, second, b, n, at, offs_t, mask_t, TWO, VALUES)
-    if normed is not None:
+        tail = _stream(streams, place, offs_t, mask_t, FORM)
+    if norm.out is not None:
         total = tl.sum(head, axis=0)
         if TAIL:
             total += tl.sum(tail, axis=0)
@@ -172,27 +227,21 @@ def residual_kernel(
         if TAIL:
             tail = tl.where(mask_t, tail - mean, 0.0)
             squares += tl.sum(tail * tail, axis=0)
-        inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
-        head = _modulated(
-            head * inverse_std, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_h, mask_h,
-            ONE, TWO,
-        )  # fmt: skip
+        inverse_std = 1.0 / tl.sqrt(squares / channels + norm.eps)
+        head = _modulated(head * inverse_std, norm, place, offs_h, mask_h, FORM)
         if TAIL:
-            tail = _modulated(
-                tail * inverse_std, factor, offset, weight_ptr, bias_ptr, second, b, n, offs_t,
-                mask_t, ONE, TWO,
-            )  # fmt: skip
+            tail = _modulated(tail * inverse_std, norm, place, offs_t, mask_t, FORM)
         inverse = inverse_std
-        if scale_ptr is not None:
+        if norm.scale_ptr is not None:
             bits = tl.max(magnitude(head), axis=0)
             if TAIL:
                 bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
             amax, poison = amax_and_nan(bits)
             scale, inverse = int8_scale(amax, poison)
-            tl.store(scale_ptr + b * rows + at, scale)
-        _store(normed, head, inverse, b, at, offs_h, padded, scale_ptr is not None)
+            tl.store(norm.scale_ptr + b * rows + row, scale)
+        _store(norm, head, inverse, place, offs_h, padded)
         if TAIL:
-            _store(normed, tail, inverse, b, at, offs_t, padded, scale_ptr is not None)
+            _store(norm, tail, inverse, place, offs_t, padded)
 
 
 def broadcast(value: torch.Tensor, shape: torch.Size) -> Operand:
@@ -211,7 +260,7 @@ def _each(values: Streams | None, streams: tuple[torch.Tensor, ...]) -> tuple[Op
     if values is None:
         return None
     pair = values if isinstance(values, tuple) else (values,)
-    return tuple(broadcast(one, x.shape) for one, x in zip(pair, streams, strict=True))
+    return tuple(broadcast(value, x.shape) for value, x in zip(pair, streams, strict=True))
 
 
 def _dense(x: torch.Tensor) -> Operand:
@@ -249,11 +298,13 @@ def skip_norm(
     target_of(device)
     batch, n_tokens, channels = streams[0].shape
     rows = sum(part.shape[1] for part in streams)
-    int8, made = norm_dtype == torch.int8, ()
+    int8, skipped_streams = norm_dtype == torch.int8, ()
     if branch is not None:
-        made = tuple(torch.empty(part.shape, dtype=dtype, device=device) for part in streams)
+        skipped_streams = tuple(
+            torch.empty(part.shape, dtype=dtype, device=device) for part in streams
+        )
     normed, scale, padded = None, None, channels
-    dtypes = [dtype if made else streams[0].dtype]
+    dtypes = [dtype if skipped_streams else streams[0].dtype]
     if norm_dtype is not None:
         padded = padded_channels(channels) if int8 else channels
         normed = torch.empty(batch, rows, padded, dtype=norm_dtype, device=device)
@@ -267,34 +318,37 @@ def skip_norm(
     else:
         head, tail, warps = triton.next_power_of_2(channels), 0, norm_warps(channels)
         dtypes += [] if norm_dtype is None else [norm_dtype]
-    launch(
-        residual_kernel,
-        (rows, batch),
-        device,
-        y=tuple(map(_dense, made)) or None,
-        normed=None if normed is None else _dense(normed),
-        scale_ptr=scale,
+    operands = StreamOperands(
+        y=tuple(map(_dense, skipped_streams)) or None,
         x=tuple(map(_dense, streams)),
         branch=None if branch is None else _dense(branch),
         gate=_each(gate, streams),
+    )
+    norm = NormOperands(
+        out=None if normed is None else _dense(normed),
+        scale_ptr=scale,
         factor=_each(factor, streams),
         offset=_each(offset, streams),
         weight_ptr=None if weight is None else weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
+        eps=eps,
+    )
+    values = 16 // min([dtype.itemsize for dtype in dtypes])
+    launch(
+        residual_kernel,
+        (rows, batch),
+        device,
+        streams=operands,
+        norm=norm,
         n_tokens=n_tokens,
         rows=rows,
         channels=channels,
         padded=padded,
-        eps=eps,
-        HEAD=head,
-        TAIL=tail,
-        ONE=one,
-        TWO=len(streams) == 2,
-        VALUES=16 // min([dtype.itemsize for dtype in dtypes]),
+        FORM=PassForm(head, tail, one, len(streams) == 2, values),
         num_warps=warps,
         num_stages=1,
     )
-    return *made, *[one for one in (normed, scale) if one is not None]
+    return *skipped_streams, *[x for x in (normed, scale) if x is not None]
 
 
 # --- a skip with any coefficients, a tile a program ----------------------------------------------

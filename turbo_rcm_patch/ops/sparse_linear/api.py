@@ -343,8 +343,9 @@ def sparse_linear_attention(
         q, k, v, spec, q.dtype if out_dtype is None else out_dtype,
         Norms(norm_q, norm_k, eps=spec.eps), None if cos is None or sin is None else (cos, sin),
     )  # fmt: skip
-    registered = needs_registered(q, k, v, weight, bias, norm_q, norm_k, cos, sin)
-    return (_registered if registered else _run)(a, ProjL(weight, bias), sparsity)
+    proj_l = ProjL(weight, bias)
+    registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
+    return (_registered if registered else _run)(a, proj_l, sparsity)
 
 
 def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.hopper_common import copy_async, cta_barrier
 from turbo_rcm_patch.ops.launch import LENGTHS, launch, strides
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeyOperands, KeySums, key_pass
 
 _PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _STAGES = 4
@@ -74,8 +74,7 @@ def _store_pooled(pooled, out_ptr, block, n_kv, BLOCK_K: gl.constexpr):
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_key_value_kernel(
-    matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
-    k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
+    sums, keys, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
     D: gl.constexpr, BLOCK_K: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
@@ -86,12 +85,12 @@ def hopper_key_value_kernel(
     h = gl.program_id(1)
     b = gl.program_id(2)
     warps: gl.constexpr = D // 16
-    dtype: gl.constexpr = k_ptr.dtype.element_ty
+    dtype: gl.constexpr = keys.k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
     # As `prologue_hopper.row_per_thread_layout`, for fewer warps.
     own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
+    layout_ones: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, D], dtype)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, T, D], swizzled)
@@ -112,20 +111,24 @@ def hopper_key_value_kernel(
     end = gl.minimum(last * BLOCK_K, n_kv)
     rows = gl.arange(0, T, gl.SliceLayout(1, wide))
     own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
-    k_rows = k_ptr + b.to(gl.int64) * k_strides[0] + h * D
-    v_rows = v_ptr + b.to(gl.int64) * v_strides[0] + h * D
-    k_rows += begin.to(gl.int64) * k_strides[1]
-    v_rows += begin.to(gl.int64) * v_strides[1]
+    k_rows = keys.k_ptr + b.to(gl.int64) * keys.k_strides[0] + h * D
+    v_rows = keys.v_ptr + b.to(gl.int64) * keys.v_strides[0] + h * D
+    k_rows += begin.to(gl.int64) * keys.k_strides[1]
+    v_rows += begin.to(gl.int64) * keys.v_strides[1]
     left = end - begin
     offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
-    mean = gl.load(k_mean_ptr + bh * D + offs_d).to(gl.float32)
-    rings, pointers, strides = (k_ring, v_ring), (k_rows, v_rows), (k_strides[1], v_strides[1])
+    mean = gl.load(keys.k_mean_ptr + bh * D + offs_d).to(gl.float32)
+    rings, pointers, strides = (
+        (k_ring, v_ring),
+        (k_rows, v_rows),
+        (keys.k_strides[1], keys.v_strides[1]),
+    )
     for i in gl.static_range(STAGES - 1):
         _copy(rings, i, pointers, strides, i * T + rows, left, D, wide)
     matrix = warpgroup_mma_init(gl.zeros([D, D], gl.float32, layout))
-    total = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, sums))
-    pooled = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, sums))
-    k_pooled_ptr += bh * (k_blocks * D)
+    total = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
+    pooled = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
+    k_pooled_ptr = sums.k_pooled + bh * (k_blocks * D)
     step = 0
     for block in range(first, last):
         for part in gl.static_range(per_block):
@@ -165,10 +168,10 @@ def hopper_key_value_kernel(
     place = bh * chunks + chunk
     column_sum = gl.max(total, axis=1)
     at = gl.arange(0, D, column_sum.type.layout)
-    gl.store(total_ptr + place * D + at, column_sum)
+    gl.store(sums.total + place * D + at, column_sum)
     at_k = gl.arange(0, D, gl.SliceLayout(1, layout))
     at_v = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.store(matrix_ptr + place * (D * D) + at_k[:, None] * D + at_v[None, :], matrix)
+    gl.store(sums.matrix + place * (D * D) + at_k[:, None] * D + at_v[None, :], matrix)
 
 
 def launch_key_sums(
@@ -176,16 +179,16 @@ def launch_key_sums(
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
     head_dim = k.shape[2] // heads
-    call = key_pass(
-        k, v, k_mean, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS
-    )
+    rows_of = strides(one_sample=k.shape[0] == 1, k=k, v=v)
+    keys = KeyOperands(k, v, k_mean, rows_of["k_strides"], rows_of["v_strides"])
+    call = key_pass(keys, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS)
     launch(
         hopper_key_value_kernel,
         call.grid,
         k.device,
         **call.arguments,
-        **strides(one_sample=k.shape[0] == 1, k=k, v=v),
         D=head_dim,
+        BLOCK_K=block_k,
         T=64,
         STAGES=_STAGES,
         num_warps=head_dim // 16,

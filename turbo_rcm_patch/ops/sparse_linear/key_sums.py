@@ -24,6 +24,24 @@ class KeySums(NamedTuple):
     k_pooled: torch.Tensor
 
 
+class KeyOperands(NamedTuple):
+    """The operands of the pass.
+
+    Attributes:
+        k_ptr: [B, N, H*D] with contiguous channels.
+        v_ptr: The same.
+        k_mean_ptr: [B, H, HEAD_PAD] in the dtype of k.
+        k_strides: Strides of batch and tokens.
+        v_strides: Strides of batch and tokens.
+    """
+
+    k_ptr: torch.Tensor
+    v_ptr: torch.Tensor
+    k_mean_ptr: torch.Tensor
+    k_strides: tuple[int, int]
+    v_strides: tuple[int, int]
+
+
 class KeyPass(NamedTuple):
     """A pass over the keys: its results, and the grid and arguments that every kernel takes."""
 
@@ -33,10 +51,10 @@ class KeyPass(NamedTuple):
 
 
 def key_pass(
-    k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, head_pad: int,
-    block_k: int, programs: int,
-) -> KeyPass:  # fmt: skip
-    """Describe a pass over k and v [B, N, H*D], in about `programs` programs."""
+    keys: KeyOperands, *, heads: int, head_pad: int, block_k: int, programs: int
+) -> KeyPass:
+    """Describe a pass over keys and values, in about `programs` programs."""
+    k = keys.k_ptr
     batch, n_kv, _ = k.shape
     k_blocks = cdiv(n_kv, block_k)
     blocks_a_chunk = cdiv(k_blocks, max(1, programs // (batch * heads)))
@@ -47,8 +65,12 @@ def key_pass(
 
     sums = KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
     arguments = {
-        "matrix_ptr": sums.matrix, "total_ptr": sums.total, "k_pooled_ptr": sums.k_pooled,
-        "k_ptr": k, "v_ptr": v, "k_mean_ptr": k_mean, "n_kv": n_kv, "k_blocks": k_blocks,
-        "blocks_a_chunk": blocks_a_chunk, "chunks": chunks, "heads": heads, "BLOCK_K": block_k,
-    }  # fmt: skip
+        "sums": sums,
+        "keys": keys,
+        "n_kv": n_kv,
+        "k_blocks": k_blocks,
+        "blocks_a_chunk": blocks_a_chunk,
+        "chunks": chunks,
+        "heads": heads,
+    }
     return KeyPass(sums, (chunks, heads, batch), arguments)

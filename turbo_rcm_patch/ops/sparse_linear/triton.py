@@ -33,13 +33,12 @@ from turbo_rcm_patch.ops.launch import (
     dense_rows,
     launch,
     pad_head,
-    strides,
     target_of,
     tile_for,
 )
 from turbo_rcm_patch.ops.numerics import load_rotary, norm_rotate_tile
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeyOperands, KeySums, key_pass
 
 #: Number of tokens of k that a program sums.
 _K_TOKENS = 32
@@ -256,25 +255,47 @@ def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
     return tl.sum(tl.reshape(x, [STEP // ROWS, ROWS, HEAD_PAD]), axis=0)
 
 
+class KeyForm(NamedTuple):
+    """The numbers of `key_value_kernel` that are known when it is compiled.
+
+    Attributes:
+        HEAD_DIM: D.
+        HEAD_PAD: D up to a power of two, at least 32.
+        BLOCK_K: Keys of a block.
+        STEP: Keys that are read at a time.
+        ROWS: Rows of partial sums.
+        PRECISION: That of the product.
+    """
+
+    HEAD_DIM: int
+    HEAD_PAD: int
+    BLOCK_K: int
+    STEP: int
+    ROWS: int
+    PRECISION: str
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def key_value_kernel(
-    matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
-    k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    sums, keys, n_kv, k_blocks, blocks_a_chunk, chunks, heads, FORM: tl.constexpr
+):
     """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
 
-    Grid: (chunks, heads, batch). k, v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k, to
-    which k less its mean is rounded again; results as in `KeySums`.
+    Grid: (chunks, heads, batch). sums: `KeySums`; keys: `KeyOperands`. k less its mean is rounded
+    to its dtype again.
     """
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    HEAD_PAD: tl.constexpr = FORM.HEAD_PAD
+    BLOCK_K: tl.constexpr = FORM.BLOCK_K
+    STEP: tl.constexpr = FORM.STEP
+    ROWS: tl.constexpr = FORM.ROWS
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = b.to(tl.int64) * heads + h
     offs_d = tl.arange(0, HEAD_PAD)
     offs_c = (h * HEAD_DIM + offs_d)[None, :]
-    k_rows = k_ptr + b.to(tl.int64) * k_strides[0] + offs_c
-    v_rows = v_ptr + b.to(tl.int64) * v_strides[0] + offs_c
-    mean = tl.load(k_mean_ptr + bh * HEAD_PAD + offs_d).to(tl.float32)[None, :]
+    k_rows = keys.k_ptr + b.to(tl.int64) * keys.k_strides[0] + offs_c
+    v_rows = keys.v_ptr + b.to(tl.int64) * keys.v_strides[0] + offs_c
+    mean = tl.load(keys.k_mean_ptr + bh * HEAD_PAD + offs_d).to(tl.float32)[None, :]
     matrix = tl.zeros([HEAD_PAD, HEAD_PAD], tl.float32)
     total = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     first = chunk * blocks_a_chunk
@@ -285,21 +306,21 @@ def key_value_kernel(
             mask_t = (offs_t < n_kv)[:, None]
             mask = mask_t & (offs_d < HEAD_DIM)[None, :]
             tokens = offs_t.to(tl.int64)[:, None]
-            k = tl.load(k_rows + tokens * k_strides[1], mask=mask, other=0.0)
-            v = tl.load(v_rows + tokens * v_strides[1], mask=mask, other=0.0)
+            k = tl.load(k_rows + tokens * keys.k_strides[1], mask=mask, other=0.0)
+            v = tl.load(v_rows + tokens * keys.v_strides[1], mask=mask, other=0.0)
             smooth = (k.to(tl.float32) - mean).to(k.dtype).to(tl.float32)
             pooled += _by_rows(tl.where(mask_t, smooth, 0.0), STEP, ROWS, HEAD_PAD)
             phi = _softmax_features(k.to(tl.float32), offs_d, HEAD_DIM)
             phi = tl.where(mask_t, phi, 0.0).to(v.dtype)
-            matrix = tl.dot(tl.trans(phi), v, matrix, input_precision=PRECISION)
+            matrix = tl.dot(tl.trans(phi), v, matrix, input_precision=FORM.PRECISION)
             total += _by_rows(phi.to(tl.float32), STEP, ROWS, HEAD_PAD)
         count = tl.minimum(BLOCK_K, n_kv - block * BLOCK_K)
-        out = k_pooled_ptr + (bh * k_blocks + block) * HEAD_PAD + offs_d
-        tl.store(out, (tl.sum(pooled, axis=0) / count).to(k_ptr.dtype.element_ty))
+        out = sums.k_pooled + (bh * k_blocks + block) * HEAD_PAD + offs_d
+        tl.store(out, (tl.sum(pooled, axis=0) / count).to(keys.k_ptr.dtype.element_ty))
     place = bh * chunks + chunk
-    tl.store(total_ptr + place * HEAD_PAD + offs_d, tl.sum(total, axis=0))
+    tl.store(sums.total + place * HEAD_PAD + offs_d, tl.sum(total, axis=0))
     tl.store(
-        matrix_ptr + place * HEAD_PAD * HEAD_PAD + offs_d[:, None] * HEAD_PAD + offs_d[None, :],
+        sums.matrix + place * HEAD_PAD * HEAD_PAD + offs_d[:, None] * HEAD_PAD + offs_d[None, :],
         matrix,
     )
 
@@ -310,9 +331,8 @@ def launch_key_sums(
     """Run one pass over k and v [B, N, H*D] with contiguous channels."""
     head_dim = k.shape[2] // heads
     head_pad = pad_head(head_dim)
-    call = key_pass(
-        k, v, k_mean, heads=heads, head_pad=head_pad, block_k=block_k, programs=_PROGRAMS
-    )
+    keys = KeyOperands(k, v, k_mean, k.stride()[:2], v.stride()[:2])
+    call = key_pass(keys, heads=heads, head_pad=head_pad, block_k=block_k, programs=_PROGRAMS)
     # With a [D, D] sum, 4-byte tiles leave room for half the keys and no pipeline.
     wide = k.element_size() > 2 and head_pad > 64
     launch(
@@ -320,13 +340,16 @@ def launch_key_sums(
         call.grid,
         k.device,
         **call.arguments,
-        **strides(k=k, v=v),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        STEP=min(_STEP // 2 if wide else _STEP, block_k),
-        ROWS=16,
-        # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain fp32.
-        PRECISION="tf32x3" if target_of(k.device) == ("cuda", 90) else "ieee",
+        FORM=KeyForm(
+            HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad,
+            BLOCK_K=block_k,
+            STEP=min(_STEP // 2 if wide else _STEP, block_k),
+            ROWS=16,
+            # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain
+            # fp32.
+            PRECISION="tf32x3" if target_of(k.device) == ("cuda", 90) else "ieee",
+        ),
         num_warps=8 if head_pad > 64 else 4,
         num_stages=1 if wide else 2,
     )
@@ -355,8 +378,8 @@ def linear_branch(
     # D / N keeps the sums over tokens near 1, where fp16 is precise. The projection is linear, so
     # it is multiplied into the matrix: the branch is one product in the attention's epilogue.
     factor = head_dim / n_kv
-    own = _padded(weight.float(), head_pad) * factor
-    projected = torch.matmul(matrix.sum(2), own.T).to(dtype)
+    scaled = _padded(weight.float(), head_pad) * factor
+    projected = torch.matmul(matrix.sum(2), scaled.T).to(dtype)
     if bias is not None:
         bias = _padded(bias.float(), head_pad).contiguous()
     return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor)

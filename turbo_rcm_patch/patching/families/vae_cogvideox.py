@@ -15,7 +15,7 @@ from diffusers.models.autoencoders import autoencoder_kl_cogvideox as author
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.conv3d.passes import GroupNorm
+from turbo_rcm_patch.ops.conv3d.formats import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder

@@ -224,7 +224,7 @@ class WanBlock(PatchedBlock):
         return made
 
     def has_image(self) -> bool:
-        """Return True if cross-attention has keys of an image beside those of the text."""
+        """Return True if cross-attention has keys of an image besides those of the text."""
         return getattr(self.block.attn2, "add_k_proj", None) is not None
 
     def tables(self, rotary: Any) -> Rotary:

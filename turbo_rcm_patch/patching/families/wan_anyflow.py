@@ -4,7 +4,7 @@ Written against diffusers 0.42.
 
 A denoising step of the causal one attends to the cached keys of earlier chunks and to its own, and
 runs fused. A forward that fills the cache has a block mask and is its author's: what the guard
-runs beside it would write other keys.
+runs again would write other keys.
 """
 
 from __future__ import annotations

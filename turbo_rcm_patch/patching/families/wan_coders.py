@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops.conv3d.passes import Duplicate, RMSNorm, norm_silu
+from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
+from turbo_rcm_patch.ops.conv3d.passes import norm_silu
 from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 

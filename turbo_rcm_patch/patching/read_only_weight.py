@@ -1,0 +1,74 @@
+"""A weight that was computed for one reader: it refuses writes, which would be lost.
+
+A module that is given such a tensor as its parameter raises a TypeError that says nothing of int8.
+The last thing that it does before is to ask the tensor for the name of its type. `ReadOnlyWeight`
+raises its own error then, and for that it looks at the frame that asked: nothing else tells this
+question from a user's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from turbo_rcm_patch.errors import DroppedWeightError
+
+_FUSE_FIRST: Final = (
+    "Fuse adapters before the weights are dropped, or keep the adapter beside the Linear, which "
+    "is called with it"
+)
+#: The remedy where another quantiser takes an int8 weight for a plain one.
+LEAVE_OUT: Final = "Let other quantisers leave these Linears out, or load the model again"
+
+
+class ReadOnlyWeight(Tensor):
+    """The weight of an `Int8Linear`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__set__":  # as of `data`, which is no operation
+            cls._refuse("an assignment to")
+        if name == "type" and _module_names_its_type():
+            cls._refuse("a parameter of another module from", LEAVE_OUT)
+        if name == "numpy":  # torch has none for subclasses
+            args = (args[0].clone(), *args[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, schema = kwargs or {}, func._schema
+        names = [argument.name for argument in schema.arguments]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            tensors = tree_leaves(values.get(argument.name))
+            if (written or func.namespace == "c10d") and any(isinstance(x, cls) for x in tensors):
+                cls._refuse(f"{func} of")
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        if not any(returned.alias_info for returned in schema.returns):
+            return result
+        return tree_map_only(Tensor, lambda x: torch.Tensor._make_subclass(cls, x), result)
+
+    @classmethod
+    def _refuse(cls, what: str, remedy: str = _FUSE_FIRST) -> None:
+        raise DroppedWeightError(
+            f"{what} the weight of an Int8Linear",
+            expected="a Linear with a weight to write into",
+            got="one with int8 alone",
+            remedy=remedy,
+        )
+
+
+def _module_names_its_type() -> bool:
+    """Return True while `nn.Module` names the type of a tensor that it refuses as a parameter."""
+    caller = sys._getframe(2).f_back  # of `torch.typename`, which calls `Tensor.type`
+    return caller is not None and caller.f_globals is vars(nn.modules.module)
