@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -194,7 +195,7 @@ def test_two_trees_are_measured_and_both_are_printed(tmp_path, monkeypatch, caps
     assert code == 0
     cells = next(line for line in said.splitlines() if "| torch |" in line).split("|")[3:6]
     there, here, ratio = (float(cell) for cell in cells)
-    assert there > here + 40 and ratio == pytest.approx(here / there, abs=2e-3)
+    assert here + 40 < there < math.inf and ratio == pytest.approx(here / there, abs=2e-3)
     document = json.loads((tmp_path / "out" / "attention_trees.json").read_text())
     assert [run["tree"] for run in document["runs"]] == ["there", "here"]
     assert all(run["document"]["machine"] for run in document["runs"])
