@@ -241,17 +241,13 @@ ERROR: Final = Column("error", "error", ".4f")
 
 
 def machine(device: torch.device) -> Record:
-    """Name, compute capability, size and driver of a device."""
-    about: Record = {"device": device_name(device)}
-    if device.type == "cuda":
-        card: Any = torch.cuda.get_device_properties(device)
-        about |= {
-            "capability": f"{card.major}.{card.minor}",
-            "multiprocessors": card.multi_processor_count,
-            "memory_gib": round(card.total_memory / 2**30, 1),
-            "driver": _driver(),
-        }
-    return about
+    """Name, memory and driver of a device."""
+    if device.type != "cuda":
+        return {"device": device_name(device)}
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return {
+        "device": device_name(device), "memory_gib": round(memory / 2**30, 1), "driver": _driver()
+    }  # fmt: skip
 
 
 def _driver() -> str:
