@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +32,7 @@ from benchmarks.runner import (
     Benchmark,
     Call,
     Column,
-    Journal,
+    Measure,
     Plan,
     Record,
     Wrong,
@@ -80,15 +80,14 @@ _L2_BYTES: Final = 128 * 2**20
 Inputs = Sequence[Tensor]
 
 
-@torch.no_grad()
-def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
-    plan, device, case = journal.plan, journal.device, {**_DENSE, **_SPARSE}[name]
+def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
+    case = {**_DENSE, **_SPARSE}[name]
     if plan.micro:
         case = Case(2, 70, 64) if case.topk is None else Case(2, 300, 64, 0.5)
     sets = _input_sets(case, plan, device)
     kind = _Dense(case, sets[0]) if case.topk is None else _Sparse(case, sets[0])
 
-    def fill(method: str, record: Record) -> None:
+    def measure(method: str, record: Record) -> None:
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with cudnn if method == "torch cuDNN" else nullcontext():
             calls = [kind.call(method, *inputs) for inputs in sets]
@@ -98,14 +97,13 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
             rows, right = kind.truth(method)
             record["error"] = error_to(right, WRONG)(output[:, rows])
             turn = itertools.cycle(calls)
-            count = _calls_within(calls[0], journal)
+            count = plan.most(_calls_within(calls[0], device))
             record["ms"] = time_calls(lambda: next(turn)(), device, count)
         if case.topk is None:
             operations = 4 * case.tokens**2 * case.dim * case.heads
             record["tops"] = operations / record["ms"]["median"] / 1e9
 
-    for method in methods:
-        journal.measure(name, method, partial(fill, method))
+    return measure
 
 
 def _input_sets(case: Case, plan: Plan, device: torch.device) -> list[Inputs]:
@@ -120,37 +118,34 @@ def _input_sets(case: Case, plan: Plan, device: torch.device) -> list[Inputs]:
     return [tuple(draw() for _ in "qkv") for _ in range(count)]
 
 
-def _calls_within(call: Call, journal: Journal) -> int:
+def _calls_within(call: Call, device: torch.device) -> int:
     """Return how many calls take about 0.3 s, 5 to 100."""
     call()
-    once = seconds_of(call, journal.device)
-    return journal.plan.most(max(5, min(100, int(0.3 / once))))
+    return max(5, min(100, int(0.3 / seconds_of(call, device))))
 
 
 class _Dense:
     """Attention alone. The truth is softmax(q k^T / sqrt(D)) v of some rows in fp64."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        self._heads, self._inputs = case.heads, inputs
+        self._heads = case.heads
+        q, k, v = inputs
+        count, device = min(_ROWS, case.tokens), q.device
+        self._rows = torch.linspace(0, case.tokens - 1, count, device=device).long()
+        heads = (split_heads(x, case.heads)[0] for x in (q[:, self._rows], k, v))
+        outputs = []
+        for q_h, k_h, v_h in zip(*heads, strict=True):  # [N, D]; all would need 20 GB in fp64
+            logits = q_h.double() @ k_h.double().T * case.dim**-0.5
+            outputs.append(logits.softmax(-1) @ v_h.double())
+        self._exact = torch.cat(outputs, -1)[None]
 
     def call(self, method: str, *inputs: Tensor) -> Call:
         """Return the call to be timed."""
         return METHODS[method](self._heads, *inputs)
 
-    @cached_property
-    def _exact(self) -> tuple[Tensor, Tensor]:
-        q, k, v = self._inputs
-        rows = torch.linspace(0, q.shape[1] - 1, min(_ROWS, q.shape[1]), device=q.device).long()
-        heads = zip(*(split_heads(x, self._heads)[0] for x in (q[:, rows], k, v)), strict=True)
-        outputs = []
-        for q_h, k_h, v_h in heads:  # [N, D]; all heads at once would need 20 GB in fp64
-            logits = q_h.double() @ k_h.double().T * q_h.shape[1] ** -0.5
-            outputs.append(logits.softmax(-1) @ v_h.double())
-        return rows, torch.cat(outputs, -1)[None]
-
     def truth(self, method: str) -> tuple[Tensor, Tensor]:
         """Rows [R] and their right output [1, R, H*D]."""
-        return self._exact
+        return self._rows, self._exact
 
 
 class _Sparse:
@@ -252,6 +247,6 @@ attention: Final = Benchmark(
     text="attention alone, compared with torch's and sageattention, and sparse (SLA)",
     columns=(MS, Column("TOPS", "tops", ".0f"), ERROR),
     cases={**dict.fromkeys(_DENSE, list(METHODS)), **dict.fromkeys(_SPARSE, _SPARSE_METHODS)},
-    measure=_measure,
+    prepare=_prepare,
     default=[*list(_DENSE)[:7], "H12-N32760-D128-k0.1"],
 )

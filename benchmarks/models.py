@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Unpack
 
@@ -270,30 +270,24 @@ WAYS: Final[dict[str, Way]] = {
 
 
 def record_report(record: Record, report: object) -> None:
-    """Note what ran on the last forward of a patched network; nothing for an unpatched one."""
+    """Note what ran on the last forward of a patched network, and what its guard predicts."""
     if isinstance(report, PatchReport) and report.last_forward:
         record["ran"] = ran = report.last_forward
         record["in_int8"] = sum(n for how, n in ran.items() if "int8 attention" in how)
+        record["predicted"] = report.guard.prediction
 
 
-@contextmanager
-def changed(network: Any, *, live: bool, sharp: bool) -> Iterator[None]:
-    """Change a Wan for the length of a `with` block.
+def change(network: Any, *, live: bool, sharp: bool) -> None:
+    """Change a Wan in place.
 
     Args:
         network: A Wan.
         live: Add 0.3 to the gates of attention and feed-forward, so that they reach the output.
         sharp: Multiply the query norms by eight, so that attention is peaked.
     """
-    with ExitStack() as stack:
-        for block in network.blocks if live or sharp else ():
-            gates = block.scale_shift_table.data
-            norms = [block.attn1.norm_q.weight.data, block.attn2.norm_q.weight.data]
-            for tensor in (gates, *norms):
-                stack.callback(tensor.copy_, tensor.clone())
-            if live:
-                gates[:, [2, 5]] += 0.3
-            if sharp:
-                for norm in norms:
-                    norm.mul_(8.0)
-        yield
+    for block in network.blocks if live or sharp else ():
+        if live:
+            block.scale_shift_table.data[:, [2, 5]] += 0.3
+        if sharp:
+            block.attn1.norm_q.weight.data.mul_(8.0)
+            block.attn2.norm_q.weight.data.mul_(8.0)

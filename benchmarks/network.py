@@ -17,8 +17,7 @@ random queries are hardly peaked, so that some of these cases change both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,7 +27,7 @@ from benchmarks.models import (
     SLA,
     WAYS,
     build_network,
-    changed,
+    change,
     make_call,
     record_report,
 )
@@ -36,9 +35,9 @@ from benchmarks.runner import (
     ERROR,
     MS,
     Benchmark,
-    Call,
     Column,
-    Journal,
+    Measure,
+    Plan,
     Record,
     Wrong,
     error_to,
@@ -46,9 +45,8 @@ from benchmarks.runner import (
     time_forwards,
     time_on_cpu,
 )
-from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.video.measures import highest_precision, upcast
+from turbo_rcm_patch.video.measures import highest_precision, relative_l2, upcast
 
 
 class Case(NamedTuple):
@@ -93,50 +91,38 @@ def _methods(name: str, case: Case) -> Sequence[str]:
     return [way for way in WAYS if "guard" not in way and not (long and "reduce-overhead" in way)]
 
 
-@torch.no_grad()
-def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
-    case, plan, device = _CASES[name], journal.plan, journal.device
+def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
+    case = _CASES[name]
     network = build_network(case.network, plan, device)
-    with changed(network, live=case.live, sharp=case.sharp):
-        call = make_call(network, plan, device, case.tokens)
-        if case.fidelity:
-            with highest_precision(), upcast(network):
-                truth = make_call(network, plan, device, case.tokens, wide=True)()
-        elif case.network == SLA:
-            with sla_as_defined(network, 0.1):
-                truth = call()
-        else:
+    change(network, live=case.live, sharp=case.sharp)
+    call = make_call(network, plan, device, case.tokens)
+    if case.fidelity:
+        with highest_precision(), upcast(network):
+            truth = make_call(network, plan, device, case.tokens, wide=True)()
+    elif case.network == SLA:
+        with sla_as_defined(network, 0.1):
             truth = call()
-        if case.fidelity:  # The others are compared with it.
-            methods = list(dict.fromkeys([EAGER, *methods]))
-        for method in methods:
-            journal.measure(
-                name, method, partial(_one, method, network, call, truth, journal, name)
-            )
+    else:
+        truth = call()
+    unpatched_error = relative_l2(call(), truth) if case.fidelity else None
 
+    def measure(method: str, record: Record) -> None:
+        outputs = list[torch.Tensor]()
+        with WAYS[method](network, plan.compiler) as report:
+            record["first_seconds"] = seconds_of(lambda: outputs.append(call()), device)
+            record["error"] = error_to(truth, BROKEN)(outputs.pop())
+            if unpatched_error is not None:
+                record["error_of_eager"] = record["error"] / unpatched_error
+                if record["error_of_eager"] > MOST:
+                    ratio = f"{record['error_of_eager']:.3g}"
+                    raise Wrong(f"{ratio} times the unpatched network's error")
+            for _ in range(2):  # CUDA graphs are captured in the second forward.
+                call()
+            record["ms"] = time_forwards(call, device, plan.most(5))
+            record["cpu_ms"] = time_on_cpu(call, device, plan.most(5))
+            record_report(record, report)
 
-def _one(
-    method: str, network: Any, call: Call, truth: torch.Tensor, journal: Journal, name: str,
-    record: Record,
-) -> None:  # fmt: skip
-    """Check and time one way to run a network, which is as it was before and after."""
-    device, plan = journal.device, journal.plan
-    outputs = list[torch.Tensor]()
-    with WAYS[method](network, plan.compiler) as report:
-        record["first_seconds"] = seconds_of(lambda: outputs.append(call()), device)
-        record["error"] = error_to(truth, BROKEN)(outputs.pop())
-        for _ in range(2):  # CUDA graphs are captured in the second forward.
-            call()
-        record["ms"] = time_forwards(call, device, plan.most(5))
-        record["cpu_ms"] = time_on_cpu(call, device, plan.most(5))
-        record_report(record, report)
-        if isinstance(report, PatchReport) and "guard on" in method:
-            record["predicted"] = report.guard.prediction
-    eager = record if method == EAGER else journal.records(name).get(EAGER, {})
-    if _CASES[name].fidelity and "error" in eager:
-        record["error_of_eager"] = record["error"] / eager["error"]
-        if record["error_of_eager"] > MOST:
-            raise Wrong(f"{record['error_of_eager']:.3g} times the unpatched network's error")
+    return measure
 
 
 network: Final = Benchmark(
@@ -149,6 +135,6 @@ network: Final = Benchmark(
         Column("predicted", "predicted", ".3f"),
     ),
     cases={name: _methods(name, case) for name, case in _CASES.items()},
-    measure=_measure,
+    prepare=_prepare,
     default=[name for name, case in _CASES.items() if case.network == "1.3b"],
 )  # fmt: skip

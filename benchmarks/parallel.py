@@ -17,7 +17,7 @@ is relative L2 to the unpatched forward, or to the unpatched video's frames, on 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,7 +39,7 @@ from benchmarks.runner import (
     MS,
     Benchmark,
     Column,
-    Journal,
+    Measure,
     Plan,
     Record,
     Wrong,
@@ -134,34 +134,31 @@ def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@torch.no_grad()
-def _measure(case: str, methods: Sequence[str], journal: Journal) -> None:
-    plan, device, what = journal.plan, journal.device, _CASES[case]
+def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
+    case = _CASES[name]
     pipe: Any
     call: Callable[..., torch.Tensor]
-    if isinstance(what, Case):
-        pipe, call = build_pipeline(what, plan, torch.bfloat16, device)
+    if isinstance(case, Case):
+        pipe, call = build_pipeline(case, plan, torch.bfloat16, device)
     else:
-        network = build_network(what[0], plan, device)
+        network = build_network(case[0], plan, device)
         pipe = SimpleNamespace(transformer=network)
-        call = make_call(network, plan, device, what[1])
-    outputs = {"truth": call()}
-    for method in methods:
-        journal.measure(case, method, partial(_check_and_time, method, pipe, call, outputs, plan))
+        call = make_call(network, plan, device, case[1])
+    return partial(_check_and_time, pipe, call, {"truth": call()}, plan)
 
 
 def _check_and_time(
-    method: str, pipe: Any, call: Callable[..., torch.Tensor], outputs: dict[str, torch.Tensor],
-    plan: Plan, record: Record,
+    pipe: Any, call: Callable[..., torch.Tensor], outputs: dict[str, torch.Tensor], plan: Plan,
+    method: str, record: Record,
 ) -> None:  # fmt: skip
     """Check and time one way on all ranks.
 
     Args:
-        method: A key of `_WAYS`.
         pipe: A pipeline, or what holds a network as one.
         call: Its forward, or its video by `output_type`.
         outputs: Of each method on one GPU, and at "truth" the right one; gets this one's.
         plan: What was asked for.
+        method: A key of `_WAYS`.
         record: Gets the numbers.
     """
     way, device = _WAYS[method], outputs["truth"].device
@@ -247,6 +244,6 @@ parallel: Final = _OnRanks(
         ]
         for name, case in _CASES.items()
     },
-    measure=_measure,
+    prepare=_prepare,
     default=["1.3b"],
 )  # fmt: skip

@@ -16,7 +16,7 @@ as diffusers' pages load it.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -38,7 +38,7 @@ from benchmarks.models import (
 from benchmarks.runner import (
     Benchmark,
     Column,
-    Journal,
+    Measure,
     Plan,
     Record,
     Wrong,
@@ -88,9 +88,8 @@ _METHODS: Final = {
 }
 
 
-def _measure(case: str, methods: Sequence[str], journal: Journal) -> None:
-    for method in methods:
-        journal.measure(case, method, partial(_fresh, journal.plan, case, method))
+def _prepare(case: str, plan: Plan, device: torch.device) -> Measure:
+    return partial(_fresh, plan, case)
 
 
 def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
@@ -215,6 +214,6 @@ pipeline: Final = Benchmark(
         name: [method for method in _METHODS if case.network != SLA or is_patched(method)]
         for name, case in _CASES.items()
     },
-    measure=_measure,
+    prepare=_prepare,
     default=["1.3b-4-steps", "wan2.2-5b-3-steps"],
 )  # fmt: skip

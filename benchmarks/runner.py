@@ -28,6 +28,8 @@ from turbo_rcm_patch.video.measures import relative_l2
 Call = Callable[[], torch.Tensor]
 #: What a file holds of a case or a method.
 Record = dict[str, Any]
+#: Measures a method and fills its record; may raise, also `Wrong`.
+Measure = Callable[[str, Record], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +270,7 @@ class Benchmark:
         text: What it measures, for the help.
         columns: Of the table, after case and method. The first one is what two trees compare.
         cases: Case -> the methods that it can be measured with.
-        measure: Measures a case with some of the methods.
+        prepare: Builds a case; returns the function that measures its methods.
         default: The cases that are measured unless others are named; empty for all.
     """
 
@@ -276,7 +278,7 @@ class Benchmark:
     text: str
     columns: Sequence[Column]
     cases: Mapping[str, Sequence[str]]
-    measure: Callable[[str, Sequence[str], Journal], None]
+    prepare: Callable[[str, Plan, torch.device], Measure]
     default: Sequence[str] = ()
 
     def chosen(self, plan: Plan) -> dict[str, list[str]]:
@@ -313,7 +315,7 @@ class Benchmark:
         try:
             for case, methods in chosen.items():
                 if not journal.late(case):
-                    self.measure(case, methods, journal)
+                    self._measure_case(case, methods, journal)
                     free(journal.device)
         finally:
             journal.write()
@@ -321,6 +323,12 @@ class Benchmark:
             journal.say(f"left out, no time: {name}")
         journal.say(str(journal.path))
         return int(journal.failed)
+
+    @torch.no_grad()
+    def _measure_case(self, case: str, methods: Sequence[str], journal: Journal) -> None:
+        measure = self.prepare(case, journal.plan, journal.device)
+        for method in methods:
+            journal.measure(case, method, measure)
 
 
 class Journal:
@@ -362,11 +370,6 @@ class Journal:
         if not self._rank:
             print(line, flush=True)
 
-    def records(self, case: str) -> dict[str, Record]:
-        """Return the records of a case's methods."""
-        methods: dict[str, Record] = self._cases.setdefault(case, {"methods": {}})["methods"]
-        return methods
-
     def late(self, what: str) -> bool:
         """Return True if the time is up, by the clock of rank 0, and note what is left out."""
         late = time.monotonic() >= self._begin + self.plan.limit
@@ -378,28 +381,23 @@ class Journal:
             self.left_out.append(what)
         return late
 
-    def measure(self, case: str, method: str, function: Callable[[Record], None]) -> None:
+    def measure(self, case: str, method: str, measure: Measure) -> None:
         """Measure one method, print its row and write the file.
 
         The command fails if a method of this library cannot run or is wrong.
-
-        Args:
-            case: Name of the case.
-            method: Name of the method.
-            function: Fills the method's record; may raise, also `Wrong`.
         """
         if self.late(f"{case}, {method}"):
             return
         record: Record = {}
         try:
-            function(record)
+            measure(method, record)
             record["status"] = "timed"
         except Wrong as error:
             record.update(status="wrong", reason=str(error))
         except Exception as error:  # A peer may fail in any way.
             first = str(error).strip().split("\n")[0][:300] or "no message"
             record.update(status="missing", reason=f"{type(error).__name__}: {first}")
-        self.records(case)[method] = record
+        self._cases.setdefault(case, {"methods": {}})["methods"][method] = record
         self.failed |= is_patched(method) and record["status"] != "timed"
         cells = [column.cell(record) for column in self._columns]
         if "reason" in record:

@@ -9,9 +9,7 @@ without TF32, over the first frames, because that one is slow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,7 +19,8 @@ from benchmarks.runner import (
     ERROR,
     Benchmark,
     Column,
-    Journal,
+    Measure,
+    Plan,
     Record,
     error_to,
     free,
@@ -62,9 +61,8 @@ _METHODS: Final[dict[str, tuple[torch.dtype, PatchOptions | None]]] = {
 _WRONG: Final = 0.1
 
 
-@torch.no_grad()
-def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
-    plan, device, case = journal.plan, journal.device, _CASES[name]
+def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
+    case = _CASES[name]
     model = build_vae(case.vae, plan, device).to(torch.bfloat16).float()
     micro = (1, 3, 9, 32, 48) if case.encodes else (1, case.size[1], 5, 4, 6)
     size = micro if plan.micro else case.size
@@ -78,7 +76,8 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
     error = error_to(call(x[:, :, : case.first]), _WRONG)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def fill(dtype: torch.dtype, options: PatchOptions | None, record: Record) -> None:
+    def measure(method: str, record: Record) -> None:
+        dtype, options = _METHODS[method]
         model.to(dtype)
         video = x.to(dtype)
         patch = nullcontext() if options is None else patched(model, **options)
@@ -91,8 +90,7 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
             if report is not None:
                 record["ran"] = report.ran()
 
-    for method in methods:
-        journal.measure(name, method, partial(fill, *_METHODS[method]))
+    return measure
 
 
 vae: Final = Benchmark(
@@ -100,5 +98,5 @@ vae: Final = Benchmark(
     text="decoding and encoding a video by the VAEs of Wan and CogVideoX",
     columns=(Column("s", "seconds", ".3f"), Column("GiB", "peak_gib", ".2f"), ERROR),
     cases=dict.fromkeys(_CASES, list(_METHODS)),
-    measure=_measure,
+    prepare=_prepare,
 )
