@@ -1,7 +1,6 @@
 """Break the package in many places, one at a time, and see if a test notices.
 
     python -m tools.mutants --size 40 --only turbo_rcm_patch/patching
-    python -m tools.mutants --list
 
 Each mutant changes one node of one file in a copy of the repository. The tests that run the
 changed lines are run there until one fails, short ones first and one of each function before the
@@ -36,8 +35,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Mutant", "changes", "count", "main", "mutant", "recorded", "run_mutant", "tests_for"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "turbo_rcm_patch"
 #: The start of a file's path -> the tests among which those are that should notice.
@@ -49,6 +46,8 @@ TESTS = {
     "turbo_rcm_patch/video": ("tests/video",),
     "turbo_rcm_patch/config.py": ("tests/test_config.py", "tests/patching"),
 }
+#: Where the lines of each test are kept.
+LINES = ROOT / "outputs" / "lines.json"
 #: Test -> its seconds, and the lines of each file that it runs.
 Record = dict[str, dict[str, Any]]
 _COPIED = ("turbo_rcm_patch", "tests", "tools", "examples", "pyproject.toml", "README.md")
@@ -158,17 +157,17 @@ def mutated(source: str, index: int) -> tuple[str, ast.AST, str, str]:
     return ast.unparse(ast.fix_missing_locations(tree)), node, before, after
 
 
-def mutant(file: str, index: int, root: Path = ROOT) -> Mutant:
+def mutant(file: str, index: int) -> Mutant:
     """One mutant of a file."""
-    source = (root / file).read_text(encoding="utf-8")
+    source = (ROOT / file).read_text(encoding="utf-8")
     _, node, before, after = mutated(source, index)
     first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
     return Mutant(file, index, first, before[:120], after[:120], last)
 
 
-def count(file: str, root: Path = ROOT) -> int:
+def count(file: str) -> int:
     """The number of mutants of a file."""
-    return len(list(changes(ast.parse((root / file).read_text(encoding="utf-8")))))
+    return len(list(changes(ast.parse((ROOT / file).read_text(encoding="utf-8")))))
 
 
 def tests_of(file: str) -> tuple[str, ...]:
@@ -179,21 +178,21 @@ def tests_of(file: str) -> tuple[str, ...]:
     return ()
 
 
-def tests_for(mutant: Mutant, record: Record, budget: float, root: Path = ROOT) -> list[str]:
+def tests_for(mutant: Mutant, record: Record, budget: float, root: Path) -> list[str]:
     """Return the tests that run the changed lines, in the order in which they are to run.
 
     What runs while a file is imported (a constant, a default) is noticed where its name is read.
     What runs in other processes is noticed by the tests of the file's name, or of the file.
     """
-    own = f"test_{Path(mutant.file).stem}.py::"
+    file_of_tests = f"test_{Path(mutant.file).stem}.py::"
 
     def runs(lines: dict[str, set[int]]) -> list[str]:
-        return [name for name, one in record.items() if _runs(one["lines"], lines)]
+        return [name for name, test in record.items() if _runs(test["lines"], lines)]
 
     found = (
         runs({mutant.file: set(range(mutant.line, mutant.end + 1))})
         or runs(_readers(mutant, root))
-        or [name for name in record if own in name]
+        or [name for name in record if file_of_tests in name]
         or runs({mutant.file: set(range(1, 10**5))})
     )
     seconds = {name: record[name]["seconds"] for name in found}
@@ -203,10 +202,10 @@ def tests_for(mutant: Mutant, record: Record, budget: float, root: Path = ROOT) 
         order.append((turns[function], seconds[name], name))
         turns[function] += 1
     chosen = []
-    for _, own, name in sorted(order):
-        if own <= budget:
+    for _, needed, name in sorted(order):
+        if needed <= budget:
             chosen.append(name)
-            budget -= own
+            budget -= needed
     return chosen
 
 
@@ -236,13 +235,13 @@ def _readers(mutant: Mutant, root: Path) -> dict[str, set[int]]:
     return found
 
 
-def recorded(folder: Path, tests: Sequence[str], keep: Path) -> Record:
-    """Return which lines the tests run, from a file if that is of the same package and tests."""
+def recorded(folder: Path, tests: Sequence[str]) -> Record:
+    """Return which lines the tests run, kept in a file until package or tests change."""
     digest = hashlib.sha256(repr(sorted(tests)).encode())
     for path in sorted([*(folder / PACKAGE).rglob("*.py"), *(folder / "tests").rglob("*.py")]):
         digest.update(path.read_bytes())
-    if keep.exists():
-        kept = json.loads(keep.read_text())
+    if LINES.exists():
+        kept = json.loads(LINES.read_text())
         if kept["digest"] == digest.hexdigest():
             found: Record = kept["tests"]
             return found
@@ -253,11 +252,8 @@ def recorded(folder: Path, tests: Sequence[str], keep: Path) -> Record:
     subprocess.run([*python, *options], cwd=folder, check=True)
     lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     found = {one.pop("test"): one for one in lines}
-    (folder / "chosen.txt").write_text("\n".join(found), encoding="utf-8")
-    subprocess.run([*python, "--collect-only", "@chosen.txt"], cwd=folder, check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
-    keep.parent.mkdir(parents=True, exist_ok=True)
-    keep.write_text(json.dumps({"digest": digest.hexdigest(), "tests": found}))
+    LINES.parent.mkdir(parents=True, exist_ok=True)
+    LINES.write_text(json.dumps({"digest": digest.hexdigest(), "tests": found}))
     return found
 
 
@@ -313,39 +309,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--budget", type=float, default=60.0,
                         help="seconds of tests that a mutant gets (default: 60)")  # fmt: skip
-    parser.add_argument("--lines", type=Path, default=ROOT / "outputs" / "lines.json",
-                        help="where the lines of each test are kept")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--list", action="store_true", help="list the mutants and run none")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
-    files = [file for file in files if file.startswith(given.only) and tests_of(file)]
+    files = [file for file in files if file.startswith(options.only) and tests_of(file)]
     places = [(file, index) for file in files for index in range(count(file))]
     if not places:
-        parser.error(f"--only: no file that has tests starts with {given.only!r}")
-    random.Random(given.seed).shuffle(places)
-    drawn = [mutant(*place) for place in places[: given.size]]
+        parser.error(f"--only: no file that has tests starts with {options.only!r}")
+    random.Random(options.seed).shuffle(places)
+    drawn = [mutant(*place) for place in places[: options.size]]
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if not given.list:
-            _copy_repository(folder)
-            rooms = {room for one in drawn for room in tests_of(one.file)}
-            record = recorded(folder, sorted(rooms), given.lines)
-        for one in drawn:
-            start, verdict = time.monotonic(), "listed"
-            if not given.list:
-                tests = tests_for(one, record, given.budget, folder)
-                # Importing torch and diffusers, and a machine that is busier than it was.
-                limit = 120 + 4 * given.budget
-                verdict = run_mutant(one, folder, tests, limit) if tests else "unnoticed"
-            print(f"{verdict:10} {one.file}:{one.line} {one.before} -> {one.after}", flush=True)
+        _copy_repository(folder)
+        rooms = {room for change in drawn for room in tests_of(change.file)}
+        record = recorded(folder, sorted(rooms))
+        for change in drawn:
+            start = time.monotonic()
+            tests = tests_for(change, record, options.budget, folder)
+            # Importing torch and diffusers, and a machine that is busier than it was.
+            limit = 120 + 4 * options.budget
+            verdict = run_mutant(change, folder, tests, limit) if tests else "unnoticed"
+            place = f"{change.file}:{change.line}"
+            print(f"{verdict:10} {place} {change.before} -> {change.after}", flush=True)
             seconds = round(time.monotonic() - start, 1)
-            results.append(asdict(one) | {"verdict": verdict, "seconds": seconds})
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"seed": given.seed, "mutants": results}, indent=1))
+            results.append(asdict(change) | {"verdict": verdict, "seconds": seconds})
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"seed": options.seed, "mutants": results}, indent=1))
     return int(any(result["verdict"] == "unnoticed" for result in results))
 
 
