@@ -53,7 +53,6 @@ LAUNCHES = [
     (HOPPER, "sparse-64x128-d128", _OWN_PROLOGUE | _SPARSE | {"hopper_key_value_kernel"}),
     (HOPPER, "int8-linear-row", {"quantize_rows_kernel", "hopper_linear_kernel"}),
     (HOPPER, "int8-linear-block", {"quantize_rows_kernel", "hopper_linear_blocks_kernel"}),
-    (HOPPER, "int8-linear-block", {"quantize_rows_kernel", "int8_linear_kernel"}),
     (HOPPER, "int8-copies", {"samples_kernel"}),
     (HOPPER, "norms-40x128-bf16", _NORMS),
     (HOPPER, "streams-30x64-fp32", {"residual_kernel"}),
