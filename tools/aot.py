@@ -306,7 +306,7 @@ def compiled(name: str, target: Target) -> list[Result]:
     case, results = CASES[name], []
 
     def launch(kernel: Any, grid: object, device: object, **arguments: Any) -> None:
-        rows = arguments.get("scale_ptr") is not None
+        rows = getattr(arguments.get("norm"), "scale_ptr", None) is not None
         made = Result(kernel.__name__, target, case, rows=rows)
         results.append(
             _measured(made, lambda: kernel.warmup(grid=grid, enable_fp_fusion=True, **arguments))
