@@ -38,8 +38,8 @@ from turbo_rcm_patch.ops import gluon
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.conv3d import api as conv3d
-from turbo_rcm_patch.ops.conv3d.formats import Duplicate, GroupNorm, RMSNorm
-from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Norms, Skip
+from turbo_rcm_patch.ops.conv3d.formats import Call, Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, LinearInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples
 from turbo_rcm_patch.ops.launch import Target
@@ -178,7 +178,7 @@ def _int8_linear(case: Case, target: Target) -> None:
     scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
     weight = case.empty(channels, rows.data.shape[2], dtype=torch.int8)
     for activation in ("", "gelu-tanh"):
-        linear = int8_linear.LinearInputs(weight, scale, case.empty(channels), activation)
+        linear = LinearInputs(weight, scale, case.empty(channels), activation)
         int8_linear.launch_linear(rows, linear, out_dtype=x.dtype)
 
 
@@ -227,7 +227,7 @@ def _conv3d(case: Case, target: Target) -> None:
     x, weight = case.empty(1, 3 + taps[0], *size, channels), case.empty(features, *taps, channels)
     residual = case.empty(1, 4, *size, features)
     kernel = conv3d.KERNELS[0].load()
-    call = conv3d.Call(x, weight, (1, 1, 1), (1, 1))
+    call = Call(x, weight, (1, 1, 1), (1, 1))
     for more in (None, None), (case.empty(features), residual):
         kernel(call, *more, out_dtype=x.dtype)
 

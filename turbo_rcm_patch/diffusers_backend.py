@@ -43,7 +43,7 @@ def register_backend() -> str:
         register_backend()
         model.set_attention_backend("turbo_rcm_int8")
 
-    int8 from where `sageattn` takes it (4,096 keys on a GPU, 1,024 on a CPU), exact below; masks
+    int8 from where `sageattn` takes it (6,144 keys on a GPU, 1,024 on a CPU), exact below; masks
     are computed exactly, with one warning; grouped queries copy heads of k and v. Dropout and
     gradients are refused: train with "native". It works under diffusers' context parallelism:
     Ulysses, ring and both.

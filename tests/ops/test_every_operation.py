@@ -367,6 +367,14 @@ def test_a_registered_operation_refuses_a_gradient_too() -> None:
         compiled(leaf)
 
 
+def test_the_epsilon_of_a_spec_is_that_of_the_norms() -> None:
+    q, k, v = torch.randn(3, 1, 5, CHANNELS)
+    spec = AttentionSpec(heads=HEADS, attention="exact", eps=0.5)
+    normed = (torch.nn.functional.rms_norm(x, (CHANNELS,), ROW, 0.5) for x in (q, k))
+    expected = ops.attention_skip(*normed, v, spec)
+    torch.testing.assert_close(ops.attention_skip(q, k, v, spec, norm_q=ROW, norm_k=ROW), expected)
+
+
 # --- empty batches, dtypes, autocast -------------------------------------------------------------
 
 

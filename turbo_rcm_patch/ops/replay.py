@@ -150,7 +150,6 @@ class Program:
         buffers: What is allocated.
         starts: Start the kernels, given the addresses of all slots and the stream.
         result: Builds the result from arguments and buffers.
-        constants: Tensors that the kernels read besides, which live as long as this.
     """
 
     index: int | None
@@ -160,7 +159,6 @@ class Program:
     buffers: tuple[_Buffer, ...]
     starts: tuple[Callable[[list[int], int], None], ...]
     result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
-    constants: tuple[torch.Tensor, ...]
 
     def fits(self, addresses: list[int]) -> bool:
         """Return True if arguments share memory and are aligned as in the recorded call."""
@@ -260,7 +258,6 @@ class Recorder(TorchDispatchMode):
             buffers=memory.buffers,
             starts=starts,
             result=memory.result,
-            constants=tuple(memory.constants),
         )
 
 
@@ -275,7 +272,6 @@ class _Memory:
     Attributes:
         buffers: The allocations of a replay.
         result: Builds the result of a replay from arguments and buffers.
-        constants: Tensors that outlive the call and that `slot_of` met.
 
     Raises:
         _Unrepeatable: An argument has no memory, or the result is no argument and no allocation.
@@ -297,7 +293,6 @@ class _Memory:
         source = self._source(result, returned)
         self.buffers, self._slots = _buffers(allocated, returned)
         self.result = _builder(source, self._slots)
-        self.constants: list[torch.Tensor] = []
 
     def slot_of(self, tensor: torch.Tensor) -> tuple[int | None, int]:
         """Return the slot of a tensor and its offset; for a constant None and its address.
@@ -315,7 +310,6 @@ class _Memory:
             slot = self._arguments[storage][0]
             return slot, address - self._inputs[slot].data_ptr()
         if storage in _kept:
-            self.constants.append(tensor)
             return None, address
         raise _Unrepeatable
 

@@ -96,7 +96,7 @@ def sageattn(
 ) -> Result:
     """Compute softmax(sm_scale * q k^T) v, in place of `sageattention.sageattn`.
 
-    q and k run in int8 from 4,096 queries and keys on (on a CPU, and with return_lse, from 1,024
+    q and k run in int8 from 6,144 queries and keys on (on a CPU, and with return_lse, from 1,024
     keys on), else exactly. Inputs are never written to. A gradient is refused.
 
     Args:
