@@ -27,6 +27,7 @@ def test_a_command_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["pairs", "--model", "tiny"]) == 0
 
 
+@pytest.mark.slow
 def test_no_compiler_is_needed_on_a_cpu(tmp_path: Path) -> None:
     """Triton builds its launcher with a C compiler: without one nothing may ask for it here."""
     code = (

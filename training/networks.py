@@ -87,7 +87,7 @@ class Wan:
             for module in vae.modules():
                 if isinstance(module, (nn.Conv2d, nn.Conv3d)):
                     nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-                    if module.bias is not None:
+                    if module.bias is not None and module is not vae.quant_conv:
                         nn.init.zeros_(module.bias)
         # A posterior of unit variance would drown the young encoder.
         nn.init.constant_(vae.quant_conv.bias[vae.config.z_dim :], -6.0)

@@ -187,7 +187,7 @@ def test_a_patched_model_can_be_collected() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert "gone" in str(report) and len(report.guard) == 2
+    assert "gone" in str(report) and len(report.guard) >= 2
 
 
 @pytest.mark.parametrize("linear", ["as-is", "int8"])

@@ -561,7 +561,7 @@ def convolved(
     return x.new_empty(x.shape[0], *size, weight.shape[0], dtype=dtype)
 
 
-def enlarged(y: Any, *_: Any, dtype: Any, **__: Any) -> Any:
+def upsampled(y: Any, *_: Any, dtype: Any, **__: Any) -> Any:
     batch, frames, height, width, channels = y.shape
     return y.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4, dtype=dtype)
 
@@ -584,7 +584,7 @@ def test_the_peak_of_memory_is_the_unpatched_ones(
             patch_model(model, guard=False)
             monkeypatch.setattr(block, "why_not_inference", lambda *_: "")  # the mode
             monkeypatch.setattr(wan_coders, "norm_silu", norm_silu)
-            monkeypatch.setattr(patching_vae, "enlarge", enlarged)
+            monkeypatch.setattr(patching_vae, "upsample", upsampled)
             monkeypatch.setattr(patching_vae, "norm_silu", norm_silu)
             monkeypatch.setattr(patching_vae, "conv3d", convolved)
         with Live() as live:

@@ -65,6 +65,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(trained, tmp_path, monkey
     train_micro("wan", tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_train_together(tmp_path: Path) -> None:
     """Their shards and batches differ, and both finish."""
     code = "import runpy; runpy.run_module('tests.training.micro', run_name='__main__')"

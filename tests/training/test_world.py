@@ -73,6 +73,7 @@ def test_a_shard_has_the_bytes_of_its_seed(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_world_is_learnt_in_pieces_and_generates(tmp_path: Path) -> None:
     """From shards that are there, trained in pieces, packaged in int8, and loaded."""
     random = np.random.default_rng(0)

@@ -163,7 +163,7 @@ class Compare(Run):
         out: Folder for everything.
         fresh: Start again: remove what an earlier comparison wrote into the folder. Other files
             stay.
-        network_number: Measure the error of one network call against fp32, block by block. Without
+        network_number: Measure the error of a few network calls against fp32. Without
             this option it is measured where that is possible; with --offload it is not, and the
             verdict is "undecided".
         attention_backend: Judge this attention backend of diffusers (sage, flash, ...) in place of

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200,
-#: with values in bf16 and norms counted, int8 attention takes four times the error of exact
-#: attention. It is 1.02 to 1.08 times as fast over 4,096 tokens; over 6,144 1.17 to 1.30 times
-#: with heads of 128 channels and 1.03 to 1.09 with 64 (results/2026-11-28/int8_threshold.txt).
-#: Other cards have not been measured.
+#: with values in bf16 and norms counted, int8 has four times the error of exact attention. It is
+#: 1.02 to 1.08 times as fast over 4,096 tokens; over 6,144 it is 1.17 to 1.30 times as fast with
+#: heads of 128 channels, and 1.03 to 1.09 with 64 (results/2026-11-28/int8_threshold.txt). Other
+#: cards have not been measured.
 INT8_AUTO_TOKENS: Final = 6144
 #: Least number of keys for which pv="auto" takes fp8 where the device has it, and that of Hopper.
 #: fp8 has three times the error of bf16. In return it makes the second product faster. Hopper has

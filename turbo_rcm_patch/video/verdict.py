@@ -241,7 +241,7 @@ def judge(
         control: Control against baseline, same prompts; None if there is none, which leaves the
             verdict open.
         latents: Both are of latents (`latent_drift`).
-        network_ratio: e(changed)/e(unpatched) of one network call, if it was measured.
+        network_ratio: e(changed)/e(unpatched) of the network, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
         missing: The numbers that could not be measured, and why. A number that was left out on
             request is not missing.

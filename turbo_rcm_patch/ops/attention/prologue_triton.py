@@ -101,21 +101,13 @@ def inverse_rms_of(row_ptrs, mask_t, eps, FORM: tl.constexpr):
 
 
 @triton.jit
-def rotary_of(rotary, offs_t, mask_t, FORM: tl.constexpr):
-    """Load `load_rotary` of tokens offs_t, or return None without a rotary embedding."""
-    tables = None
-    if rotary is not None:
-        offs_d = tl.arange(0, FORM.HEAD_PAD)
-        offs = offs_t[:, None] * FORM.HEAD_DIM + offs_d[None, :]
-        tables = load_rotary(rotary, offs, mask_t[:, None] & (offs_d < FORM.HEAD_DIM)[None, :])
-    return tables
+def head_tile(rows, rotary, tokens, h, inverse_rms, eps, FORM: tl.constexpr, NORM: tl.constexpr):
+    """Normalise and rotate head h of some tokens: [T, HEAD_PAD] fp32, 0 where masked.
 
-
-@triton.jit
-def head_tile(
-    rows, row_ptrs, mask_t, h, inverse_rms, tables, eps, FORM: tl.constexpr, NORM: tl.constexpr
-):
-    """Normalise and rotate head h of some tokens: [T, HEAD_PAD] fp32, 0 where masked."""
+    tokens: pointers to their rows, their numbers and their mask, [T] each. The rotary tables are
+    loaded for each head, because beside a head there are no registers to keep them.
+    """
+    row_ptrs, offs_t, mask_t = tokens
     offs_d = tl.arange(0, FORM.HEAD_PAD)
     mask_d = offs_d < FORM.HEAD_DIM
     mask = mask_t[:, None] & mask_d[None, :]
@@ -129,6 +121,9 @@ def head_tile(
         # Masked like x, so that a token past the end stays 0.
         bias = tl.load(rows.bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         bias = tl.where(mask, bias[None, :], 0.0)
+    tables = None
+    if rotary is not None:
+        tables = load_rotary(rotary, offs_t[:, None] * FORM.HEAD_DIM + offs_d[None, :], mask)
     return norm_rotate_tile(x, inverse_rms, weight, bias, tables, eps, FORM.HEAD_DIM, NORM)
 
 
@@ -172,8 +167,8 @@ def sample_mean(h, b, limit, rows, common, step, eps, FORM: tl.constexpr):
         inverse_rms = 1.0
         if FORM.K_NORM == 1:
             inverse_rms = inverse_rms_of(row_ptrs, mask_t, eps, FORM)
-        tables = rotary_of(common.rotary, offs_t, mask_t, FORM)
-        x = head_tile(rows, row_ptrs, mask_t, h, inverse_rms, tables, eps, FORM, NORM=FORM.K_NORM)
+        tokens = (row_ptrs, offs_t, mask_t)
+        x = head_tile(rows, common.rotary, tokens, h, inverse_rms, eps, FORM, FORM.K_NORM)
         total += tl.sum(x, axis=0)
     bh = b * (FORM.CHANNELS // FORM.HEAD_DIM) + h
     out = common.mean_ptr + bh * FORM.HEAD_PAD + tl.arange(0, FORM.HEAD_PAD)
@@ -196,15 +191,16 @@ def token_block(
     out = rows.out
     offs_t = block * FORM.BLOCK_T + tl.arange(0, FORM.BLOCK_T)
     offs_d = tl.arange(0, FORM.HEAD_PAD)
+    offs_out = tl.arange(0, FORM.BLOCK_T)[:, None] * FORM.HEAD_PAD + offs_d[None, :]
     mask_t = offs_t < limit
     row_ptrs = row_pointers(rows, b, offs_t)
     inverse_rms = 1.0
     if NORM == 1:
         inverse_rms = inverse_rms_of(row_ptrs, mask_t, factors.eps, FORM)
-    tables = rotary_of(common.rotary, offs_t, mask_t, FORM)
+    tokens = (row_ptrs, offs_t, mask_t)
     for h in range(group * FORM.GROUP, tl.minimum((group + 1) * FORM.GROUP, HEADS)):
         bh = b.to(tl.int64) * HEADS + h
-        x = head_tile(rows, row_ptrs, mask_t, h, inverse_rms, tables, factors.eps, FORM, NORM=NORM)
+        x = head_tile(rows, common.rotary, tokens, h, inverse_rms, factors.eps, FORM, NORM)
         if common.mean_ptr is not None:
             mean = tl.load(common.mean_ptr + bh * FORM.HEAD_PAD + offs_d)[None, :]
             if KEYS:
@@ -228,10 +224,8 @@ def token_block(
             scale = tl.where(total == total, amax / FORM.QMAX * factors.q, total)
             tl.store(out.scale_ptr + bh * out.n_padded + offs_t, scale)
             inverse = inverse[:, None]
-        tl.store(
-            out.int8_ptr + (bh * out.n_padded + offs_t)[:, None] * FORM.HEAD_PAD + offs_d[None, :],
-            nearest_int8(x, inverse),
-        )
+        out_ptr = out.int8_ptr + (bh * out.n_padded + block * FORM.BLOCK_T) * FORM.HEAD_PAD
+        tl.store(out_ptr + offs_out, nearest_int8(x, inverse))
 
 
 @triton.jit
@@ -407,7 +401,7 @@ def run_prologue(job: Prologue) -> None:
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     tile = tile_for("prologue", str(head_pad), target_of(device))
     blocks = queries.int8.shape[2] // rows + keys.int8.shape[2] // rows * (1 + fp8)
-    # A thread takes 32 channels of a token, so a block of few tokens has work for few warps.
+    # A thread holds 32 values of a head, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     form = Form(
         CHANNELS=channels,

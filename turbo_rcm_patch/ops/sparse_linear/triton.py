@@ -146,14 +146,16 @@ def prepare_tokens_kernel(
     mask = (offs_h < FORM.HEADS) & (offs_d < FORM.HEAD_PAD)
     if program < q_blocks:
         start = program * FORM.Q_TOKENS
-        total = _sum_of_tokens(q, b, rotary, start, n_q, eps, FORM, FORM.Q_TOKENS, FORM.Q_NORM)
+        total = _sum_of_tokens(
+            q, b, rotary, start, n_q, eps, FORM, FORM.Q_TOKENS, NORM=FORM.Q_NORM
+        )
         mean = (total / tl.minimum(FORM.Q_TOKENS, n_q - start)).to(q.ptr.dtype.element_ty)
         row = (b * FORM.HEADS + offs_h) * q_blocks + program
         tl.store(q_pooled_ptr + row * FORM.HEAD_PAD + offs_d, mean, mask=mask)
     else:
         part = program - q_blocks
         total = _sum_of_tokens(
-            k, b, rotary, part * FORM.K_TOKENS, n_kv, eps, FORM, FORM.K_TOKENS, FORM.K_NORM
+            k, b, rotary, part * FORM.K_TOKENS, n_kv, eps, FORM, FORM.K_TOKENS, NORM=FORM.K_NORM
         )
         row = (b * k_parts + part) * FORM.HEADS + offs_h
         tl.store(k_sums_ptr + row * FORM.HEAD_PAD + offs_d, total, mask=mask)

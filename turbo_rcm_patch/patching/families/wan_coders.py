@@ -208,14 +208,14 @@ class Decoder(WanCoder):
 
     def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
         halo, start = session.halo, self.start()
-        *lower, half, full = self.resolutions()
-        times = 2 ** sum(level.resample.mode == "upsample3d" for level in (*lower, half))
+        *before, full = self.resolutions()
+        times = 2 ** sum(level.resample.mode == "upsample3d" for level in before)
         batch, _, frames, height, width = x.shape
         if start in session.history:
             frames *= times
         else:  # A video's first frame stays one.
             frames = 1 + times * (frames - 1)
-        scale = 2 ** (len(lower) + 1)
+        scale = 2 ** len(before)
         out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
         done = 0
         for latent in torch.split(x, max(1, 4 * _FRAMES // times), 2):
@@ -223,19 +223,17 @@ class Decoder(WanCoder):
             h = session.conv(start, session.with_history(start, h))
             for block in self.middle():
                 h = self.run_block(session, block, h)
-            for level in lower:
+            for level in before:
                 skip = None if level.shortcut is None else h
                 for block in level.blocks:
                     h = self.run_block(session, block, h)
-                h = self.upsample(session, level, halo.exchange_halo(h), skip)
-            skip = None if half.shortcut is None else h
-            for block in half.blocks:
-                h = self.run_block(session, block, h)
-            halo.exchange_halo(h)
+                halo.exchange_halo(h)
+                if level is not before[-1]:
+                    h = self.upsample(session, level, h, skip)
             for first in range(0, h.shape[1], _FRAMES):
                 part = slice(first, first + _FRAMES)
                 part_skip = None if skip is None else skip[:, part]
-                y = self.upsample(session, half, h[:, part], part_skip)
+                y = self.upsample(session, before[-1], h[:, part], part_skip)
                 for block in full.blocks:
                     y = self.run_block(session, block, y)
                 y = halo.gather(self.head(session, halo.exchange_halo(y)))
