@@ -20,7 +20,7 @@ from turbo_rcm_patch.cli.exit_codes import run_command
 
 _PROGRAM: Final = "python -m benchmarks"
 BENCHMARKS: Final[dict[str, Benchmark]] = {
-    one.name: one for one in (attention, network, pipeline, vae, parallel)
+    benchmark.name: benchmark for benchmark in (attention, network, pipeline, vae, parallel)
 }
 
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
             name, help=benchmark.text, formatter_class=argparse.RawDescriptionHelpFormatter,
             description=f"Measure {benchmark.text}: a table on the screen and {name}.json in a "
             "folder.",
-            epilog=f"examples:  {_PROGRAM} {name} --only {benchmark.example}\n"
+            epilog=f"examples:  {_PROGRAM} {name} --only {next(iter(benchmark.cases))}\n"
             f"           {_PROGRAM} {name} --base HEAD~1\n"
             f"           {_PROGRAM} {name} --device cpu --micro    (tries the command itself)",
         ).add_argument  # fmt: skip
@@ -45,11 +45,9 @@ def parser() -> argparse.ArgumentParser:
             help="folder of another checkout, or a commit: measure every case there and here, in "
             "turn, and print both")  # fmt: skip
         add("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
-        add("--calls", type=int, metavar="N", help="most timed calls of a measurement")
         add("--limit", type=float, default=540.0, metavar="SECONDS",
             help="begin no measurement after this, and name what was left out "
             "(default: %(default)s)")  # fmt: skip
-        add("--seed", type=int, default=0, metavar="N", help="of weights and inputs")
         add("--micro", action="store_true", help="toy sizes, to try the command itself")
     return top
 

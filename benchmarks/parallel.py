@@ -6,6 +6,12 @@ its sequence.
 
 It starts a process for each GPU. All ranks compute; the first one writes. On one GPU each rank
 computes the whole by itself.
+
+`ms` is of forwards queued one after another on all ranks, by the first rank's wall clock; of a
+video a step with guidance. `video s` is denoising, decoding and frames: the VAE is in bf16,
+patched where the network is, and all ranks decode its rows together. `same on all` says that every
+rank got the same bits, `same as one` that they are those of one GPU with the same patch. `error`
+is relative L2 to the unpatched forward, or to the unpatched video's frames, on one GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from benchmarks.network import BROKEN
 from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import (
     ERROR,
-    TIMES,
+    MS,
     Benchmark,
     Column,
     Journal,
@@ -38,7 +44,6 @@ from benchmarks.runner import (
     Record,
     Wrong,
     error_to,
-    peak_gib,
     seconds_of,
     summary,
     time_forwards,
@@ -58,50 +63,32 @@ class _Way:
             inside, or "" for one GPU.
         config: How it is patched; None for unpatched.
         backend: An attention backend of diffusers. Rings need one that returns the logsumexp.
-        alone: Each rank decodes the whole video.
     """
 
     split: str = ""
     config: PatchConfig | None = None
     backend: str = ""
-    alone: bool = False
 
 
 _PATCHED: Final = PatchConfig(guard=False)
 _INT8: Final = PatchConfig(guard=False, linear="int8")
 _WAYS: Final = {
-    "one GPU eager": _Way(),
     "one GPU patched": _Way(config=_PATCHED),
     "one GPU patched int8 Linears": _Way(config=_INT8),
-    "one GPU patched guard on": _Way(config=PatchConfig()),
     "Ulysses cuDNN": _Way("ulysses", backend="_native_cudnn"),
-    "Ulysses sage": _Way("ulysses", backend="sage"),
     "Ulysses patched": _Way("ulysses", _PATCHED),
-    "Ulysses patched exact": _Way("ulysses", PatchConfig(guard=False, attention="exact")),
     "Ulysses patched int8 Linears": _Way("ulysses", _INT8),
     "Ulysses patched guard on": _Way("ulysses", PatchConfig()),
     # The last of a forward, because diffusers does not take a ring off again.
     "ring patched": _Way("ring", _PATCHED, backend=BACKEND),
-    "CFG eager": _Way("cfg"),
-    "CFG sage": _Way("cfg", backend="sage"),
     "CFG patched": _Way("cfg", _PATCHED),
-    "CFG patched int8 Linears": _Way("cfg", _INT8),
-    "CFG patched guard on": _Way("cfg", PatchConfig()),
-    "CFG patched decoded alone": _Way("cfg", _PATCHED, alone=True),
 }
 #: Case -> network and tokens of a forward, or a video.
 _CASES: Final[dict[str, tuple[str, int] | Case]] = {
     "1.3b": ("1.3b", 32760),
     "14b": ("14b", 32760),
-    "14b-75600": ("14b", 75600),
     "1.3b-video": Case("1.3b", 4, 5.0, SIZE_480P),
-    "14b-video": Case("14b", 4, 5.0, SIZE_480P),
 }
-
-
-def _splits(case: tuple[str, int] | Case) -> tuple[str, ...]:
-    """How a case can be divided: guidance is a video's alone."""
-    return ("", "cfg") if isinstance(case, Case) else ("", "ulysses", "ring")
 
 
 _TIMEOUT: Final = timedelta(seconds=180)
@@ -158,16 +145,14 @@ def _measure(case: str, methods: Sequence[str], journal: Journal) -> None:
         network = build_network(what[0], plan, device)
         pipe = SimpleNamespace(transformer=network)
         call = make_call(network, plan, device, what[1])
-    journal.case(case, ranks=dist.get_world_size())
     outputs = {"truth": call()}
     for method in methods:
-        known = journal.case(case)
-        journal.measure(case, method, partial(_one, method, pipe, call, outputs, known, journal))
+        journal.measure(case, method, partial(_check_and_time, method, pipe, call, outputs, plan))
 
 
-def _one(
+def _check_and_time(
     method: str, pipe: Any, call: Callable[..., torch.Tensor], outputs: dict[str, torch.Tensor],
-    known: dict[str, Record], journal: Journal, record: Record,
+    plan: Plan, record: Record,
 ) -> None:  # fmt: skip
     """Check and time one way on all ranks.
 
@@ -176,40 +161,29 @@ def _one(
         pipe: A pipeline, or what holds a network as one.
         call: Its forward, or its video by `output_type`.
         outputs: Of each method on one GPU, and at "truth" the right one; gets this one's.
-        known: The records of the methods before.
-        journal: Of the benchmark.
+        plan: What was asked for.
         record: Gets the numbers.
     """
-    plan, device, way = journal.plan, journal.device, _WAYS[method]
-    same = (name for name, one in _WAYS.items() if not one.split and one.config == way.config)
-    alone = next(same, "no such method")
+    way, device = _WAYS[method], outputs["truth"].device
+    record["ranks"] = dist.get_world_size()
     with _entered(way, pipe, device) as report:
-        found: list[torch.Tensor] = []
-        record["first_seconds"] = seconds_of(lambda: found.append(call()), device)
-        output = found.pop()
+        output = call()
         record["error"] = error_to(outputs["truth"], BROKEN)(output)
         if not way.split:
             outputs[method] = output
+        elif not _same_on_all_ranks(output):
+            raise Wrong("ranks differ")
         else:
-            record["same_on_all_ranks"] = _same(output)
-            if not record["same_on_all_ranks"]:
-                raise Wrong("ranks differ")
-            if alone in outputs:
-                record["same_as_one"] = torch.equal(output, outputs[alone])
+            record["same_on_all_ranks"] = True
+            for name, alone in _WAYS.items():
+                if not alone.split and alone.config == way.config and name in outputs:
+                    record["same_as_one"] = torch.equal(output, outputs[name])
         if hasattr(pipe, "scheduler"):
             _time_video(pipe, call, plan, device, record)
         else:
             call()
-            record["ms"], record["cpu_ms"] = time_forwards(
-                call, device, plan.most(5), dist.barrier, queued=2
-            )
-            record["peak_gib"] = peak_gib(call, device)
+            record["ms"] = time_forwards(call, device, plan.most(5), ready=dist.barrier, queued=2)
         record_report(record, report)
-    one = known.get(alone, {}) if way.split else {}
-    if "ms" in one:
-        record["of_one"] = record["ms"]["median"] / one["ms"]["median"]
-    if "video_seconds" in one:
-        record["video_of_one"] = record["video_seconds"] / one["video_seconds"]
 
 
 def _time_video(
@@ -222,9 +196,7 @@ def _time_video(
         return seconds_of(lambda: call(output), device)
 
     record["video_seconds"] = seconds("pt")
-    record["peak_gib"] = peak_gib(call, device)
-    steps = pipe.num_timesteps
-    record["ms"] = summary([1e3 * seconds("latent") / steps for _ in range(plan.most(2))])
+    record["ms"] = summary([1e3 * seconds("latent") / pipe.num_timesteps for _ in range(2)])
 
 
 @contextmanager
@@ -247,12 +219,12 @@ def _entered(way: _Way, pipe: Any, device: torch.device) -> Iterator[PatchReport
             pipe.transformer.enable_parallelism(config=config)
         elif way.split:
             groups = 2 if way.split == "cfg" else 1
-            shared = on_ranks(pipe, cfg=groups, ulysses=world // groups, vae=not way.alone)
+            shared = on_ranks(pipe, cfg=groups, ulysses=world // groups)
             stack.enter_context(shared)
         yield report
 
 
-def _same(x: torch.Tensor) -> bool:
+def _same_on_all_ranks(x: torch.Tensor) -> bool:
     """Return True if every rank has the same bits."""
     x = x.contiguous()
     every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -263,29 +235,16 @@ def _same(x: torch.Tensor) -> bool:
 parallel: Final = _OnRanks(
     name="parallel",
     text="a forward of Wan, and a video with guidance, on all GPUs",
-    example='"1.3b-video,one GPU patched,CFG patched"',
-    about={
-        "network": "Wan2.1, seeded random weights, bf16, batch 1",
-        "ms": "of forwards queued one after another on all ranks, by the first rank's wall clock; "
-        "of a video a step with guidance: denoising by the number of steps",
-        "video_seconds": "denoising, decoding and frames; VAE in bf16, patched where the network "
-        "is; all ranks decode its rows together, unless a method decodes alone",
-        "of_one": "median over that of one GPU with the same patch, or without one",
-        "video_of_one": "the same of video_seconds",
-        "same_on_all_ranks": "every rank got the same bits",
-        "same_as_one": "they are the bits of one GPU with the same patch, or without one",
-        "error": "relative L2 to the unpatched forward, or the unpatched video's frames, on one "
-        "GPU",
-        "CFG": "cfg=2, and ulysses=N in each group of N ranks",
-    },
     columns=(
-        *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of one GPU", "of_one", ".3f"),
-        Column("video s", "video_seconds", ".2f"), Column("of one GPU", "video_of_one", ".3f"),
-        Column("GiB", "peak_gib", ".1f"), Column("same on all", "same_on_all_ranks", ""),
-        Column("same as one", "same_as_one", ""), ERROR,
+        MS, Column("video s", "video_seconds", ".2f"),
+        Column("same on all", "same_on_all_ranks", ""), Column("same as one", "same_as_one", ""),
+        ERROR,
     ),
-    cases={
-        name: [way for way, how in _WAYS.items() if how.split in _splits(case)]
+    cases={  # Guidance is a video's alone.
+        name: [
+            method for method, way in _WAYS.items()
+            if way.split in (("", "cfg") if isinstance(case, Case) else ("", "ulysses", "ring"))
+        ]
         for name, case in _CASES.items()
     },
     measure=_measure,

@@ -38,9 +38,7 @@ class Plan:
         out: Folder of the JSON file.
         device: "cuda", "cuda:1", or "cpu" with `micro`.
         only: Names of cases and of methods; empty for the default ones.
-        calls: Most timed calls of a measurement; None for the benchmark's own number.
         limit: Seconds after which no further measurement begins.
-        seed: Of inputs and weights.
         micro: Toy sizes, to try a command.
         command: The command line, for the file.
     """
@@ -48,15 +46,11 @@ class Plan:
     out: Path
     device: str = "cuda"
     only: tuple[str, ...] = ()
-    calls: int | None = None
     limit: float = 540.0
-    seed: int = 0
     micro: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.calls is not None and self.calls < 1:
-            raise ConfigError("--calls", expected="1 or more", got=str(self.calls))
         if not self.limit >= 0:
             raise ConfigError("--limit", expected="seconds, 0 or more", got=str(self.limit))
 
@@ -66,8 +60,8 @@ class Plan:
         return "eager" if self.micro else "inductor"
 
     def most(self, calls: int) -> int:
-        """The number of timed calls: a benchmark's own, unless the command line says another."""
-        return self.calls or (2 if self.micro else calls)
+        """The number of timed calls; two of toy sizes."""
+        return 2 if self.micro else calls
 
     def torch_device(self) -> torch.device:
         """Return the device, made the current one, after checking that it is there.
@@ -120,13 +114,8 @@ def wait(device: torch.device) -> None:
 
 
 def summary(times: Sequence[float]) -> Record:
-    """Median, 20th and 80th percentile, and how many there are."""
-    ordered = sorted(times)
-    fifth = len(ordered) // 5
-    return {
-        "median": statistics.median(ordered), "p20": ordered[fifth], "p80": ordered[-1 - fifth],
-        "calls": len(ordered),
-    }  # fmt: skip
+    """Median of times, and how many there are."""
+    return {"median": statistics.median(times), "calls": len(times)}
 
 
 def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> Record:
@@ -153,39 +142,41 @@ def time_forwards(
     call: Callable[[], object],
     device: torch.device,
     rounds: int,
+    *,
     ready: Callable[[], object] = lambda: None,
-    queued: int = 0,
-) -> tuple[Record, Record]:
-    """Time a forward in two ways, in milliseconds.
+    queued: int | None = None,
+) -> Record:
+    """Time queued forwards by the wall clock; milliseconds of one.
 
     Args:
         call: The forward.
         device: Where it runs.
-        rounds: How often each is measured.
+        rounds: How often they are measured.
         ready: Called before each round, so that several ranks begin together.
-        queued: Forwards in a round of the first way; 0 for one long or three short ones. Ranks
-            that exchange must make the same number.
-
-    Returns:
-        Of one of several queued forwards by the wall clock; and of the CPU, until a forward
-        returns that began on an idle device.
+        queued: Forwards in a round; by default one long or three short ones. Ranks that exchange
+            must make the same number.
     """
     # A long forward hides its launches by itself.
     queued = queued or (1 if seconds_of(call, device) > 0.15 else 3)
-    whole, cpu = [], []
+    times = []
     for _ in range(rounds):
         ready()
         begin = idle_at(device)
         for _ in range(queued):
             call()
-        whole.append(1e3 * (idle_at(device) - begin) / queued)
+        times.append(1e3 * (idle_at(device) - begin) / queued)
+    return summary(times)
+
+
+def time_on_cpu(call: Callable[[], object], device: torch.device, rounds: int) -> Record:
+    """Milliseconds until a forward returns that began on an idle device."""
+    times = []
     for _ in range(rounds):
-        ready()
         begin = idle_at(device)
         call()
-        cpu.append(1e3 * (time.perf_counter() - begin))
+        times.append(1e3 * (time.perf_counter() - begin))
     wait(device)
-    return summary(whole), summary(cpu)
+    return summary(times)
 
 
 def idle_at(device: torch.device) -> float:
@@ -213,7 +204,7 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
-def generator(device: torch.device, seed: int) -> torch.Generator:
+def generator(device: torch.device, seed: int = 0) -> torch.Generator:
     """A seeded generator on the device."""
     return torch.Generator(device=device).manual_seed(seed)
 
@@ -245,10 +236,7 @@ class Column(NamedTuple):
         return f"{value:{self.form}}" if isinstance(value, (int, float)) else str(value or "")
 
 
-TIMES: Final = (
-    Column("ms", "ms.median", ".3f"), Column("p20", "ms.p20", ".3f"),
-    Column("p80", "ms.p80", ".3f"),
-)  # fmt: skip
+MS: Final = Column("ms", "ms.median", ".3f")
 ERROR: Final = Column("error", "error", ".4f")
 
 
@@ -282,8 +270,6 @@ class Benchmark:
     Attributes:
         name: Its file is `<name>.json`.
         text: What it measures, for the help.
-        example: Of `--only`.
-        about: Definitions, for the file.
         columns: Of the table, after case and method. The first one is what two trees compare.
         cases: Case -> the methods that it can be measured with.
         measure: Measures a case with some of the methods.
@@ -292,8 +278,6 @@ class Benchmark:
 
     name: str
     text: str
-    example: str
-    about: Mapping[str, object]
     columns: Sequence[Column]
     cases: Mapping[str, Sequence[str]]
     measure: Callable[[str, Sequence[str], Journal], None]
@@ -329,14 +313,17 @@ class Benchmark:
             0 if every method of this library ran and was right, else 1.
         """
         chosen = self.chosen(plan)
-        journal = Journal(self, plan, device, rank)
+        journal = Journal(self, plan, device or plan.torch_device(), rank)
         try:
             for case, methods in chosen.items():
                 if not journal.late(case):
                     self.measure(case, methods, journal)
                     free(journal.device)
         finally:
-            journal.close()
+            journal.write()
+        for name in journal.left_out:
+            journal.say(f"left out, no time: {name}")
+        journal.say(str(journal.path))
         return int(journal.failed)
 
 
@@ -346,7 +333,7 @@ class Journal:
     Args:
         benchmark: Which one.
         plan: What was asked for.
-        device: Where it measures; the plan's by default.
+        device: Where it measures.
         rank: Ranks above 0 print and write nothing.
 
     Raises:
@@ -355,42 +342,33 @@ class Journal:
     """
 
     def __init__(
-        self, benchmark: Benchmark, plan: Plan, device: torch.device | None, rank: int
+        self, benchmark: Benchmark, plan: Plan, device: torch.device, rank: int = 0
     ) -> None:
-        self.plan, self.failed, self._columns, self._rank = plan, False, benchmark.columns, rank
-        self.device = plan.torch_device() if device is None else device
+        self.plan, self.device, self.failed = plan, device, False
         self.path = plan.out / f"{benchmark.name}.json"
+        self._columns, self._rank, self._begin = benchmark.columns, rank, time.monotonic()
         if not rank:
             check_new(self.path)
-        self._begin = time.monotonic()
-        self.document: Record = {
-            "benchmark": benchmark.name,
-            "machine": machine(self.device),
-            "versions": versions(),
-            "code": code_digest(),
-            "micro": plan.micro,
-            "seed": plan.seed,
-            "about": dict(benchmark.about),
-            "command": plan.command,
+        self.left_out, self._cases = list[str](), dict[str, Record]()
+        self._document: Record = {
+            "benchmark": benchmark.name, "command": plan.command, "micro": plan.micro,
+            "machine": machine(device), "versions": versions(), "code": code_digest(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "left_out": [],
-            "cases": {},
-        }
-        known = self.document["versions"]
-        name = self.document["machine"]["device"]
-        self._say(f"{name}, torch {known['torch']}, triton {known['triton']}")
-        self._say(f"| case | method | {' | '.join(column.title for column in self._columns)} |")
-        self._say("|---|---|" + "---:|" * len(self._columns))
+            "left_out": self.left_out, "cases": self._cases,
+        }  # fmt: skip
+        known = self._document["versions"]
+        self.say(f"{device_name(device)}, torch {known['torch']}, triton {known['triton']}")
+        self.say(f"| case | method | {' | '.join(column.title for column in self._columns)} |")
+        self.say("|---|---|" + "---:|" * len(self._columns))
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line, on the first rank."""
         if not self._rank:
             print(line, flush=True)
 
-    def case(self, name: str, **facts: object) -> dict[str, Record]:
-        """Return the records of a case's methods, after adding facts about the case."""
-        case: Record = self.document["cases"].setdefault(name, {"methods": {}})
-        case.update(facts)
-        methods: dict[str, Record] = case["methods"]
+    def records(self, case: str) -> dict[str, Record]:
+        """Return the records of a case's methods."""
+        methods: dict[str, Record] = self._cases.setdefault(case, {"methods": {}})["methods"]
         return methods
 
     def late(self, what: str) -> bool:
@@ -401,7 +379,7 @@ class Journal:
             dist.broadcast(flag, 0)
             late = bool(flag)
         if late:
-            self.document["left_out"].append(what)
+            self.left_out.append(what)
         return late
 
     def measure(self, case: str, method: str, function: Callable[[Record], None]) -> None:
@@ -425,27 +403,19 @@ class Journal:
         except Exception as error:  # A peer may fail in any way.
             first = str(error).strip().split("\n")[0][:300] or "no message"
             record.update(status="missing", reason=f"{type(error).__name__}: {first}")
-        self.case(case)[method] = record
+        self.records(case)[method] = record
         self.failed |= is_patched(method) and record["status"] != "timed"
         cells = [column.cell(record) for column in self._columns]
         if "reason" in record:
             cells[:1] = [record["reason"]]
-        self._say(f"| {case} | {method} | {' | '.join(cells)} |")
+        self.say(f"| {case} | {method} | {' | '.join(cells)} |")
         self.write()
         free(self.device)
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
-        self.document["seconds"] = round(time.monotonic() - self._begin, 1)
         if not self._rank:
-            write_json(self.path, self.document)
-
-    def close(self) -> None:
-        """Write the file and say where it is and what is missing."""
-        self.write()
-        for what in self.document["left_out"]:
-            self._say(f"left out, no time: {what}")
-        self._say(f"{self.path}: {self.document['seconds']} s")
+            write_json(self.path, self._document)
 
 
 def check_new(path: Path) -> None:

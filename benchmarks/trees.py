@@ -59,7 +59,8 @@ def _run(name: str, plan: Plan, only: str, tree: Path) -> tuple[int, Record]:
     """Measure in a tree; return the exit code and the document, empty if there is none."""
     with tempfile.TemporaryDirectory() as out:
         command = [*_command(name, plan), "--out", out, "--only", only]
-        environment = os.environ | {"PYTHONPATH": str(tree)}
+        paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
         file = Path(out, f"{name}.json")
         document: Record = json.loads(file.read_text()) if file.exists() else {}
@@ -68,8 +69,7 @@ def _run(name: str, plan: Plan, only: str, tree: Path) -> tuple[int, Record]:
 
 def _command(name: str, plan: Plan) -> list[str]:
     command = [sys.executable, "-m", "benchmarks", name, "--device", plan.device]
-    command += ["--seed", str(plan.seed), "--limit", str(plan.limit)]
-    command += ["--calls", str(plan.calls)] if plan.calls else []
+    command += ["--limit", str(plan.limit)]
     return command + ["--micro"] * plan.micro
 
 

@@ -1,5 +1,8 @@
 """`vae`: decoding and encoding of a video by the VAEs of Wan and CogVideoX.
 
+`s` is the faster of two calls after one to warm up, TF32 allowed, guard off. `GiB` is allocated
+memory at the peak of a call, weights and result included.
+
 Weights are random numbers that bf16 can represent. The error is taken against the same VAE in fp32
 without TF32, over the first frames, because that one is slow.
 """
@@ -65,7 +68,7 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
     model = build_vae(case.vae, plan, device).to(torch.bfloat16).float()
     micro = (1, 3, 9, 32, 48) if case.encodes else (1, case.size[1], 5, 4, 6)
     size = micro if plan.micro else case.size
-    x = torch.randn(*size, generator=generator(device, plan.seed), device=device)
+    x = torch.randn(*size, generator=generator(device), device=device)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         coded: Any = model.encode(x).latent_dist.parameters if case.encodes else None
@@ -95,12 +98,6 @@ def _measure(name: str, methods: Sequence[str], journal: Journal) -> None:
 vae: Final = Benchmark(
     name="vae",
     text="decoding and encoding a video by the VAEs of Wan and CogVideoX",
-    example='"wan2.1-decode,bf16,bf16 patched"',
-    about={
-        "seconds": "the faster of two calls after one to warm up, TF32 allowed, guard off",
-        "peak_gib": "allocated memory at the peak of a call, weights and result included",
-        "error": "relative L2 to fp32 without TF32, over the first frames",
-    },
     columns=(Column("s", "seconds", ".3f"), Column("GiB", "peak_gib", ".2f"), ERROR),
     cases=dict.fromkeys(_CASES, list(_METHODS)),
     measure=_measure,

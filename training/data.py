@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from training import world
-from training.world import Bucket, Shard
+from training.world import Bucket
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.tiny.prompts import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, Clip
 
@@ -31,6 +29,8 @@ _TRAVEL: Final = (44.0, 52.0)
 _JITTER: Final = 5.0
 #: Factors on the radius between which an object grows or shrinks.
 _GROWTH: Final = (0.6, 1.4)
+#: Shards of a recorded bucket whose frames stay.
+_KEPT_SHARDS: Final = 32
 
 
 class Scenes(NamedTuple):
@@ -203,28 +203,23 @@ class World(Source):
     """Recorded clips. Frames of a bucket's first shards stay in `folder`, for the autoencoder."""
 
     words = world.words()
-    #: Shards of a bucket whose frames stay.
-    keeps = 32
 
     def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
         super().__init__(folder, device, seed)
         self._frames: dict[str, list[Tensor]] = {}
 
     def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
-        wanted = [Shard(bucket, index, self._seed) for index in indices]
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        processes = max(1, len(os.sched_getaffinity(0)) // ranks)
-        paths = world.record(wanted, self._folder, processes)
-        for shard, path in zip(wanted, paths, strict=True):
-            facts = json.loads(path.with_suffix(".json").read_text())
-            yield self._as_video(_frames(path)), [fact["prompt"] for fact in facts]
-            if shard.index >= self.keeps:
+        paths = world.record(bucket, indices, self._seed, self._folder)
+        for index, path in zip(indices, paths, strict=True):
+            prompts = json.loads(path.with_suffix(".json").read_text())
+            yield self._as_video(_frames(path)), prompts
+            if index >= _KEPT_SHARDS:
                 path.unlink()
 
     def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
         if bucket.name not in self._frames:
-            kept = range(min(self.keeps, bucket.shards))
-            paths = world.record([Shard(bucket, i, self._seed) for i in kept], self._folder)
+            kept = range(min(_KEPT_SHARDS, bucket.shards))
+            paths = world.record(bucket, kept, self._seed, self._folder)
             self._frames[bucket.name] = [_frames(path).to(self._device) for path in paths]
         files = self._frames[bucket.name]
         picked = torch.randint(len(files) * bucket.clips, (count,), generator=generator).tolist()

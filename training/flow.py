@@ -14,9 +14,9 @@ ODE_SHIFT: Final = 3.0
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
-def shifted(u: Tensor, shift: float = ODE_SHIFT) -> Tensor:
-    """Move times towards the noise: shift * u / (1 + (shift - 1) * u)."""
-    return shift * u / (1 + (shift - 1) * u)
+def shifted(u: Tensor) -> Tensor:
+    """Move times towards the noise: s * u / (1 + (s - 1) * u)."""
+    return ODE_SHIFT * u / (1 + (ODE_SHIFT - 1) * u)
 
 
 def sample_times(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -26,10 +26,8 @@ def sample_times(count: int, generator: torch.Generator, device: torch.device) -
     return torch.where(uniform[0] < 0.1, uniform[1], shifted(normal)).clamp(1e-3, 1.0)
 
 
-def guided(conditional: Velocity, unconditional: Velocity | None, weight: float) -> Velocity:
+def guided(conditional: Velocity, unconditional: Velocity, weight: float) -> Velocity:
     """Classifier-free guidance where the structure is decided (t > 0.6); later it saturates."""
-    if unconditional is None or weight == 1.0:
-        return conditional
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         v = conditional(x, t)

@@ -1,4 +1,4 @@
-"""The loop of every stage: optimiser, averaged weights, log, several GPUs, pieces that resume."""
+"""The loop of every stage: optimiser, averaged weights, log, pieces that resume."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import TurboRCMError
@@ -52,30 +51,16 @@ class Run:
 
     Attributes:
         minutes: Length of this piece; 0 is no limit.
-        compiles: Compile the transformers' blocks on a GPU.
     """
 
     out: Path
     device: torch.device
     seed: int = 0
     minutes: float = 0.0
-    compiles: bool = True
     began: float = field(default_factory=time.monotonic)
 
-    @property
-    def rank(self) -> int:
-        """Number of this process among those that train together."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def ranks(self) -> int:
-        """Processes that train together, each with its own batches."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
     def log(self, **record: object) -> None:
-        """Append one JSON line to log.jsonl and print it, on rank 0."""
-        if self.rank:
-            return
+        """Append one JSON line to log.jsonl and print it."""
         line = json.dumps({"wall": round(time.monotonic() - self.began, 1), **record})
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / "log.jsonl").open("a") as file:
@@ -87,25 +72,17 @@ class Run:
         gpu = self.device.type == "cuda"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=gpu)
 
+    @property
     def is_over(self) -> bool:
-        """Whether the minutes of this piece are over, by the clock of rank 0."""
-        over = float(time.monotonic() - self.began > 60 * (self.minutes or math.inf))
-        flag = torch.tensor(over, device=self.device)
-        if self.ranks > 1:
-            dist.broadcast(flag, 0)
-        return bool(flag)
-
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.ranks > 1:
-            dist.barrier()
+        """True once the minutes of this piece are over."""
+        return 0 < 60 * self.minutes < time.monotonic() - self.began
 
 
 class Stage:
     """A resumable optimisation of some networks over a number of steps.
 
     The learning rate warms up over 100 steps and falls along a cosine. Every step draws from
-    generators seeded by run, stage, rank and step, so that a resumed stage ends as a whole one.
+    generators seeded by run, stage and step, so that a resumed stage ends as a whole one.
 
     Attributes:
         average: Averaged copies of the networks, in evaluation mode.
@@ -143,7 +120,6 @@ class Stage:
         self.scenes, self.noise = torch.Generator(), torch.Generator(run.device)
         self.step = 0
         self._path = run.out / "state" / f"{name}.pt"
-        self._light = self._path.with_suffix(".light.pt")
         self._resume()
         self.reseed()
 
@@ -158,49 +134,34 @@ class Stage:
         return min(1.0, self.step / self.budget.steps)
 
     def reseed(self) -> None:
-        """Seed the generators for this step of this rank."""
+        """Seed the generators for this step."""
         salt = zlib.crc32(self.name.encode()) % 1000
-        seed = (self.run.seed * 1000 + salt) * 10**8 + self.step * 64 + self.run.rank
+        seed = (self.run.seed * 1000 + salt) * 10**8 + self.step * 64
         self.scenes.manual_seed(seed)
         self.noise.manual_seed(seed)
 
-    def save(self, *, light: bool = False) -> None:
-        """Replace the checkpoint; if the process is killed meanwhile, the old one stays.
-
-        The light one, of averaged weights in fp16, is for a machine that the large one does not
-        reach: a stage goes on from there with a new optimiser.
-        """
-        if self.run.rank:
-            return
-        average = {key: net.state_dict() for key, net in self.average.items()}
+    def save(self) -> None:
+        """Replace the checkpoint; if the process is killed meanwhile, the old one stays."""
         state = {
             "step": self.step,
-            "average": average,
+            "average": {key: net.state_dict() for key, net in self.average.items()},
             "networks": {key: net.state_dict() for key, net in self.networks.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         with atomic(self._path) as partial:
             torch.save(state, partial)
-        if light:
-            half = {
-                key: {name: tensor.half() for name, tensor in tensors.items()}
-                for key, tensors in average.items()
-            }
-            with atomic(self._light) as partial:
-                torch.save({"step": self.step, "average": half}, partial)
 
     def _resume(self) -> None:
-        path = self._path if self._path.exists() else self._light
-        if not path.exists():
+        if not self._path.exists():
             return
-        state = torch.load(path, map_location=self.run.device, weights_only=True)
-        for networks, kind in ((self.networks, "networks"), (self.average, "average")):
+        state = torch.load(self._path, map_location=self.run.device, weights_only=True)
+        for kind, networks in (("networks", self.networks), ("average", self.average)):
             for key, net in networks.items():
-                net.load_state_dict(state.get(kind, state["average"])[key])
-        for optimizer, saved in zip(self.optimizers, state.get("optimizers", []), strict=False):
+                net.load_state_dict(state[kind][key])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = state["step"]
-        self.run.log(stage=self.name, event="resumed", step=self.step, of_file=path.name)
+        self.run.log(stage=self.name, event="resumed", step=self.step)
 
     def train(self, loss_of: Callable[[], Tensor]) -> None:
         """Minimise the loss of a batch until the steps are made.
@@ -217,7 +178,6 @@ class Stage:
             for parameter in self.parameters:
                 parameter.grad = None
             loss.backward()  # type: ignore[no-untyped-call]
-            self._average_gradients()
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -234,9 +194,9 @@ class Stage:
             pace = (time.monotonic() - start) / (self.step - first)
             left = round((steps - self.step) * pace / 60, 1)
             self.run.log(stage=self.name, step=self.step, of=steps, **numbers, minutes_left=left)
-            over = self.run.is_over() and not self.done
+            over = self.run.is_over and not self.done
             if over or self.done or time.monotonic() - saved > SAVE_EVERY:
-                self.save(light=over or self.done)
+                self.save()
                 saved = time.monotonic()
             if over:
                 raise OutOfTimeError(
@@ -244,15 +204,6 @@ class Stage:
                     got=f"{self.name}: step {self.step} of {steps}, some {left} minutes left",
                     remedy="The same command goes on from here",
                 )
-
-    def _average_gradients(self) -> None:
-        if self.run.ranks > 1:
-            gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat)
-            parts = torch.split(flat / self.run.ranks, [g.numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
 
     @torch.no_grad()
     def _check_finite(self, loss: float) -> None:
@@ -273,74 +224,3 @@ class Stage:
         warm = min(1.0, (self.step + 1) / 100)
         cosine = 0.5 * (1 + math.cos(math.pi * self.progress))
         return self.budget.lr * warm * (0.02 + 0.98 * cosine)
-
-
-class Recorded:
-    """A loss whose forward and backward are one CUDA graph for each shape of its inputs.
-
-    Eagerly a small convolutional network waits for its launches: a step of the world's autoencoder
-    takes 0.3 to 0.5 s on an H200, and recorded 0.09. On a CPU the loss is called as it is.
-
-    Args:
-        loss: Scalar loss of tensors. Its weights are updated in place and never replaced.
-        parameters: What it is differentiated by.
-    """
-
-    def __init__(self, loss: Callable[..., Tensor], parameters: Sequence[Tensor]) -> None:
-        self._loss, self._parameters = loss, list(parameters)
-        self._graphs: dict[tuple[torch.Size, ...], tuple[Any, ...]] = {}
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return the loss; its `backward` hands out gradients that are computed already."""
-        if not inputs[0].is_cuda:
-            return self._loss(*inputs)
-        key = tuple(x.shape for x in inputs)
-        if key not in self._graphs:
-            self._graphs[key] = self._record(*(x.clone() for x in inputs))
-        graph, held, loss, gradients = self._graphs[key]
-        for kept, given in zip(held, inputs, strict=True):
-            kept.copy_(given)
-        graph.replay()
-        return self._hand_out(loss, self._parameters, gradients)
-
-    @staticmethod
-    def _hand_out(loss: Tensor, parameters: list[Tensor], gradients: tuple[Any, ...]) -> Tensor:
-        # No edge to the parameters: one would keep their accumulators, which belong to the stream
-        # of this call, and the next recording would fail at them.
-        out: Tensor = _Computed.apply(  # type: ignore[no-untyped-call]
-            loss.clone().requires_grad_(), parameters, gradients
-        )
-        return out
-
-    def _record(self, *held: Tensor) -> tuple[Any, ...]:
-        def both() -> tuple[Tensor, tuple[Tensor, ...]]:
-            loss = self._loss(*held)
-            return loss.detach(), torch.autograd.grad(loss, self._parameters, allow_unused=True)
-
-        ahead = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(ahead):
-            for _ in range(2):
-                both()
-        torch.cuda.current_stream().wait_stream(ahead)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss, gradients = both()
-        return graph, held, loss, gradients
-
-
-class _Computed(torch.autograd.Function):
-    """A loss [] whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameters: list[Tensor], gradients: Any) -> Tensor:
-        ctx.known = parameters, gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        for parameter, gradient in zip(*ctx.known, strict=True):
-            if gradient is not None:
-                had = parameter.grad
-                parameter.grad = gradient.clone() if had is None else had + gradient
-        return grad, None, None

@@ -30,7 +30,6 @@ class Recipe:
             have as many tokens.
         buckets: Shapes of the clips. The model is made for the first one.
         fill: Batches of the teacher before the student's first step.
-        refresh: Steps of the student for each new batch of the teacher.
         guidance: Classifier-free guidance of the teacher.
         crop_phase: Share of the autoencoder's steps that see crops.
         latent_channels, shrink: Of the autoencoder; it shrinks so much in space.
@@ -43,7 +42,6 @@ class Recipe:
     stages: Mapping[str, Budget]
     buckets: tuple[Bucket, ...]
     fill: int
-    refresh: int = 6
     guidance: float = 1.5
     crop_phase: float = 0.65
     latent_channels: int = 8

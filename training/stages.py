@@ -26,11 +26,13 @@ arXiv 2510.08431 (the parameterisation and the sampler were taken).
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -40,7 +42,7 @@ from torch import Tensor
 
 from training.data import Source
 from training.flow import Velocity, few_step, guided, ode, sample_times
-from training.loop import OutOfTimeError, Recorded, Run, Stage
+from training.loop import OutOfTimeError, Run, Stage
 from training.networks import tokenize
 from training.recipes import Recipe
 from training.world import Bucket
@@ -57,6 +59,7 @@ _DROPOUT: Final = 0.1  # of captions, for classifier-free guidance
 _HUBER: Final = 0.1
 # Network calls of the teacher from each of the four times; from pure noise it starts at t = 1.
 _SUBSTEPS: Final = (14, 10, 8, 5)
+_REFRESH: Final = 6  # steps of the student for each new batch of the teacher
 #: Elements of a student's largest ring buffer.
 _MOST_STATES: Final = 2**30
 
@@ -91,7 +94,7 @@ class Training:
         return Stage(self.run, name, networks, self.recipe.stages[name], **decays)
 
     def bucket(self, step: int) -> Bucket:
-        """The bucket of a step, which is the same on all ranks."""
+        """The bucket of a step."""
         shares = [bucket.share for bucket in self.recipe.buckets]
         return random.Random(step).choices(self.recipe.buckets, shares)[0]
 
@@ -111,34 +114,33 @@ class Training:
 
     @cached_property
     def corpora(self) -> dict[str, Corpus]:
-        """The encoded clips of each bucket, a file a shard; ranks share the encoding."""
-        run, tokenizer, corpora = self.run, self.recipe.networks.build_tokenizer(), {}
-        paths = {
-            (bucket, i): run.out / "latents" / f"{bucket.name}-{i:05}.pt"
-            for bucket in self.recipe.buckets
-            for i in range(bucket.shards)
-        }
+        """The encoded clips of each bucket, a file a shard."""
+        tokenizer, corpora = self.recipe.networks.build_tokenizer(), {}
         for bucket in self.recipe.buckets:
-            share = range(bucket.shards)[run.rank :: run.ranks]
-            missing = [i for i in share if not paths[bucket, i].exists()]
-            shards = self.source.shards(bucket, missing)
-            for i, (videos, prompts) in zip(missing, shards, strict=True):
-                with run.precision():
-                    parts = torch.split(videos, 16)
-                    latents = torch.cat([encode(self.encoding, part) for part in parts])
-                with atomic(paths[bucket, i]) as partial:
-                    torch.save((latents.bfloat16().cpu(), prompts), partial)
-                if run.ranks == 1 and run.is_over():  # `is_over` is for all ranks at once
-                    raise OutOfTimeError(f"{run.minutes:g} minutes are over", got=f"shard {i}")
-        run.wait()
-        for bucket in self.recipe.buckets:
-            saved = [torch.load(paths[bucket, i], mmap=True) for i in range(bucket.shards)]
-            prompts = [prompt for _, some in saved for prompt in some]
-            ids, mask = (tokens.to(run.device) for tokens in tokenize(tokenizer, prompts))
-            latents = torch.cat([latents for latents, _ in saved]).to(run.device)
+            paths = self._encode(bucket)
+            saved = [torch.load(path, mmap=True) for path in paths]
+            prompts = [prompt for _, shard_prompts in saved for prompt in shard_prompts]
+            ids, mask = (tokens.to(self.run.device) for tokens in tokenize(tokenizer, prompts))
+            latents = torch.cat([latents for latents, _ in saved]).to(self.run.device)
             corpora[bucket.name] = Corpus(latents, ids, mask)
-            run.log(event="corpus", bucket=bucket.name, clips=len(latents))
+            self.run.log(event="corpus", bucket=bucket.name, clips=len(latents))
         return corpora
+
+    def _encode(self, bucket: Bucket) -> list[Path]:
+        """Encode the shards of a bucket that are missing; return the files of all."""
+        run, folder = self.run, self.run.out / "latents"
+        paths = [folder / f"{bucket.name}-{i:05}.pt" for i in range(bucket.shards)]
+        missing = [i for i, path in enumerate(paths) if not path.exists()]
+        shards = self.source.shards(bucket, missing)
+        for i, (videos, prompts) in zip(missing, shards, strict=True):
+            with run.precision():
+                parts = torch.split(videos, 16)
+                latents = torch.cat([encode(self.encoding, part) for part in parts])
+            with atomic(paths[i]) as partial:
+                torch.save((latents.bfloat16().cpu(), prompts), partial)
+            if run.is_over:
+                raise OutOfTimeError(f"{run.minutes:g} minutes are over", got=f"shard {i}")
+        return paths
 
     def velocity(self, network: Any, text: Tensor) -> Velocity:
         """Return the network as a flow in the run's precision."""
@@ -152,7 +154,7 @@ class Training:
 
     def compile_blocks(self, *networks: Any) -> None:
         """Compile blocks in place on a GPU; what cannot be compiled runs eagerly."""
-        if self.run.device.type != "cuda" or not self.run.compiles:
+        if self.run.device.type != "cuda":
             return
         import torch._dynamo
 
@@ -215,24 +217,16 @@ def _picture_loss(picture: Tensor, target: Tensor, edge: float) -> Tensor:
     return pixel + edge * edges
 
 
-def _noise_for(training: Training, stage: Stage, videos: Tensor) -> Tensor:
-    shape = len(videos), *training.recipe.latent_shape(Bucket("", *videos.shape[2:]))
-    return torch.randn(shape, generator=stage.noise, device=videos.device)
-
-
 def _crops(training: Training, stage: Stage, count: int) -> Tensor:
     """Parts of clips of one bucket, of all its frames and of as many pixels for each bucket.
 
     A crop of the first one has half its sides. Crops have all frames, because latents of frames
     that come later than any in training grow. A large clip gives several crops.
     """
-    first, grid, bucket = (
-        training.recipe.buckets[0],
-        training.recipe.shrink,
-        training.bucket(stage.step),
-    )
-    sizes = [one.frames * one.height * one.width for one in (first, bucket)]
-    videos = training.source.videos(bucket, max(1, count * sizes[0] // sizes[1]), stage.scenes)
+    first, grid = training.recipe.buckets[0], training.recipe.shrink
+    bucket = training.bucket(stage.step)
+    clips = max(1, count * first.pixels // bucket.pixels)
+    videos = training.source.videos(bucket, clips, stage.scenes)
     shrink = math.sqrt(first.frames / bucket.frames) / 2 / grid
     height, width = (int(side * shrink) * grid for side in (first.height, first.width))
     crops = []
@@ -255,27 +249,19 @@ def _train_vae(training: Training) -> None:
     vae = _channels_last(recipe.networks.build_vae().to(run.device))
     stage, first = training.stage("vae", {"vae": vae}), recipe.buckets[0]
     batch = stage.budget.batch
-    if not run.rank:  # One rank records what all read.
-        for bucket in recipe.buckets:
-            source.videos(bucket, 1, stage.scenes)
-    run.wait()
-
-    def distance(target: Tensor, noise: Tensor) -> Tensor:
-        with run.precision():
-            posterior = vae.encode(target).latent_dist
-            mean, logvar = posterior.mean.float(), posterior.logvar.float()
-            picture = decode(vae, mean + (0.5 * logvar).exp() * noise)
-        kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        return _picture_loss(picture, target, _EDGE) + _KL * kl
-
-    recorded = Recorded(distance, stage.parameters)
 
     def loss() -> Tensor:
         if stage.progress < recipe.crop_phase:
             target = _crops(training, stage, 4 * batch) * 2 - 1
         else:
             target = source.videos(first, batch, stage.scenes) * 2 - 1
-        return recorded(target, _noise_for(training, stage, target))
+        with run.precision():
+            posterior = vae.encode(target).latent_dist
+            mean, logvar = posterior.mean.float(), posterior.logvar.float()
+            noise = torch.randn(mean.shape, generator=stage.noise, device=run.device)
+            picture = decode(vae, mean + (0.5 * logvar).exp() * noise)
+        kl: Tensor = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        return _picture_loss(picture, target, _EDGE) + _KL * kl
 
     stage.train(loss)
     average: Any = stage.average["vae"]
@@ -299,20 +285,17 @@ def _train_decoder(training: Training) -> None:
     stage = training.stage("decoder", parts)
     std = torch.tensor(vae.config.latents_std, device=run.device).view(1, -1, 1, 1, 1)
 
-    def distance(target: Tensor, noise: Tensor) -> Tensor:
-        with run.precision():
-            with torch.no_grad():
-                posterior = vae.encode(target).latent_dist
-                spread = (0.5 * posterior.logvar.float()).exp() + _SHAKE * std
-            picture = decode(vae, posterior.mean.float() + spread * noise)
-        return _picture_loss(picture, target, _DECODER_EDGE)
-
-    recorded = Recorded(distance, stage.parameters)
-
     def loss() -> Tensor:
         first, batch = training.recipe.buckets[0], stage.budget.batch
         target = training.source.videos(first, batch, stage.scenes) * 2 - 1
-        return recorded(target, _noise_for(training, stage, target))
+        with run.precision():
+            with torch.no_grad():
+                posterior = vae.encode(target).latent_dist
+                mean = posterior.mean.float()
+                spread = (0.5 * posterior.logvar.float()).exp() + _SHAKE * std
+            noise = torch.randn(mean.shape, generator=stage.noise, device=run.device)
+            picture = decode(vae, mean + spread * noise)
+        return _picture_loss(picture, target, _DECODER_EDGE)
 
     stage.train(loss)
     for name, part in parts.items():
@@ -421,12 +404,13 @@ def _train_student(training: Training) -> None:
         endpoints[bucket.name] = _Endpoints(
             count + recipe.batch("student", bucket), shape, run.device
         )
-    turns = _turns()
+    time_indices = itertools.cycle((0, 1, 2, 3, 0, 1, 2))  # the last jump is the easiest one
+    from_data = itertools.cycle((True, False))
 
     @torch.no_grad()
     def extend(bucket: Bucket) -> None:
         """Add a batch of states and the ends of the teacher's trajectories from there."""
-        index, from_data = next(turns)
+        index, noised_data = next(time_indices), next(from_data)
         corpus, batch = corpora[bucket.name], recipe.batch("student", bucket)
         picked = torch.randint(len(corpus.ids), (batch,), generator=stage.noise, device=run.device)
         shape, text, t = recipe.latent_shape(bucket), texts[bucket.name][picked], times[index]
@@ -439,12 +423,11 @@ def _train_student(training: Training) -> None:
         start = t
         if index == 0:
             state, start = noise, 1.0
-        elif from_data:
+        elif noised_data:
             state = (1 - t) * corpus.latents[picked].float() + t * noise
         else:
-            own = training.velocity(average, text)
-            path = times[: index + 1]
-            state = few_step(own, noise, path, stage.noise, renoise=networks.renoises)
+            student_flow, path = training.velocity(average, text), times[: index + 1]
+            state = few_step(student_flow, noise, path, stage.noise, renoise=networks.renoises)
         end = ode(flow, state, start, _SUBSTEPS[index])
         endpoints[bucket.name].add(t * state if index == 0 else state, t, picked, end)
 
@@ -454,7 +437,7 @@ def _train_student(training: Training) -> None:
     def loss() -> Tensor:
         bucket = training.bucket(stage.step)
         batch, kept = recipe.batch("student", bucket), endpoints[bucket.name]
-        if stage.step % recipe.refresh == 0:
+        if stage.step % _REFRESH == 0:
             extend(bucket)
         rows = torch.randint(kept.count, (batch,), generator=stage.noise, device=run.device)
         x, t, end = kept.state[rows], kept.time[rows], kept.end[rows]
@@ -465,14 +448,6 @@ def _train_student(training: Training) -> None:
         return ((error.square() + _HUBER**2).sqrt() - _HUBER).mean()
 
     stage.train(loss)
-
-
-def _turns() -> Iterator[tuple[int, bool]]:
-    """Which of the four times is next, and whether its states come from training latents."""
-    turn = 0
-    while True:
-        yield (0, 1, 2, 3, 0, 1, 2)[turn % 7], turn % 2 == 0  # the last jump is the easiest one
-        turn += 1
 
 
 def _embedded(networks: Any, encoder: Any, corpus: Corpus) -> Tensor:

@@ -2,7 +2,7 @@
 
 A clip is drawn by a policy (walk, turn, strafe, fight, stand) from a random place of a map. Its
 prompt says what was done, and what frames, depth and the camera's angle say of place and motion.
-A shard is one process' work: its seed alone decides its bytes, and a shard that is there is not
+A shard is one process' work: its seed alone decides its bytes, and a shard that exists is not
 recorded again. Every fifth map of a game is left out, for evaluation.
 
 Needs the package `vizdoom`, which brings both Freedoom files (see training/ARTWORK.md).
@@ -11,13 +11,14 @@ Needs the package `vizdoom`, which brings both Freedoom files (see training/ARTW
 from __future__ import annotations
 
 import colorsys
+import math
 import os
 import random
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import chdir, nullcontext
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -39,12 +40,6 @@ _CAMPAIGNS: Final = {
     "freedoom1.wad": [f"E{e}M{m}" for e in range(1, 5) for m in range(1, 10)],
     "freedoom2.wad": [f"MAP{m:02}" for m in range(1, 33)],
 }
-#: Small maps for a purpose -> what they show.
-_SCENARIOS: Final = {
-    "deadly_corridor": "corridor", "defend_the_center": "arena", "defend_the_line": "hall",
-    "health_gathering_supreme": "pit", "my_way_home": "maze", "deathmatch": "arena",
-}  # fmt: skip
-_SCENARIO_SHARE: Final = 0.1
 _HELD_OUT_EVERY: Final = 5
 #: Policy -> share in percent, and its beginning of a prompt.
 _POLICIES: Final = {
@@ -57,14 +52,18 @@ _MONSTERS: Final = {
     "Cacodemon": "trilobite", "HellKnight": "knight",
 }  # fmt: skip
 _LIGHTS, _SPACES = ("dark", "dim", "bright"), ("narrow", "wide", "vast")
-HUES: Final = {"brown": 50, "green": 150, "blue": 250, "purple": 320, "red": 361}  # they end here
+_HUES: Final = {"brown": 50, "green": 150, "blue": 250, "purple": 320, "red": 361}  # they end here
+_BUTTONS: Final = (
+    "MOVE_FORWARD", "MOVE_LEFT_RIGHT_DELTA", "TURN_LEFT_RIGHT_DELTA", "ATTACK", "USE"
+)  # fmt: skip
+_VARIABLES: Final = ("POSITION_X", "POSITION_Y", "ANGLE")
 _TICS: Final = 2  # of 35 a second, a frame
 _ATTEMPTS: Final = 60
-_NO_MESSAGES_LITTLE_BOB: Final = "+con_midtime 0 +movebob 0.15"
+_GAME_OPTIONS: Final = "+con_midtime 0 +movebob 0.15"
 #: Games are made for dark rooms: each value of a picture, brighter.
 _GAMMA: Final = [round(255 * (value / 255) ** (1 / 1.5)) for value in range(256)] * 3
 #: Least mean and spread of pixels; least change between frames, of a camera that stands and moves.
-_LEAST: Final = (24.0, 10.0, 0.05, 2.0)
+_LEAST_MEAN, _LEAST_SPREAD, _LEAST_STANDING, _LEAST_MOVING = 24.0, 10.0, 0.05, 2.0
 
 
 class RecordingError(TurboRCMError, RuntimeError):
@@ -91,18 +90,10 @@ class Bucket:
     shards: int = 1
     share: float = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one process records: the shard with this number."""
-
-    bucket: Bucket
-    index: int
-    seed: int = 0
-
-    def path(self, folder: Path) -> Path:
-        """Frames, uint8 [n, F, H, W, 3]; facts and prompts are beside them, in JSON."""
-        return folder / f"{self.bucket.name}-train-{self.seed}-{self.index:05}.npy"
+    @property
+    def pixels(self) -> int:
+        """Pixels of a clip."""
+        return self.frames * self.height * self.width
 
 
 def words() -> list[str]:
@@ -111,23 +102,21 @@ def words() -> list[str]:
     phrases = sentence.split(" ") + [
         word for _, phrase in _POLICIES.values() for word in phrase.split()
     ]
-    every = chain(phrases, _SCENARIOS.values(), _MONSTERS.values(), _LIGHTS, _SPACES, HUES)
+    every = chain(phrases, _MONSTERS.values(), _LIGHTS, _SPACES, _HUES)
     return sorted(set(every) - {"{}"})
 
 
-def caption(facts: dict[str, Any]) -> str:
-    """The sentence of a clip."""
-    does = _POLICIES[facts["policy"]][1].format(facts["monster"])
-    place = " ".join(facts[name] for name in ("light", "colour", "space", "place"))
-    return f"{does} a {place}, camera {facts['camera']}"
+def caption(policy: str, monster: str, look: str, camera: str) -> str:
+    """Return the sentence of a clip; `look` says light, colour and space."""
+    return f"{_POLICIES[policy][1].format(monster)} a {look} base, camera {camera}"
 
 
-def look(frames: Picture) -> tuple[str, str]:
+def light_and_colour(frames: Picture) -> tuple[str, str]:
     """Light and colour of frames, uint8 [F, H, W, 3], in words."""
     red, green, blue = frames.mean((0, 1, 2)).tolist()
     hue, saturation, _ = colorsys.rgb_to_hsv(red / 255, green / 255, blue / 255)
     light = _LIGHTS[sum((red + green + blue) / 3 > least for least in (62, 92))]
-    colour = next(name for name, end in HUES.items() if (hue * 360 - 15) % 360 < end)
+    colour = next(name for name, end in _HUES.items() if (hue * 360 - 15) % 360 < end)
     return light, "grey" if saturation < 0.15 else colour
 
 
@@ -136,19 +125,25 @@ def maps_of(game: str) -> list[str]:
     return [name for i, name in enumerate(_CAMPAIGNS[game], 1) if i % _HELD_OUT_EVERY]
 
 
-def record(shards: Sequence[Shard], folder: Path, processes: int = 0) -> Iterator[Path]:
-    """Record what is missing in many processes; yield each shard's path, in order."""
-    missing = [shard for shard in shards if not shard.path(folder).exists()]
-    if missing and find_spec("vizdoom") is None:
+def shard_path(folder: Path, bucket: Bucket, seed: int, index: int) -> Path:
+    """Frames, uint8 [n, F, H, W, 3]; the prompts are in a JSON file of the same name."""
+    return folder / f"{bucket.name}-train-{seed}-{index:05}.npy"
+
+
+def record(bucket: Bucket, indices: Sequence[int], seed: int, folder: Path) -> Iterator[Path]:
+    """Record missing shards in many processes; yield the path of every shard, in order."""
+    paths = [shard_path(folder, bucket, seed, index) for index in indices]
+    missing = sum(not path.exists() for path in paths)
+    if not missing:
+        yield from paths
+        return
+    if find_spec("vizdoom") is None:
         raise not_installed("recording a world", "vizdoom")
-    count = min(processes or len(os.sched_getaffinity(0)), len(missing))
-    with get_context("spawn").Pool(count, _obey_parent) if missing else nullcontext() as pool:
-        made = pool.imap(partial(record_shard, folder), missing) if pool else iter(())
-        for shard in shards:
-            yield next(made) if shard in missing else shard.path(folder)
-        if pool:
-            pool.close()
-            pool.join()
+    processes = min(len(os.sched_getaffinity(0)), missing)
+    with get_context("spawn").Pool(processes, _obey_parent) as pool:
+        yield from pool.imap(partial(record_shard, folder, bucket, seed), indices)
+        pool.close()
+        pool.join()
 
 
 def _obey_parent() -> None:
@@ -157,176 +152,175 @@ def _obey_parent() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
-def record_shard(folder: Path, shard: Shard) -> Path:
-    """Record a shard unless it is there.
+def record_shard(folder: Path, bucket: Bucket, seed: int, index: int) -> Path:
+    """Record a shard unless it exists.
 
     Raises:
         RecordingError: Too many attempts in a row showed nothing.
     """
-    path, bucket = shard.path(folder.resolve()), shard.bucket
+    path = shard_path(folder.resolve(), bucket, seed, index)
     if path.exists():
         return path
-    rng = random.Random(f"{shard.seed} {bucket.name} {shard.index} False")
-    game, scenario, place = rng.choice(list(_CAMPAIGNS)), "", "base"
+    rng = random.Random(f"{seed} {bucket.name} {index} False")
+    game = rng.choice(list(_CAMPAIGNS))
     maps = rng.sample(maps_of(game), min(4, bucket.clips))
-    if rng.random() < _SCENARIO_SHARE:
-        game, maps = "freedoom2.wad", ["map01"]
-        scenario, place = rng.choice(list(_SCENARIOS.items()))
     frames = np.empty((bucket.clips, bucket.frames, bucket.height, bucket.width, 3), np.uint8)
-    facts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch, chdir(scratch):  # the game writes where it is
-        config = Path(scratch) / "game.ini"
-        with _Camera(game, scenario, None, config) as scout:
-            starts = {name: scout.starts(name) for name in maps}
-        with _Camera(game, scenario, bucket, config) as camera:
-            for i in range(bucket.clips):
-                for _ in range(_ATTEMPTS):
-                    name = maps[(i + rng.randrange(2)) % len(maps)]
-                    found = camera.clip(rng, name, starts[name], frames[i])
-                    if found:
-                        facts.append(
-                            {"map": f"{scenario or game} {name}", "place": place, **found}
-                        )
-                        break
-                else:
-                    raise RecordingError(f"{path.name}: {maps} of {scenario or game} show nothing")
-    write_json(path.with_suffix(".json"), [fact | {"prompt": caption(fact)} for fact in facts])
+    prompts: list[str] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        chdir(scratch),  # the game writes where it is
+        _Camera(game, bucket) as camera,
+    ):
+        starts = {name: camera.starts(name) for name in maps}
+        for i, clip in enumerate(frames):
+            for _ in range(_ATTEMPTS):
+                name = maps[(i + rng.randrange(2)) % len(maps)]
+                prompt = camera.record(rng, name, starts[name], clip)
+                if prompt:
+                    prompts.append(prompt)
+                    break
+            else:
+                raise RecordingError(f"{path.name}: {maps} of {game} show nothing")
+    write_json(path.with_suffix(".json"), prompts)
     with atomic(path) as partial_path, partial_path.open("wb") as file:
         np.save(file, frames)
     return path
 
 
-class _Camera:
-    """A running game. Without a bucket it only knows where things lie."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The plan of a clip: a policy, a side (-1 or 1), degrees a frame, a monster to fight."""
 
-    def __init__(self, game: str, scenario: str, bucket: Bucket | None, config: Path) -> None:
+    policy: str
+    side: int
+    speed: float
+    monster: str
+
+    @staticmethod
+    def draw(rng: random.Random) -> _Plan:
+        """Draw a plan."""
+        shares = [share for share, _ in _POLICIES.values()]
+        policy = rng.choices(list(_POLICIES), shares)[0]
+        side, speed = rng.choice((-1, 1)), rng.uniform(0.7, 2.6)
+        return _Plan(policy, side, speed, rng.choice(list(_MONSTERS)))
+
+    @property
+    def travels(self) -> bool:
+        """True if the camera goes somewhere."""
+        return self.policy in ("walk", "strafe")
+
+    def buttons(self, step: int, room: Sequence[float] = (1, 1, 1)) -> list[float]:
+        """Return the values of `_BUTTONS` in a step, where the camera sees so much room."""
+        left, ahead, right = room
+        if self.policy == "walk":  # towards the deeper side
+            steer = 9 * (right - left) / (left + right + 1) + 0.3 * self.side
+            return [25, 0, max(-3, min(3, steer)), 0, ahead < 12]
+        if self.policy == "turn":
+            return [0, 0, self.side * self.speed, 0, 0]
+        if self.policy == "strafe":
+            return [0, self.side * 18, 0, 0, 0]
+        if self.policy == "fight":
+            return [0, 0, 0.8 * self.side * math.sin(step / 4), step % 12 < 6, 0]
+        return [0, 0, 0, 0, 0]
+
+
+class _Camera:
+    """A running game."""
+
+    def __init__(self, game: str, bucket: Bucket) -> None:
         import vizdoom
 
-        self.api, self.bucket, self.map = vizdoom, bucket, ""
-        self.game = own = vizdoom.DoomGame()
-        data = Path(vizdoom.__file__).parent
-        own.set_doom_config_path(str(config))
-        own.set_doom_game_path(str(data / game))
-        if scenario:
-            own.set_doom_scenario_path(str(data / "scenarios" / f"{scenario}.wad"))
-        # Larger than the clip, which is less jagged: 512 x 320, 800 x 450 or 1024 x 576.
-        sizes = {0: "160X120", 320: "512X320", 450: "800X450", 4096: "1024X576"}
-        size = next(
-            text for least, text in sizes.items() if (bucket.width if bucket else 0) <= least
-        )
-        own.set_screen_resolution(getattr(vizdoom.ScreenResolution, f"RES_{size}"))
-        own.set_screen_format(vizdoom.ScreenFormat.RGB24)
-        own.set_depth_buffer_enabled(bucket is not None)
-        own.set_objects_info_enabled(bucket is None)
+        self._size, self._map = (bucket.height, bucket.width), ""
+        self._game = doom = vizdoom.DoomGame()
+        doom.set_doom_config_path(str(Path("game.ini").resolve()))
+        doom.set_doom_game_path(str(Path(vizdoom.__file__).parent / game))
+        # Larger than the clip, which is less jagged.
+        large = "800X450" if bucket.width <= 450 else "1024X576"
+        size = "512X320" if bucket.width <= 320 else large
+        doom.set_screen_resolution(getattr(vizdoom.ScreenResolution, f"RES_{size}"))
+        doom.set_screen_format(vizdoom.ScreenFormat.RGB24)
+        doom.set_depth_buffer_enabled(True)
+        doom.set_objects_info_enabled(True)
         for drawn in ("hud", "messages", "crosshair", "decals", "screen_flashes"):
-            getattr(own, f"set_render_{drawn}")(False)
-        own.add_game_args(_NO_MESSAGES_LITTLE_BOB)
-        own.set_window_visible(False)
-        own.set_mode(vizdoom.Mode.PLAYER)
-        keys = ("MOVE_FORWARD", "MOVE_LEFT_RIGHT_DELTA", "TURN_LEFT_RIGHT_DELTA", "ATTACK", "USE")
-        own.set_available_buttons([getattr(vizdoom.Button, key) for key in keys])
-        own.init()
+            getattr(doom, f"set_render_{drawn}")(False)
+        doom.add_game_args(_GAME_OPTIONS)
+        doom.set_window_visible(False)
+        doom.set_mode(vizdoom.Mode.PLAYER)
+        doom.set_available_buttons([getattr(vizdoom.Button, name) for name in _BUTTONS])
+        variables = [getattr(vizdoom.GameVariable, name) for name in _VARIABLES]
+        doom.set_available_game_variables(variables)
+        doom.init()
 
     def __enter__(self) -> _Camera:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.game.close()
+        self._game.close()
 
     def _begin(self, name: str, seed: int) -> None:
-        if name != self.map:
-            self.game.set_doom_map(name)
-            self.map = name
-        self.game.set_seed(seed)
-        self.game.new_episode()
+        if name != self._map:
+            self._game.set_doom_map(name)
+            self._map = name
+        self._game.set_seed(seed)
+        self._game.new_episode()
 
     def starts(self, name: str) -> list[tuple[int, int]]:
         """Where things lie in a map, so that one may stand there."""
         self._begin(name, 0)
-        found = self.game.get_state().objects
-        return [(round(one.position_x), round(one.position_y)) for one in found]
+        things = self._game.get_state().objects
+        return [(round(thing.position_x), round(thing.position_y)) for thing in things]
 
-    def _act(
-        self, ahead: float = 0, aside: float = 0, turn: float = 0, fire: bool = False,
-        use: bool = False, tics: int = _TICS,
-    ) -> None:  # fmt: skip
-        self.game.make_action([ahead, aside, turn, fire, use], tics)
+    def _turn(self, degrees: float, tics: int = 1) -> None:
+        self._game.make_action([0, 0, degrees, 0, 0], tics)
 
-    def _pose(self) -> Picture:
-        names = ("POSITION_X", "POSITION_Y", "ANGLE")
-        variable = self.api.GameVariable
-        return np.array([self.game.get_game_variable(getattr(variable, n)) for n in names])
-
-    def _room(self) -> list[float]:
-        """Depth at eye level: on the left, ahead, on the right."""
-        depth = self.game.get_state().depth_buffer
-        rows = slice(int(depth.shape[0] * 0.45), int(depth.shape[0] * 0.55))
-        return [float(part.mean()) for part in np.array_split(depth[rows, ::4], 3, axis=1)]
-
-    def clip(
+    def record(
         self, rng: random.Random, name: str, starts: Sequence[tuple[int, int]], frames: Picture
-    ) -> dict[str, Any] | None:
-        """Fill `frames` and return the facts; None if it shows too little."""
-        policy = rng.choices(list(_POLICIES), [share for share, _ in _POLICIES.values()])[0]
-        side, speed = rng.choice((-1, 1)), rng.uniform(0.7, 2.6)
-        monster = rng.choice(list(_MONSTERS))
+    ) -> str | None:
+        """Fill `frames` in a map; return the prompt, or None if they show too little."""
+        plan = _Plan.draw(rng)
         self._begin(name, rng.randrange(2**31))
-        say = self.game.send_game_command
-        for command in ("god",) if policy == "fight" else ("god", "notarget", "take weapons"):
-            say(command)
-        say("warp {} {}".format(*rng.choice(starts)))
-        self._act(turn=rng.uniform(-180, 180), tics=12)
-        views = [self._room()[1]]
-        for _ in range(7):  # look around, and face where there is room
-            self._act(turn=45, tics=1)
-            views.append(self._room()[1])
-        best = sorted(range(8), key=views.__getitem__)[-rng.randint(1, 2)]
-        self._act(turn=45 * (best - 7), tics=1)
-        if policy == "fight":
-            weapon = rng.choice(("", "Shotgun", "Chaingun"))
-            if weapon:
-                for command in (f"give {weapon}", "give Shell", "give Clip", f"use {weapon}"):
-                    say(command)
-            self._act(tics=25)
-            say(f"summon {monster}")
-        if policy in ("walk", "strafe"):  # come up to speed
-            self._drive(policy, side, speed, 0, None)
-        room, poses, was = [], [], None
-        for i in range(len(frames)):
-            state = self.game.get_state()
+        self._set_out(rng, plan, starts)
+        room, poses = list[list[float]](), list[Picture]()
+        for i, frame in enumerate(frames):
+            state = self._game.get_state()
             if state is None:  # the level or the episode ended
                 return None
-            frames[i] = self._picture(state.screen_buffer)
-            room.append(self._room())
-            poses.append(self._pose())
-            stuck = was is not None and np.hypot(*(poses[-1] - was)[:2]) < 1
-            if stuck and policy in ("walk", "strafe"):
+            frame[:] = self._picture(state.screen_buffer)
+            room.append(_room(state.depth_buffer))
+            poses.append(state.game_variables)
+            if plan.travels and i and math.dist(poses[-1][:2], poses[-2][:2]) < 1:
                 return None
-            was = poses[-1]
-            self._drive(policy, side, speed, i, room[-1])
-        return self._facts(
-            policy, _MONSTERS[monster], frames, np.array(poses), np.array(room), side
-        )
+            self._game.make_action(plan.buttons(i, room[-1]), _TICS)
+        angles, depth = np.array(poses)[:, 2], float(np.mean(room, 0)[1])
+        return _describe(plan, frames, angles, depth)
 
-    def _drive(
-        self, policy: str, side: int, speed: float, step: int, room: list[float] | None
-    ) -> None:
-        left, ahead, right = room or (1, 1, 1)
-        if policy == "walk":  # towards the deeper side
-            steer = 9 * (right - left) / (left + right + 1) + 0.3 * side
-            self._act(25, turn=max(-3, min(3, steer)), use=ahead < 12)
-        elif policy == "turn":
-            self._act(turn=side * speed)
-        elif policy == "strafe":
-            self._act(aside=side * 18)
-        elif policy == "fight":
-            self._act(turn=0.8 * side * np.sin(step / 4), fire=step % 12 < 6)
-        else:
-            self._act()
+    def _set_out(self, rng: random.Random, plan: _Plan, starts: Sequence[tuple[int, int]]) -> None:
+        """Go to a random place, face where there is room, and begin what the clip shows."""
+        command = self._game.send_game_command
+        fights = plan.policy == "fight"
+        for text in ("god",) if fights else ("god", "notarget", "take weapons"):
+            command(text)
+        command("warp {} {}".format(*rng.choice(starts)))
+        self._turn(rng.uniform(-180, 180), 12)
+        views = []
+        for i in range(8):
+            if i:
+                self._turn(45)
+            views.append(_room(self._game.get_state().depth_buffer)[1])
+        best = sorted(range(8), key=views.__getitem__)[-rng.randint(1, 2)]
+        self._turn(45 * (best - 7))
+        if fights:
+            weapon = rng.choice(("", "Shotgun", "Chaingun"))
+            if weapon:
+                for text in (f"give {weapon}", "give Shell", "give Clip", f"use {weapon}"):
+                    command(text)
+            self._turn(0, 25)
+            command(f"summon {plan.monster}")
+        if plan.travels:  # come up to speed
+            self._game.make_action(plan.buttons(0), _TICS)
 
     def _picture(self, screen: Picture) -> Picture:
-        assert self.bucket is not None
-        height, width = self.bucket.height, self.bucket.width
+        height, width = self._size
         image = Image.fromarray(screen)
         scale = max(height / image.height, width / image.width)
         size = round(image.width * scale), round(image.height * scale)
@@ -334,26 +328,29 @@ class _Camera:
         image = image.resize(size, Image.Resampling.HAMMING)
         return np.asarray(image.crop((left, top, left + width, top + height)).point(_GAMMA))
 
-    def _facts(
-        self, policy: str, monster: str, frames: Picture, poses: Picture, room: Picture, side: int
-    ) -> dict[str, Any] | None:
-        seen, turns = frames[:, ::4, ::4].astype(np.float32), np.diff(poses[:, 2])
-        depth = float(room[:, 1].mean())
-        change = float(np.abs(np.diff(seen, axis=0)).mean())
-        least = _LEAST[2] if policy == "stand" else _LEAST[3]
-        dull = seen.mean() < _LEAST[0] or seen.std((1, 2, 3)).min() < _LEAST[1]
-        if dull or change < least or depth < 5:  # so near is a wall alone
-            return None
-        rate = float(((turns + 180) % 360 - 180).mean())  # degrees a frame, to the left
-        way = "left" if rate > 0 else "right"
-        camera = {
-            "walk": "moving ahead" if abs(rate) < 1 else f"moving {way}",
-            "turn": f"turning {way} {'slowly' if abs(rate) < 3 else 'quickly'}",
-            "strafe": f"moving {'right' if side > 0 else 'left'}",
-        }.get(policy, "still")
-        light, colour = look(frames)
-        space = _SPACES[sum(depth > least for least in (20, 45))]
-        return {
-            "policy": policy, "monster": monster, "light": light, "colour": colour,
-            "space": space, "camera": camera, "rate": rate, "change": change, "depth": depth,
-        }  # fmt: skip
+
+def _room(depth: Picture) -> list[float]:
+    """Depth at eye level: on the left, ahead, on the right."""
+    rows = slice(int(depth.shape[0] * 0.45), int(depth.shape[0] * 0.55))
+    return [float(part.mean()) for part in np.array_split(depth[rows, ::4], 3, axis=1)]
+
+
+def _describe(plan: _Plan, frames: Picture, angles: Picture, depth: float) -> str | None:
+    """Return the prompt of a clip, or None if it shows too little."""
+    seen = frames[:, ::4, ::4].astype(np.float32)
+    change = float(np.abs(np.diff(seen, axis=0)).mean())
+    dark_or_flat = seen.mean() < _LEAST_MEAN or seen.std((1, 2, 3)).min() < _LEAST_SPREAD
+    least_change = _LEAST_STANDING if plan.policy == "stand" else _LEAST_MOVING
+    if dark_or_flat or change < least_change or depth < 5:  # so near is a wall alone
+        return None
+    rate = float(((np.diff(angles) + 180) % 360 - 180).mean())  # degrees a frame, to the left
+    way = "left" if rate > 0 else "right"
+    camera = {
+        "walk": "moving ahead" if abs(rate) < 1 else f"moving {way}",
+        "turn": f"turning {way} {'slowly' if abs(rate) < 3 else 'quickly'}",
+        "strafe": f"moving {'right' if plan.side > 0 else 'left'}",
+    }.get(plan.policy, "still")
+    light, colour = light_and_colour(frames)
+    space = _SPACES[sum(depth > least for least in (20, 45))]
+    look = f"{light} {colour} {space}"
+    return caption(plan.policy, _MONSTERS[plan.monster], look, camera)

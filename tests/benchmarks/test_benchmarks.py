@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 #: Benchmark -> names for --only, the case, and the methods that this machine cannot run.
 RUNS = [
-    ("attention", "fused auto,fused int8,torch,FlashAttention-3", CASE, {"FlashAttention-3"}),
+    ("attention", "fused int8,torch,sageattention", CASE, {"sageattention"}),
     ("attention", "fused dense int8,fused sparse", "H12-N32760-D128-k0.1", set()),
     ("network", "eager,sage,patched compile", "cogvideox-5b", {"sage"}),
     ("network", "eager,sage,patched,patched int8 Linears", "1.3b-780", {"sage"}),
@@ -76,7 +77,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
     code, document = run(name, f"{case},{only}", tmp_path)
     said = capfd.readouterr().out
     assert code == 0, said
-    for key in ("machine", "versions", "code", "about", "date"):
+    for key in ("machine", "versions", "code", "date"):
         assert document[key], key
     assert document["command"].startswith(f"python -m benchmarks {name}")
     assert list(document["cases"]) == [case]
@@ -88,7 +89,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
             continue
         assert record["status"] == "timed", record
         if "ms" in record:
-            assert 0 < record["ms"]["p20"] <= record["ms"]["median"] <= record["ms"]["p80"]
+            assert record["ms"]["median"] > 0
             assert record["error"] < 0.03
         else:
             assert record.get("same_bits", True)
@@ -117,7 +118,7 @@ def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
 
     monkeypatch.setattr(pipeline, "build_pipeline", counting)
     plan = Plan(out=tmp_path, device="cpu", micro=True)
-    record = pipeline._videos(plan, "1.3b-30-steps", "patched guard off", measured)
+    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
     assert counts[:-1] == forwards and ("second_seconds" in record) == measured
 
 
@@ -143,19 +144,16 @@ def test_a_process_ahead_warms_what_compiles_kernels(
 
 @pytest.mark.usefixtures("forked")
 def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
-    alone = ["one GPU eager", "one GPU patched"]
-    split = ["CFG eager", "CFG patched", "CFG patched decoded alone"]
-    code, document = run("parallel", ",".join(["1.3b-video", *alone, *split]), tmp_path)
+    methods = ["one GPU patched", "CFG patched"]
+    code, document = run("parallel", ",".join(["1.3b-video", *methods]), tmp_path)
     records = document["cases"]["1.3b-video"]["methods"]
-    assert code == 0 and list(records) == alone + split, records
-    for method, record in records.items():
+    assert code == 0 and list(records) == methods, records
+    for record in records.values():
         assert record["status"] == "timed" and record["error"] < 0.03, record
         assert record["ms"]["median"] > 0 and record["video_seconds"] > 0
-        if method in split:
-            assert record["same_on_all_ranks"] and record["same_as_one"]
-            assert record["of_one"] > 0 and record["video_of_one"] > 0
-    together = ["rows over 2 ranks" in str(records[method]["ran"]) for method in split[1:]]
-    assert together == [True, False]
+    split = records["CFG patched"]
+    assert split["same_on_all_ranks"] and split["same_as_one"]
+    assert "rows over 2 ranks" in str(split["ran"])
 
 
 def test_fidelity_shows_what_the_guard_is_worth(tmp_path: Path) -> None:
@@ -184,18 +182,23 @@ def test_two_trees_are_measured_and_both_are_printed(tmp_path, monkeypatch, caps
         skip = shutil.ignore_patterns("weights", "__pycache__")
         shutil.copytree(ROOT / name, tree / name, ignore=skip)
     runner = tree / "benchmarks" / "runner.py"
+    extra = tmp_path / "extra"  # a PYTHONPATH that is set stays
+    extra.mkdir()
+    (extra / "slowness.py").write_text("SECONDS = 0.05\n")
+    monkeypatch.setenv("PYTHONPATH", str(extra))
     slow = "    begin = idle_at(device)\n    call()\n"
     assert slow in runner.read_text()
-    runner.write_text(runner.read_text().replace(slow, slow + "    time.sleep(0.05)\n"))
+    sleep = "    __import__('time').sleep(__import__('slowness').SECONDS)\n"
+    runner.write_text(runner.read_text().replace(slow, slow + sleep))
     code, _ = run("attention", f"{CASE},torch", tmp_path / "out", "--base", str(tree))
     said = capsys.readouterr().out
     assert code == 0
     cells = next(line for line in said.splitlines() if "| torch |" in line).split("|")[3:6]
     there, here, ratio = (float(cell) for cell in cells)
-    assert there > here + 40 and ratio == pytest.approx(here / there, abs=2e-3)
+    assert here + 40 < there < math.inf and ratio == pytest.approx(here / there, abs=2e-3)
     document = json.loads((tmp_path / "out" / "attention_trees.json").read_text())
-    assert [one["tree"] for one in document["runs"]] == ["there", "here"]
-    assert all(one["document"]["machine"] for one in document["runs"])
+    assert [run["tree"] for run in document["runs"]] == ["there", "here"]
+    assert all(run["document"]["machine"] for run in document["runs"])
 
 
 def test_a_base_may_be_a_commit_and_has_to_be_one(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -246,7 +249,7 @@ def failing(heads: int, *_: torch.Tensor) -> Callable[[], torch.Tensor]:
         (failing, "missing", "RuntimeError: no memory"),
     ],
 )
-@pytest.mark.parametrize(("name", "code"), [("fused int8", 1), ("FlashAttention-3", 0)])
+@pytest.mark.parametrize(("name", "code"), [("fused int8", 1), ("sageattention", 0)])
 def test_what_is_wrong_is_not_timed_and_fails_the_command_if_it_is_this_librarys(
     name: str, code: int, method: Any, status: str, reason: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -270,7 +273,6 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--only", "H1-N1-D1"], CASE),
         (["--only", "fused int2"], "torch cuDNN"),
-        (["--calls", "0"], "--calls"),
         (["--limit", "-1"], "--limit"),
         (["--device", "tpu"], "--device"),
         (["--device", "cuda:7"], "--device"),
@@ -317,6 +319,6 @@ def test_a_way_leaves_the_network_as_it_was(way: str, tmp_path: Path) -> None:
     with WAYS[way](model, "eager"):
         pass
     after = [dict(vars(module)) for module in model.modules()]
-    for one, other in zip(before, after, strict=True):
-        assert one.pop("_compiled_call_impl", None) is other.pop("_compiled_call_impl", None)
-        assert one == other
+    for old, new in zip(before, after, strict=True):
+        assert old.pop("_compiled_call_impl", None) is new.pop("_compiled_call_impl", None)
+        assert old == new

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from training.__main__ import train
 from training.loop import Run
@@ -55,9 +53,3 @@ def micro(name: str, steps: int = 4) -> Recipe:
 
 def train_micro(name: str, out: Path, seed: int = 0, minutes: float = 0.0) -> None:
     train(Run(out, torch.device("cpu"), seed, minutes), micro(name))
-
-
-if __name__ == "__main__":  # one of several processes that train together
-    dist.init_process_group()
-    train_micro(sys.argv[1], Path(sys.argv[2]))
-    dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from training import loop
-from training.loop import Budget, OutOfTimeError, Recorded, Run, Stage, TrainingError
+from training.loop import Budget, OutOfTimeError, Run, Stage, TrainingError
 
 
 class _Blocks(nn.Sequential):
@@ -82,19 +82,6 @@ def test_pieces_end_as_the_whole(tmp_path: Path, muon: bool, monkeypatch) -> Non
     assert not _stage(tmp_path / "parts", 50, muon=muon).done
 
 
-def test_averaged_weights_alone_are_enough_to_go_on(tmp_path: Path) -> None:
-    stage = _stage(tmp_path)
-    stage.step = 5
-    stage.save(light=True)
-    (tmp_path / "state" / "teacher.pt").unlink()
-    resumed = _stage(tmp_path)
-    assert resumed.step == 5
-    for nets in (resumed.networks, resumed.average):
-        torch.testing.assert_close(
-            nets["net"].head.weight, stage.average["net"].head.weight, rtol=1e-3, atol=1e-3
-        )
-
-
 def test_a_kill_while_saving_loses_no_checkpoint(tmp_path, monkeypatch) -> None:
     stage = _stage(tmp_path)
     stage.step = 5
@@ -125,27 +112,3 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> No
         stage.train(loss)
     kept = _stage(tmp_path)
     assert kept.step == 0 and all(p.isfinite().all() for p in kept.parameters)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_recorded_loss_hands_out_the_gradients_of_the_eager_one(device: str) -> None:
-    torch.manual_seed(0)
-    net = nn.Conv3d(2, 3, 3).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-
-    def loss_of(x: Tensor, target: Tensor) -> Tensor:
-        return (net(x).tanh() - target).square().mean()
-
-    recorded = Recorded(loss_of, list(net.parameters()))
-    for size in (5, 7, 5):  # another shape has a graph of its own
-        for _ in range(2):  # and a graph sees weights that have moved, and new inputs
-            x = torch.randn(1, 2, size, size, size, device=device)
-            target = torch.randn(1, 3, size - 2, size - 2, size - 2, device=device)
-            loss = recorded(x, target)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            expected = torch.autograd.grad(loss_of(x, target), list(net.parameters()))
-            for parameter, gradient in zip(net.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
-            torch.testing.assert_close(loss, loss_of(x, target))
-            optimizer.step()

@@ -10,9 +10,8 @@ import torch
 from diffusers import CogVideoXPipeline
 from torch import nn
 
-from tests.processes import together
 from tests.training.micro import micro, train_micro
-from training.__main__ import STAGES, main
+from training.__main__ import STAGES
 from training.flow import few_step, ode
 from training.loop import Stage, TrainingError
 from training.networks import tokenize
@@ -21,7 +20,6 @@ from training.stages import decode
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
 from turbo_rcm_patch.video import generate, load_pipeline
 
-ROOT = Path(__file__).parents[2]
 WAN, COGVIDEOX = micro("wan"), micro("cogvideox")
 
 
@@ -65,29 +63,12 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(trained, tmp_path, monkey
     train_micro("wan", tmp_path)
 
 
-@pytest.mark.slow
-def test_two_processes_train_together(tmp_path: Path) -> None:
-    """Their shards and batches differ, and both finish."""
-    code = "import runpy; runpy.run_module('tests.training.micro', run_name='__main__')"
-    for done in together(code, "wan", str(tmp_path), cwd=ROOT):
-        assert done.code == 0, done
-    assert '"finished"' in (tmp_path / "log.jsonl").read_text()
-    assert (tmp_path / "wan_student" / "model_index.json").is_file()
-
-
 @pytest.mark.parametrize("text", ['{"mine": 1}', "no JSON"])
 def test_a_folder_of_another_origin_is_not_trained_into(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(TrainingError, match="another run"):
         train_micro("wan", tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("config.json", text)]
-
-
-def test_a_mistake_is_answered_in_a_few_lines(tmp_path, capsys) -> None:
-    assert main(f"train --out {tmp_path} --device cpu --steps vea=3".split()) == 2
-    error = capsys.readouterr().err
-    assert "STAGE=N with a stage of vae, teacher" in " ".join(error.split())
-    assert len(error.splitlines()) < 8
 
 
 def test_ode_is_second_order() -> None:
