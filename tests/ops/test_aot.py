@@ -156,8 +156,8 @@ def test_what_a_video_launches_is_compiled_by_several_threads_before() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_few_frames_meet_nearly_all_kernels_of_wans_decoder() -> None:
-    """24 of 26; of the network 8 more. All are compiled before the first video's launches."""
+def test_few_frames_meet_all_kernels_of_wans_decoder() -> None:
+    """27; of the network 8 more. All are compiled before the first video's launches."""
     with torch.device("meta"):
         vae = AutoencoderKLWan().bfloat16().eval().requires_grad_(False)
         block = WanTransformerBlock(1536, 8960, 12, cross_attn_norm=True).bfloat16()
@@ -170,8 +170,7 @@ def test_few_frames_meet_nearly_all_kernels_of_wans_decoder() -> None:
         whole = asked(lambda: decoder.run_video(latents))
         few = asked(lambda: decoder.run_start(latents))
         assert len(asked(lambda: patched.fast(None, *inputs))) == 8
-    assert few < whole
-    assert (len(whole), len(few)) == (26, 24)
+    assert few == whole and len(whole) == 27
 
 
 @pytest.mark.parametrize(
