@@ -613,13 +613,13 @@ def test_each_rank_gets_its_part_and_nothing_else_is_written(
         assert one.isnan().sum() == (ranks - 1) * part.numel()
 
 
-@over(interpreter={"smooth": [False, True]})
+@over(interpreter={"smooth": [False, True], "rope": [False, True]})
 def test_the_bias_of_a_layer_norm_is_for_tokens_that_are_there(
-    on: Implementation, smooth: bool
+    on: Implementation, smooth: bool, rope: bool
 ) -> None:
     """Keys that are not seen are 0, and neither scales nor means know of them."""
     k, weight, bias = torch.randn(1, 300, 64), torch.rand(64) + 0.5, 50 * torch.randn(64)
-    cos, sin = rotary(on, 300, 64)
+    cos, sin = rotary(on, 300, 64) if rope else (None, None)
     normed = norm_rope(k, 1, weight=weight, bias=bias, cos=cos, sin=sin, eps=1e-6)
     for seen in (0, 200):
         given = attention_inputs(

@@ -76,7 +76,7 @@ HAVE = {
     "c_skip": "skip attention fused",
     "eps": "norm rows",
     "spec": "attention fused sparse",
-    "q": "attention fused sparse sageattn",
+    "q": "attention lse fused sparse sageattn",
     "v": "attention fused sparse sageattn",
     "norm_q": "attention fused sparse",
     "kv_lengths": "attention fused",

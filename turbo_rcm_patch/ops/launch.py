@@ -180,6 +180,7 @@ _OF_TARGETS: Final = {
     "sm_120": {
         "attention": _SMALL_FP8
         | {"fp8_256": Tile(64, 32, 4, 2), "16bit_128": Tile(128, 64, 8, 2)},
+        "prologue": {"64": Tile(128, 128, 4, 1)},
     },
     "gfx942": {"prologue": {"64": Tile(128, 128, 4, 1), "128": Tile(128, 256, 8, 1)}},
 }
