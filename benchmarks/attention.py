@@ -36,7 +36,7 @@ from benchmarks.runner import (
     Plan,
     Record,
     Wrong,
-    error_to,
+    checked_error,
     generator,
     seconds_of,
     time_calls,
@@ -95,7 +95,7 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
             if not output.isfinite().all():
                 raise Wrong("wrong: not finite")
             rows, right = kind.truth(method)
-            record["error"] = error_to(right, WRONG)(output[:, rows])
+            record["error"] = checked_error(output[:, rows], right, WRONG)
             turn = itertools.cycle(calls)
             count = plan.most(_calls_within(calls[0], device))
             record["ms"] = time_calls(lambda: next(turn)(), device, count)

@@ -43,7 +43,7 @@ from benchmarks.runner import (
     Plan,
     Record,
     Wrong,
-    error_to,
+    checked_error,
     seconds_of,
     summary,
     time_forwards,
@@ -165,7 +165,7 @@ def _check_and_time(
     record["ranks"] = dist.get_world_size()
     with _entered(way, pipe, device) as report:
         output = call()
-        record["error"] = error_to(outputs["truth"], BROKEN)(output)
+        record["error"] = checked_error(output, outputs["truth"], BROKEN)
         if not way.split:
             outputs[method] = output
         elif not _same_on_all_ranks(output):

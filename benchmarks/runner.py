@@ -97,15 +97,15 @@ class Wrong(Exception):
     """An output is too far from the truth for its time to mean anything."""
 
 
-def error_to(truth: torch.Tensor, limit: float) -> Callable[[torch.Tensor], float]:
-    """Return a function that gives an output's relative L2 error, or raises `Wrong`."""
+def checked_error(output: torch.Tensor, truth: torch.Tensor, limit: float) -> float:
+    """Return the relative L2 error of an output.
 
-    def error(output: torch.Tensor) -> float:
-        distance = relative_l2(output, truth)
-        if not distance < limit:
-            raise Wrong(f"wrong: relative L2 {distance:.3g}")
-        return distance
-
+    Raises:
+        Wrong: It is not below the limit, or not a number.
+    """
+    error = relative_l2(output, truth)
+    if not error < limit:
+        raise Wrong(f"wrong: relative L2 {error:.3g}")
     return error
 
 

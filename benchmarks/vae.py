@@ -22,7 +22,7 @@ from benchmarks.runner import (
     Measure,
     Plan,
     Record,
-    error_to,
+    checked_error,
     free,
     generator,
     peak_gib,
@@ -73,7 +73,7 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         return torch.as_tensor(model.decode(x).sample if coded is None else coded)
 
     torch.backends.cudnn.allow_tf32 = False
-    error = error_to(call(x[:, :, : case.first]), _WRONG)
+    truth = call(x[:, :, : case.first])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
     def measure(method: str, record: Record) -> None:
@@ -82,7 +82,7 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         video = x.to(dtype)
         patch = nullcontext() if options is None else patched(model, **options)
         with patch as report:
-            record["error"] = error(call(video[:, :, : case.first]).float())
+            record["error"] = checked_error(call(video[:, :, : case.first]).float(), truth, _WRONG)
             free(device)
             call(video)
             record["seconds"] = min(seconds_of(lambda: call(video), device) for _ in range(2))

@@ -19,7 +19,7 @@ from torch.multiprocessing import start_processes
 
 from benchmarks.__main__ import main
 from benchmarks.models import WAYS, build_network
-from benchmarks.runner import Plan, is_patched
+from benchmarks.runner import Plan, Wrong, checked_error, is_patched
 from tests.processes import server
 
 ROOT = Path(__file__).parents[2]
@@ -259,6 +259,11 @@ def test_what_is_wrong_is_not_timed_and_fails_the_command_if_it_is_this_librarys
     assert got == code and methods["torch"]["status"] == "timed"
     assert methods[name]["status"] == status and "ms" not in methods[name]
     assert methods[name]["reason"] == reason and reason in capsys.readouterr().out
+
+
+def test_an_output_that_is_not_finite_is_wrong() -> None:
+    with pytest.raises(Wrong, match="nan"):
+        checked_error(torch.tensor([1.0, torch.nan]), torch.ones(2), 0.1)
 
 
 def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
