@@ -187,10 +187,10 @@ def _prepared(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[No
     """Give a pipeline its sampler, no progress bar, and generators of its own for one call."""
     encode_image = pipe.vae.encode
     with (
-        _replaced(pipe, scheduler=_scheduler(pipe, settings, seed)),
-        _replaced(pipe, _progress_bar_config={"disable": True}),
+        replaced(pipe, scheduler=_scheduler(pipe, settings, seed)),
+        replaced(pipe, _progress_bar_config={"disable": True}),
         # CogVideoX's pipelines encode an image in the network's dtype.
-        _replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
+        replaced(pipe.vae, encode=lambda x: encode_image(x.to(pipe.vae.dtype))),
         _private_rng(pipe._execution_device, seed),
     ):
         yield
@@ -297,7 +297,7 @@ def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
 
 
 @contextmanager
-def _replaced(owner: object, **attributes: object) -> Iterator[None]:
+def replaced(owner: object, **attributes: object) -> Iterator[None]:
     """Set attributes of an instance, and restore afterwards what was there."""
     with ExitStack() as undo:
         for name, value in attributes.items():
