@@ -19,7 +19,7 @@ from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.extra_file import mark_of_tensors
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import MARK, PROJ_L, attached_proj_l
-from turbo_rcm_patch.video.comparison import RUNS, compare, identify
+from turbo_rcm_patch.video.comparison import RUNS, compare, fast_on_a_cpu, identify
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.settings import Settings
@@ -60,7 +60,7 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder, tmp_path, monke
     found = compare(pipe, PROMPT, out=tmp_path, settings=settings)
     assert [sorted(m.__dict__) for part in experts for m in part.modules()] == before
 
-    with sla_as_defined(pipe, 0.1) as count:
+    with sla_as_defined(pipe, 0.1) as count, fast_on_a_cpu(pipe):
         assert count == 2 * len(experts)
         sla = generate(pipe, PROMPT, settings=settings)
     store = Store(tmp_path, json.loads(found.metrics.read_text())["identity"], fresh=False)

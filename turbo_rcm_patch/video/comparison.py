@@ -460,12 +460,12 @@ def _unpatched(
     """Run the authors' attention, or SLA's definition where it holds a proj_l; exactly on one of
     `_BACKENDS` if it is named."""
     exactly = _on_backend(pipe, _BACKENDS[backend]) if backend else nullcontext()
-    with sla_as_defined(pipe, config.sla_topk), exactly, _fast_on_a_cpu(pipe):
+    with sla_as_defined(pipe, config.sla_topk), exactly, fast_on_a_cpu(pipe):
         yield
 
 
 @contextmanager
-def _fast_on_a_cpu(pipe: VideoPipeline) -> Iterator[None]:
+def fast_on_a_cpu(pipe: VideoPipeline) -> Iterator[None]:
     """Let the VAE decode small latents in a batch of two, of which one is kept.
 
     For a batch of one, torch's convolutions on a CPU take a path that is several times slower,
