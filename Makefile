@@ -32,7 +32,7 @@ demo: $(VENV)/.installed ## Text to video with and without the patch on the ship
 # Lint and types run beside the tests: by themselves they keep one core busy.
 test: $(VENV)/.installed-dev ## Lint, types and every test that a CPU can run; the slowest are in build/durations.txt
 	($(LINT)) & lint=$$!; \
-	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" --durations-to build/durations.txt $(PYTEST_ARGS); code=$$?; \
+	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" --durations-to=build/durations.txt $(PYTEST_ARGS); code=$$?; \
 	wait $$lint || { echo 'make lint found faults: they are named above' >&2; exit 1; }; exit $$code
 
 # Not part of `test`: it takes wheels from the package index.
