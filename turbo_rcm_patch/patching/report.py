@@ -61,11 +61,6 @@ class PairTable(tuple[SkipPair, ...]):
         return "\n".join(lines)
 
 
-def _looks(pair: SkipPair) -> SkipPair:
-    """Return what a row of the table shows of a pair, for all blocks."""
-    return replace(pair, path=without_number(pair.path), reason="")
-
-
 def _formula(pair: SkipPair, index: int) -> str:
     stream = pair.streams[index]
     skip = "x" if stream.c_skip == "1" else f"{stream.c_skip} * x"
