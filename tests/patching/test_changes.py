@@ -144,6 +144,22 @@ def wrap(path: str, kind: Callable[[nn.Module], nn.Module] = Doubled) -> Apply:
     return first(change)
 
 
+def other_class(path: str) -> Apply:
+    """A module of the first block, or that block, becomes one of a subclass."""
+
+    def change(block: Any) -> None:
+        module = part(block, path)
+        cls = type(module)
+
+        class Derived(cls):  # type: ignore[misc, valid-type]
+            def forward(self, *args: Any, **named: Any) -> Any:
+                return larger(self, args, cls.forward(self, *args, **named))
+
+        module.__class__ = Derived
+
+    return first(change)
+
+
 class Own:
     """A processor of the user's own."""
 
@@ -322,6 +338,8 @@ CHANGES = [
     Change("wrapped-linear", wrap("attn1.to_v")),
     Change("wrapped-norm-of-q", wrap("attn1.norm_q")),
     Change("wrapped-feed-forward", wrap("ffn")),
+    *(Change(f"other-class-of-{path or 'block'}", other_class(path))
+      for path in ("", "attn1", "attn1.to_v", "ffn", "ffn.net.0.proj", "norm2")),
     Change("other-norm", first(other_norm)),
     Change("no-norm-of-q", first(lambda b: setattr(b.attn1, "norm_q", nn.Identity()))),
     Change("other-epsilons", first(change_epsilons)),
@@ -617,6 +635,10 @@ def test_copies_of_a_patched_model_run_their_own_weights(way: str, linear: Any) 
 
 def first_block_cache() -> Any:
     return diffusers.FirstBlockCacheConfig(threshold=0.5)
+
+
+def sea_cache() -> Any:
+    return diffusers.SeaCacheConfig(threshold=0.5, num_inference_steps=4)
 
 
 def pyramid_attention_broadcast() -> Any:

@@ -7,11 +7,12 @@ skip pairs for the report (`pairs`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from turbo_rcm_patch.patching.plain import (
     Replacement,
     capturing,
     compiling,
+    original_class,
     original_forward,
     stateful_code,
     why_not_inference,
@@ -52,6 +54,33 @@ LEVEL_DESCRIPTIONS = {
 }
 
 
+class _Thread(threading.local):
+    #: The model and the index of the block that ran last.
+    last: tuple[Any, int] = (None, 0)
+
+
+_thread: Final = _Thread()
+
+
+class Forwards:
+    """Counts the forwards of one model, by its blocks, which run in order.
+
+    Attributes:
+        count: The number of forwards that began outside a compiler.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begins(self, index: int) -> bool:
+        """Return True if a block is the first in a forward of this thread."""
+        model, before = _thread.last
+        _thread.last = self, index
+        begins = model is not self or index <= before
+        self.count += begins
+        return begins
+
+
 class PatchedBlock(Replacement):
     """The object whose `__call__` replaces the forward of one block.
 
@@ -73,9 +102,12 @@ class PatchedBlock(Replacement):
         proj_out: The network's last Linear, or None.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
+        forwards: Counts the forwards of the model.
+        forward: The number of the forward in which the block ran last.
+        calls: The number of calls outside a compiler since the report was told to forget.
         last: Why the last call outside a compiler ran the original forward, or the numbers of
             queries and of keys of a fused call.
-        backend: The attention backend that was chosen and not used on that call, or "".
+        backends: The attention backends that were chosen and not used on that call.
     """
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -87,6 +119,7 @@ class PatchedBlock(Replacement):
         self, block: Any, path: str, config: PatchConfig, heads: int, head_dim: int
     ) -> None:
         self.block, self.path, self.config, self.head_dim = block, path, config, head_dim
+        self._cls = original_class(block)
         self._asked = ops.AttentionSpec(
             heads=heads,
             attention=config.attention,
@@ -97,12 +130,15 @@ class PatchedBlock(Replacement):
         self._wide = replace(self._asked, pv="bf16")
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
-        self.left = self.backend = ""
+        self.left = ""
+        self.backends: set[str] = set()
         self.guard: BlockGuard | None = None
         self.index = 0
         self.proj_out: Any = None
         self.int8: list[Int8Forward] = []
         self.copies: Int8Copies | None = None
+        self.forwards = Forwards()
+        self.forward = self.calls = 0
         self.last: str | tuple[int, int] | None = None
 
     @property
@@ -132,13 +168,16 @@ class PatchedBlock(Replacement):
         if compiling():
             return self.original if why else None
         x = self.streams(inputs)[0]
+        begins = self.forwards.begins(self.index)
+        self.forward = self.forwards.count
+        self.calls += 1
         if self.copies is not None:
-            self.renew_copies(why, x)
+            self.renew_copies(why, begins and not capturing(x))
         if why:
-            self.last, self.backend = why, ""
+            self.last, self.backends = why, set()
             return self.original
         lengths = self.last = self.lengths(*inputs)  # of several ranks: an exchange
-        self.backend = self.unused_backend()
+        self.backends = self.unused_backends()
         if not self.index and not self._ahead:
             self.compile_ahead(x, partial(self.fast, None, *inputs))
         guard = self.guard
@@ -161,17 +200,13 @@ class PatchedBlock(Replacement):
         assert self.guard is not None
         return self.guard.compare(self, inputs)
 
-    def renew_copies(self, why: str, x: Tensor) -> None:
-        """Drop int8 copies of weights that may have moved, at a forward's first block."""
+    def renew_copies(self, why: str, begins: bool) -> None:
+        """Drop int8 copies of weights that may have changed, at a forward's first block."""
         if why == GRADIENT:
             for forward in self.int8:
                 forward.forget()
-            return
-        copies, guard = self.copies, self.guard
-        if copies is None or not copies.begins(self.index) or capturing(x):
-            return
-        if guard is None or not guard.within_video():
-            copies.follow()
+        elif begins and self.copies is not None:
+            self.copies.follow()
 
     def original(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
@@ -235,27 +270,34 @@ class PatchedBlock(Replacement):
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None
 
-    def unused_backend(self) -> str:
-        """Return the attention backend that the user chose and the block does not use, or ""."""
-        return ""
+    def unused_backends(self) -> set[str]:
+        """Return the attention backends that the user chose and the block does not use."""
+        return set()
 
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
-        chosen = self.unused_backend() or self.backend
-        if not chosen or self.why_replaced():
+        if self.why_replaced():
             return []
-        kind = "function" if "." in chosen else "backend"
         return [
-            f"the attention {kind} {chosen!r} is chosen and not used, because the model is "
-            f"patched with attention={self.config.attention!r}; attention='exact' uses it"
+            f"the attention {'function' if '.' in chosen else 'backend'} {chosen!r} is chosen and "
+            f"not used, because the model is patched with attention={self.config.attention!r}; "
+            "attention='exact' uses it"
+            for chosen in sorted(self.unused_backends() | self.backends)
         ]
+
+    def why_block(self) -> str:
+        """Return why the fast path does not apply to the block whatever its inputs are, or ""."""
+        cls = type(self.block)
+        if cls is not self._cls and original_class(self.block) is not self._cls:
+            return f"its class was changed to {cls.__qualname__}"
+        return self.left or self.why_modules()
 
     def why_original(self, *inputs: Any) -> str:
         """Return why the original forward runs on these inputs, or ""."""
         return (
             (self.reason if self.level == Level.ORIGINAL else "")
             or why_not_inference(self.block, self.streams(inputs)[0], inputs)
-            or self.why_modules()
+            or self.why_block()
             or self.why_inputs(*inputs)
         )
 

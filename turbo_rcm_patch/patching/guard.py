@@ -215,11 +215,6 @@ class Guard:
         seen = [(list(seen.shares.values()), way[0]) for way, seen in list(self._seen.items())]
         return max([predicted(*one) for one in seen if any(map(any, one[0]))], default=None)
 
-    def within_video(self) -> bool:
-        """Return True if the pipeline is known to be past the first step of a video."""
-        now = None if self._pipe is None else self._step_of(self._pipe(), "")
-        return now is not None and 0 < now[0] < now[1]
-
     # --- which blocks ----------------------------------------------------------------------------
 
     def wants(

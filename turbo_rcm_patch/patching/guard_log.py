@@ -42,9 +42,6 @@ class BlockGuard(Protocol):
     def check_next(self) -> None:
         """Compare every block on the next forward."""
 
-    def within_video(self) -> bool:
-        """Return True if the pipeline is known to be past the first step of a video."""
-
     def wants(self, block: Any, inputs: tuple[Any, ...], lengths: tuple[int, int]) -> bool:
         """Return True if a call of a block is to be compared."""
 

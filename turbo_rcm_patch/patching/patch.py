@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.block import Forwards, PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
     KnownModule,
@@ -302,20 +302,22 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, all_reduce_max)
     last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
-    forwards: dict[int, Int8Forward] = {}
+    int8: dict[int, Int8Forward] = {}
+    forwards = Forwards()
     for index, block in enumerate(blocks):
         block.index, block.guard, block.proj_out = index, record.guard, last
+        block.forwards = forwards
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
         for part, forward in block.other_forwards():
             record.replace(part, "forward", forward.__call__)
         if config.linear != "as-is":
-            _add_int8(record, block, forwards)
-    copies = Int8Copies(list(forwards.values()))
-    for block in blocks if forwards else ():
+            _add_int8(record, block, int8)
+    copies = Int8Copies(list(int8.values()))
+    for block in blocks if int8 else ():
         block.copies = copies
-    for name in WRITERS if forwards else ():
+    for name in WRITERS if int8 else ():
         if hasattr(type(module), name):
             record.replace(module, name, DropsCopies(module, name, copies).__call__)
     return record
@@ -464,7 +466,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             record = None if model is None else record_of(model)
             pairs += before if record is None else record.pairs()
         ran = {
-            block.path: block.describe_last_run() for block in blocks() if block.last is not None
+            block.path: block.describe_last_run()
+            for block in blocks()
+            if block.last is not None and block.forward == block.forwards.count
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]

@@ -226,15 +226,15 @@ class CogVideoXBlockForward(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backend(self) -> str:
-        return parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+    def unused_backends(self) -> set[str]:
+        return parts.chosen_backends(self.block.attn1)
 
     def notes(self) -> list[str]:
-        chosen = self.unused_backend() or self.backend
-        if chosen == self.replaced_attention():
+        if self.replaced_attention():
             return super().notes()
         why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
-        return [f"the attention backend {chosen!r} {why}"] if chosen else []
+        chosen = sorted(self.unused_backends() | self.backends)
+        return [f"the attention backend {name!r} {why}" for name in chosen]
 
     def linears(self) -> dict[str, Any]:
         attn = self.block.attn1
@@ -246,7 +246,7 @@ class CogVideoXBlockForward(PatchedBlock):
         return found | parts.feed_forward_linears("ff", self.block.ff)
 
     def pairs(self) -> list[SkipPair]:
-        why = self.left or self.why_modules()
+        why = self.why_block()
         attention, ff = (
             [Stream(name, "1", f"{gate}_{branch}", "[B, 1, C]") for name, gate in _GATES]
             for branch in ("msa", "ff")

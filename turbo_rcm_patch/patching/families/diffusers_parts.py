@@ -153,6 +153,13 @@ def chosen_backend(processor: Any) -> str:
     return name
 
 
+def chosen_backends(*attentions: Any) -> set[str]:
+    """Return what `chosen_backend` says of several attentions."""
+    chosen = {chosen_backend(getattr(attn, "processor", None)) for attn in attentions}
+    chosen.discard("")
+    return chosen
+
+
 def replaced_attention(processor: Any) -> str:
     """Return the function of a processor's attention that other code replaced, or ""."""
     file: dict[str, Any] = getattr(type(processor).__call__, "__globals__", {})

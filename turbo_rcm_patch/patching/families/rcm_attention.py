@@ -63,7 +63,7 @@ class RCMBlock(PatchedBlock):
 
     def pairs(self) -> list[SkipPair]:
         stream = Stream("x", "c_skip(t)", "c_out(t)")
-        pair = branch_pair(self, "", "self", self.left, stream)
+        pair = branch_pair(self, "", "self", self.why_block(), stream)
         if self.block.proj is not None:
             return [pair]
         return [replace(pair, projection=False, runs="in-kernel" if pair.fused else pair.runs)]

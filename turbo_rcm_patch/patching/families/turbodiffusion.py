@@ -202,8 +202,9 @@ class TurboBlock(PatchedBlock):
         name = "scaled_dot_product_attention"
         return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
 
-    def unused_backend(self) -> str:
-        return "" if self.config.attention == "exact" else self.replaced_attention()
+    def unused_backends(self) -> set[str]:
+        replaced = self.replaced_attention()
+        return {replaced} if replaced and self.config.attention != "exact" else set()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
@@ -236,7 +237,7 @@ class TurboBlock(PatchedBlock):
         return found
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.left or self.why_modules()
+        block, why = self.block, self.why_block()
         gates = [Stream("video", "1", f"e[{index}]", "[B, 1, C]") for index in (2, 5)]
         pairs = [
             branch_pair(self, "self_attn", "self", why, gates[0], cast="model"),

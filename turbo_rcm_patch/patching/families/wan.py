@@ -330,9 +330,11 @@ class WanBlock(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backend(self) -> str:
-        exact = self.config.attention == "exact"
-        return "" if exact else parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+    def unused_backends(self) -> set[str]:
+        if self.config.attention == "exact":
+            return set()
+        block = self.block
+        return parts.chosen_backends(block.attn1, block.attn2)
 
     def linears(self) -> dict[str, Any]:
         block = self.block
@@ -341,7 +343,7 @@ class WanBlock(PatchedBlock):
         return found | parts.feed_forward_linears("ffn", block.ffn)
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.left or self.why_modules()
+        block, why = self.block, self.why_block()
         pairs = [
             branch_pair(self, "attn1", "self", why, _GATED_ATTENTION),
             branch_pair(self, "attn2", "cross", why, cast="model"),

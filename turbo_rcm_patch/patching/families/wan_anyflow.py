@@ -194,8 +194,10 @@ class AnyFlowFARBlock(AnyFlowBlock):
             pairs[0] = replace(pairs[0], runs="two-launch")
         return pairs
 
-    def notes(self) -> list[str]:
-        return []  # The backend "flex" is the author's own choice.
+    def unused_backends(self) -> set[str]:
+        # The backend "flex" of the self-attention is the author's own choice.
+        exact = self.config.attention == "exact"
+        return set() if exact else parts.chosen_backends(self.block.attn2)
 
 
 # --- what is patched in a model ------------------------------------------------------------------
