@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -638,7 +639,10 @@ def first_block_cache() -> Any:
 
 
 def sea_cache() -> Any:
-    return diffusers.SeaCacheConfig(threshold=0.5, num_inference_steps=4)
+    def videos(module: Any, args: Any, named: Any) -> list[Tensor]:
+        return list(named["hidden_states"].unbind())
+
+    return diffusers.SeaCacheConfig(threshold=0.5, raw_vision_callback=videos)
 
 
 def pyramid_attention_broadcast() -> Any:
@@ -649,15 +653,17 @@ def pyramid_attention_broadcast() -> Any:
     )
 
 
-@pytest.mark.supports(_BOTH, "FirstBlockCache", "PAB, FasterCache")
+@pytest.mark.supports(_BOTH, "FirstBlockCache, SeaCache", "PAB, FasterCache")
 @pytest.mark.parametrize("order", ["cache first", "patch first"])
-@pytest.mark.parametrize("cache", [first_block_cache, pyramid_attention_broadcast])
+@pytest.mark.parametrize("cache", [first_block_cache, sea_cache, pyramid_attention_broadcast])
 @pytest.mark.parametrize("one", [WAN, COG], ids=str)
 def test_a_cache_of_diffusers_caches_what_it_would_unpatched(
     one: Any, cache: Callable[[], Any], order: str
 ) -> None:
-    """A cache of attentions hooks them, so their blocks run their authors' code."""
+    """A cache of attentions hooks them, so their blocks run their authors' code. The report knows
+    which blocks a cache skipped."""
     outputs: list[list[Tensor]] = []
+    calls: Counter[int] = Counter()
     for with_patch in (False, True):
         model, inputs = one.model(), one.inputs()
         if order == "cache first":
@@ -667,16 +673,27 @@ def test_a_cache_of_diffusers_caches_what_it_would_unpatched(
                 patch_model(model, attention="exact")
         if order == "patch first":
             model.enable_cache(cache())
+        for index, block in enumerate(() if with_patch else blocks(model)):
+            block.attn1.to_out[0].register_forward_hook(
+                lambda *_, index=index: calls.update([index])
+            )
         outputs.append([])
-        for step in range(3):
-            with model.cache_context("cond"):
+        for step in range(4):
+            time = {"step_index": step, "sigma": 1 - 0.2 * step, "num_inference_steps": 4}
+            with model.cache_context("cond", **time):
                 moved = {**inputs, "hidden_states": inputs["hidden_states"] * (1 + 0.01 * step)}
                 outputs[-1].append(run(model, moved))
     hooked = cache is pyramid_attention_broadcast
     for theirs, ours in zip(*outputs, strict=True):
         assert relative_l2(ours, theirs) <= (0 if hooked else TIGHT)
     if is_patched(model):
-        words = report_of(model).ran().values()
+        report = report_of(model)
+        words = report.ran().values()
+        if not hooked:
+            assert calls.total() < 8
+            skipped = [calls[index] < calls[0] for index in range(2)]
+            assert [form == "cached" for form in report.forms().values()] == skipped
+            assert len(words) == 2 - sum(skipped)
         assert not hooked or all("attn1 is called as a module" in one for one in words)
         unpatch_model(model)
         model.disable_cache()

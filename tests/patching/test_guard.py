@@ -542,7 +542,7 @@ def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
     assert report.guard.decisions[-1].verdict == verdict
-    assert f"blocks.1: {verdict} from now on: the network's error would be" in caplog.text
+    assert f"blocks.1: {verdict} from now on: the network's predicted error would be" in caplog.text
     assert all("exact" in words for words in report.ran().values())
     assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)
@@ -585,7 +585,7 @@ def test_a_target_that_raises_every_block_warns_once_for_each_way_to_run(
     options: Any = {"attention": "int8", "pv": "fp8", "fidelity": 0.01}
     report = patch_model(model := narrow(9), **options)
     run(model, WAN.inputs(batch=1))
-    words = "blocks.0: {} from now on: the network's error would be"
+    words = "blocks.0: {} from now on: the network's predicted error would be"
     ways = ("values in 16 bits", "exact attention")
     assert len(report.guard.decisions) == 18
     assert len(caplog.records) == 2

@@ -244,11 +244,13 @@ def why_not_int8(module: nn.Module) -> str:
     if type(module) is Int8Linear:
         return ""
     if type(module) is not nn.Linear:
-        return f"it is a {type(module).__module__.split('.')[0]} {type(module).__qualname__}"
-    if type(module.weight) is not nn.Parameter:
-        return f"its weight is a {type(module.weight).__qualname__}"
+        return f"{type(module).__qualname__} keeps its own forward"
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        kind = "is no parameter" if weight is None else f"is a {type(weight).__qualname__}"
+        return f"a weight that {kind} is left as it is"
     if module.in_features > MAX_CHANNELS:
-        return f"its {module.in_features} channels overflow an int32 sum"
+        return f"{module.in_features} channels overflow an int32 sum"
     return ""
 
 

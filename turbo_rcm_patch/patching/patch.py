@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.patching.block import Forwards, PatchedBlock
+from turbo_rcm_patch.patching.block import Forwards, Level, PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
     KnownModule,
@@ -113,7 +113,7 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
         if not config.vae and not isinstance(model, nn.Module):
             known = [one for one in known if one.path != VAE]
         for one in known:
-            _refuse_patched(one, "patch_model")
+            _refuse_patched(one, known, "patch_model")
             _check_device(config, execution_device(one.module))
             refuse_lost_proj_l(one.module, one.path)
             check_parallel(one.module)
@@ -229,7 +229,7 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
     """
     known = find_known(model)
     for one in known:
-        _refuse_patched(one, "keep_int8_only")
+        _refuse_patched(one, [], "keep_int8_only")
     records = _records_for(model, known, PatchConfig(linear="int8-only", guard=False))
     return _drop_originals(records, device)
 
@@ -284,7 +284,7 @@ def _records_for(
             "model",
             expected="at least one pair that can run fused",
             got=f"{len(pairs)} pairs, none fusible",
-            remedy="; ".join(reasons),
+            remedy="; ".join(reasons) + ". Patch the model before such a change, or undo it",
         )
     return records
 
@@ -356,13 +356,16 @@ def _network_pair(model: object, path: str) -> list[SkipPair]:
     ]
 
 
-def _refuse_patched(one: KnownModule, caller: str) -> None:
+def _refuse_patched(one: KnownModule, known: list[KnownModule], caller: str) -> None:
+    """Raise if a module is patched; name the other parts of its pipeline, which are not."""
     if holds_patch(one.module):
+        rest = [f"pipe.{other.path}" for other in known if not holds_patch(other.module)]
         raise AlreadyPatchedError(
             f"{caller}: {one.path or 'model'}",
             expected="a model that is not patched",
             got="a patched model",
-            remedy="Call unpatch_model first to patch it with another configuration",
+            remedy="Call unpatch_model first to patch it with another configuration"
+            + "".join(f". Call {caller}({name}) to patch that part too" for name in rest),
         )
 
 
@@ -475,14 +478,31 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         notes += [note for one in parallel for note in one.describe()]
         notes = list(dict.fromkeys(notes))
         if not models():
-            return Live(PairTable(pairs), ran, "gone", "", "", notes)
+            return Live(PairTable(pairs), ran, "gone", "", "", "", notes)
         device = execution_device(models()[0])
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
-        return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
+        linears = _int8_linears(blocks())
+        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
 
     log = guard.log if guard else GuardLog()
     return PatchReport(type(model).__name__, config, log, live, blocks)
+
+
+def _int8_linears(blocks: list[PatchedBlock]) -> str:
+    """Say how many Linears of the blocks run in int8 now, and why others do not."""
+    total, running, reasons = 0, 0, []
+    for block in blocks:
+        names = block.int8_linears()
+        for name, linear in block.linears().items():
+            total += 1
+            running += name in names
+            if name not in names:
+                why = why_not_int8(getattr(linear, "base_layer", linear))
+                wide = block.level >= Level.EXACT_16BIT
+                reasons.append(why or (wide and "the guard") or "its forward was replaced")
+    text = f"{running} of {total} Linears in int8"
+    return text + (": " if reasons else "") + ", ".join(dict.fromkeys(reasons))
 
 
 def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:

@@ -158,7 +158,7 @@ class PatchReport:
             f"attention {attention}; implementation {live.impl} on {live.device}",
         ]
         if config.linear != "as-is":
-            head[1] += f"; Linears in {config.linear}"
+            head[1] += f"; {live.linears}"
         if config.conv != "as-is":
             head[1] += f"; convolutions of a VAE in {config.conv}"
         each = self.last_forward.items()
@@ -200,6 +200,7 @@ class Live:
         device: The device on which it computes.
         impl: "triton" or "reference".
         pv: Element type of probabilities and values.
+        linears: How many Linears run in int8, and why others do not.
         notes: Remarks, such as a setting that the patched model ignores.
     """
 
@@ -208,6 +209,7 @@ class Live:
     device: str
     impl: str
     pv: str
+    linears: str
     notes: list[str]
 
 

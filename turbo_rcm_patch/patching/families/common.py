@@ -94,13 +94,13 @@ def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> Non
             and runs_only_its_forward(linear)
             and linear.weight.dtype not in FLOATS
         ):
-            plain = type(linear.weight) is nn.Parameter
-            if plain and linear.weight.dtype.is_floating_point and linear.weight.itemsize > 1:
+            if type(linear.weight) is nn.Parameter and linear.weight.dtype.is_floating_point:
                 raise DTypeError(
                     f"{path}.{name}.weight",
                     expected="bfloat16, float16 or float32",
                     got=str(linear.weight.dtype),
-                    remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
+                    remedy="Cast the model first, e.g. model.to(torch.bfloat16)"
+                    + (", or enable_layerwise_casting" if linear.weight.itemsize == 1 else ""),
                 )
 
 
