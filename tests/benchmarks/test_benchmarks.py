@@ -62,7 +62,7 @@ RUNS = [
     ("attention", "fused dense int8,fused sparse", "H12-N32760-D128-k0.1", set()),
     ("network", "eager,sage,patched compile", "cogvideox-5b", {"sage"}),
     ("network", "eager,sage,patched,patched int8 Linears", "1.3b-780", {"sage"}),
-    ("pipeline", "unpatched,patched", "1.3b-sla-4-steps", set()),
+    ("pipeline", "unpatched bf16 VAE,patched bf16 VAE", "1.3b-sla-4-steps", set()),
     ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
     ("vae", "bf16,bf16 patched", "wan2.2-encode", set()),
     ("parallel", "Ulysses patched", "1.3b", set()),
@@ -118,13 +118,36 @@ def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
 
     monkeypatch.setattr(pipeline, "build_pipeline", counting)
     plan = Plan(out=tmp_path, device="cpu", micro=True)
-    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
+    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched bf16 VAE", measured)
     assert counts[:-1] == forwards and ("second_seconds" in record) == measured
+
+
+@pytest.mark.parametrize("case", ["1.3b-4-steps", "cogvideox-5b-50-steps"])
+@pytest.mark.parametrize("method", [name for name in pipeline.METHODS if "sage" not in name])
+def test_the_vae_has_the_dtype_that_the_method_names(case, method, tmp_path, monkeypatch) -> None:
+    dtypes, build = list[str](), pipeline.build_pipeline
+
+    def noting(*given: Any) -> Any:
+        pipe, video = build(*given)
+        post = pipe.vae.post_quant_conv or pipe.vae.decoder.conv_in
+        post.register_forward_pre_hook(lambda _, inputs: dtypes.append(str(inputs[0].dtype)))
+        return pipe, video
+
+    monkeypatch.setattr(pipeline, "build_pipeline", noting)
+    plan = Plan(out=tmp_path, device="cpu", micro=True)
+    record = pipeline._videos(plan, case, method, measured=False)
+    expected = {"fp32 VAE": "float32", "bf16 VAE": "bfloat16"}
+    (dtype,) = {f"torch.{name}" for said, name in expected.items() if said in method}
+    assert set(dtypes) == {dtype} == {f"torch.{record['vae_dtype']}"}
 
 
 @pytest.mark.parametrize(
     ("method", "warmed"),
-    [("unpatched", False), ("compile sage bf16 VAE", True), ("patched", True)],
+    [
+        ("unpatched fp32 VAE", False),
+        ("compile sage bf16 VAE", True),
+        ("patched fp32 VAE", True),
+    ],
 )
 def test_a_process_ahead_warms_what_compiles_kernels(
     method: str, warmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
