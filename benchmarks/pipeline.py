@@ -25,28 +25,17 @@ from unittest import mock
 import diffusers
 import torch
 
+from benchmarks import runner
 from benchmarks.models import (
     SLA,
     WAYS,
     Way,
-    as_written,
     build_network,
     build_vae,
     record_report,
     text_tokens,
 )
-from benchmarks.runner import (
-    Benchmark,
-    Column,
-    Measure,
-    Plan,
-    Record,
-    Wrong,
-    generator,
-    idle_at,
-    is_patched,
-    peak_gib,
-)
+from benchmarks.runner import Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions
 
@@ -66,7 +55,7 @@ class _Method(NamedTuple):
 
     vae: torch.dtype
     options: PatchOptions | None = None
-    way: Way = as_written
+    way: Way = Way()
 
 
 SIZE_480P: Final = (480, 832, 81)
@@ -90,12 +79,13 @@ METHODS: Final = {
 }
 
 
-class _CogVideoX(diffusers.CogVideoXPipeline):
+class _CogVideoX(diffusers.CogVideoXPipeline):  # type: ignore[misc]
     """Casts latents to the VAE's dtype, as `WanPipeline` does; diffusers' own hands on bf16."""
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode latents of the network's dtype."""
-        return super().decode_latents(latents.to(self.vae.dtype))
+        frames: torch.Tensor = super().decode_latents(latents.to(self.vae.dtype))
+        return frames
 
 
 def _prepare(case: str, plan: Plan, device: torch.device) -> Measure:
@@ -105,7 +95,7 @@ def _prepare(case: str, plan: Plan, device: torch.device) -> Measure:
 def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
     """Measure in a fresh process; where kernels are compiled another one caches them before."""
     how = METHODS[method]
-    compiles = how.options is not None or how.way is not as_written
+    compiles = how.options is not None or how.way != Way()
     for measured in (False, True) if compiles else (True,):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -125,28 +115,28 @@ def _videos(plan: Plan, name: str, method: str, measured: bool) -> Record:
     record["vae_dtype"] = str(pipe.vae.dtype).removeprefix("torch.")
     report = None
     if how.options is not None:
-        begin = idle_at(device)
+        begin = runner.idle_at(device)
         report = patch_model(pipe, **how.options)
-        record["patch_seconds"] = idle_at(device) - begin
+        record["patch_seconds"] = runner.idle_at(device) - begin
     decode, times, second = pipe.vae.decode, list[float](), list[torch.Tensor]()
 
     def decoding(*args: Any, **kwargs: Any) -> Any:
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
         return decode(*args, **kwargs)
 
     def again() -> None:
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
         with mock.patch.object(pipe.vae, "decode", decoding):
             second.append(video())
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
 
-    with how.way(pipe.transformer, plan.compiler):
-        begin = idle_at(device)
+    with how.way.entered(pipe.transformer, plan.compiler):
+        begin = runner.idle_at(device)
         frames = video()
-        record["first_seconds"] = idle_at(device) - begin
+        record["first_seconds"] = runner.idle_at(device) - begin
         if measured:
             frames = frames.cpu()  # The peak of the second video is its own.
-            record["peak_gib"] = peak_gib(again, device)
+            record["peak_gib"] = runner.peak_gib(again, device)
             begin, denoised, end = times
             record["second_seconds"] = end - begin
             record["denoise_seconds"] = denoised - begin
@@ -194,7 +184,7 @@ def build_pipeline(
     options |= {"height": height, "width": width, "num_frames": frames}
     names = ["prompt_embeds"] + ["negative_prompt_embeds"] * (case.guidance > 1.0)
     for index, name in enumerate(names):
-        random = generator(device, index)
+        random = runner.generator(device, index)
         size = 1, text_tokens(network, plan), channels
         options[name] = torch.randn(size, generator=random, device=device).bfloat16()
 
@@ -218,7 +208,7 @@ pipeline: Final = Benchmark(
         Column("GiB", "peak_gib", ".1f"), Column("patch s", "patch_seconds", ".2f"),
     ),
     cases={  # Unpatched, SLA is dense attention, another function.
-        name: [method for method in METHODS if case.network != SLA or is_patched(method)]
+        name: [method for method in METHODS if case.network != SLA or runner.is_patched(method)]
         for name, case in _CASES.items()
     },
     prepare=_prepare,
