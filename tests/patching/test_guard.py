@@ -542,7 +542,9 @@ def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
     assert report.guard.decisions[-1].verdict == verdict
-    assert f"blocks.1: {verdict} from now on: the network's predicted error would be" in caplog.text
+    assert (
+        f"blocks.1: {verdict} from now on: the network's predicted error would be" in caplog.text
+    )
     assert all("exact" in words for words in report.ran().values())
     assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)

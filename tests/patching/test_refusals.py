@@ -55,9 +55,7 @@ def in_fp8(model: Any, **options: Any) -> None:
 
 
 def int8_only_over_casting(model: Any) -> None:
-    model.enable_layerwise_casting(
-        storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16
-    )
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
     patch_model(model, linear="int8-only")
 
 

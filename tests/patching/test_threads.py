@@ -61,9 +61,9 @@ def test_the_first_forwards_of_several_threads_decide_as_one_does(
     assert len(set(words.values())) > 1  # some blocks are exact
     own = WanBlock.fast
 
-    def slowly(self: Any, notes: Any, *given: Any) -> Any:
+    def slowly(self: Any, *inputs: Any, **named: Any) -> Any:
         time.sleep(0.01)
-        return own(self, notes, *given)
+        return own(self, *inputs, **named)
 
     model, report = made()
     outputs: dict[int, Tensor] = {}

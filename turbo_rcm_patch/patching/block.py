@@ -19,9 +19,7 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import compile_ahead
-from turbo_rcm_patch.patching.guard_log import BlockGuard
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
-from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
     Replacement,
@@ -97,12 +95,12 @@ class PatchedBlock(Replacement):
         level: How exactly the block runs.
         reason: Why the guard raised the level.
         left: Why the block's forward could not be replaced, or "".
-        guard: Compares the block with the original now and then; None without a guard.
+        guard: The `Guard` that compares the block with the original; None without one.
         index: The number of the block among the patched ones, in the order in which they run.
         proj_out: The network's last Linear, or None.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
-        forwards: Counts the forwards of the model.
+        model_forwards: Counts the forwards of the model.
         forward: The number of the forward in which the block ran last.
         calls: The number of calls outside a compiler since the report was told to forget.
         last: Why the last call outside a compiler ran the original forward, or the numbers of
@@ -132,12 +130,12 @@ class PatchedBlock(Replacement):
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = ""
         self.backends: set[str] = set()
-        self.guard: BlockGuard | None = None
+        self.guard: Any = None
         self.index = 0
         self.proj_out: Any = None
         self.int8: list[Int8Forward] = []
         self.copies: Int8Copies | None = None
-        self.forwards = Forwards()
+        self.model_forwards = Forwards()
         self.forward = self.calls = 0
         self.last: str | tuple[int, int] | None = None
 
@@ -154,22 +152,21 @@ class PatchedBlock(Replacement):
         quantised = self._asked.attention in ("auto", "int8")
         return self._exact if quantised and n_kv < ops.INT8_MIN_KEYS else self.spec
 
-    def instead_of_fast(self, *inputs: Any) -> Callable[..., Any] | None:
+    def runs(self, *inputs: Any) -> Callable[..., Any]:
         """Decide how a call runs.
 
         Args:
             *inputs: The inputs of the original forward, in its order.
 
         Returns:
-            None for the fast path, or what runs instead: the original forward, or a comparison
-            with it.
+            What runs on them: `fast`, the original forward, or a comparison of both.
         """
         why = self.why_original(*inputs)
         if compiling():
-            return self.original if why else None
+            return self.original if why else self.fast
         x = self.streams(inputs)[0]
-        begins = self.forwards.begins(self.index)
-        self.forward = self.forwards.count
+        begins = self.model_forwards.begins(self.index)
+        self.forward = self.model_forwards.count
         self.calls += 1
         if self.copies is not None:
             self.renew_copies(why, begins and not capturing(x))
@@ -179,9 +176,10 @@ class PatchedBlock(Replacement):
         lengths = self.last = self.lengths(*inputs)  # of several ranks: an exchange
         self.backends = self.unused_backends()
         if not self.index and not self._ahead:
-            self.compile_ahead(x, partial(self.fast, None, *inputs))
+            self.compile_ahead(x, partial(self.fast, *inputs))
         guard = self.guard
-        return self.compare if guard is not None and guard.wants(self, inputs, lengths) else None
+        compares = guard is not None and guard.wants(self, inputs, lengths)
+        return self.compare if compares else self.fast
 
     def compile_ahead(self, x: Tensor, fast: Callable[[], object]) -> None:
         """Compile what the fast path launches together, before its first call.
@@ -197,7 +195,6 @@ class PatchedBlock(Replacement):
 
     def compare(self, *inputs: Any) -> Any:
         """Run the fast path, and compare it with the original forward."""
-        assert self.guard is not None
         return self.guard.compare(self, inputs)
 
     def renew_copies(self, why: str, begins: bool) -> None:
@@ -332,15 +329,15 @@ class PatchedBlock(Replacement):
     # --- what a family writes --------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Take the parameters of the original forward, and run what `instead_of_fast` says."""
+        """Take the parameters of the original forward, and run what `runs` says."""
         raise NotImplementedError
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> Any:
+    def fast(self, *inputs: Any, **notes: Any) -> Any:
         """Run the written-out block.
 
         Args:
-            notes: Collects what the guard compares, or None.
             *inputs: The inputs of the original forward.
+            **notes: "notes": the `Notes` that collect what the guard compares, or None.
         """
         raise NotImplementedError
 

@@ -221,17 +221,8 @@ def find_blocks(
             vars(patched).update(attributes)
             blocks[id(module)] = patched
         else:
-            blocks[id(module)] = SkipPair(
-                path=where,
-                kind="self",
-                heads=0,
-                head_dim=0,
-                streams=(),
-                cast="model",
-                projection=False,
-                runs="as-written",
-                reason=f"it is a {type(block).__qualname__}, which is not supported",
-            )
+            reason = f"it is a {type(block).__qualname__}, which is not supported"
+            blocks[id(module)] = SkipPair(where, "self", reason=reason)
     return list(blocks.values())
 
 

@@ -292,7 +292,7 @@ class Guard:
         here: _Forward = self._threads.here
         if stateful := block.stateful_code():
             self._skip(block, here, f"{stateful}, which is not run a second time")
-            return block.fast(None, *inputs)
+            return block.fast(*inputs)
         call = _Call(
             block=block,
             inputs=inputs,
@@ -315,7 +315,7 @@ class Guard:
         if block.level == Level.ORIGINAL:
             return _Attempt(block.level, _run_original(block, call.inputs, {}))
         notes = Notes(measures=call.first and self._target is not None)
-        attempt = _Attempt(block.level, block.fast(notes, *call.inputs), failed=notes.failed)
+        attempt = _Attempt(block.level, block.fast(*call.inputs, notes=notes), failed=notes.failed)
         fast: Stages = ()
         try:
             if not attempt.failed:
@@ -365,7 +365,9 @@ class Guard:
             return share, ""
         if higher == Level.ORIGINAL:
             return share, ""
-        limit = f"{_TARGET_SHARE * self._target:.3g} ({_TARGET_SHARE} of fidelity={self._target:g})"
+        limit = (
+            f"{_TARGET_SHARE * self._target:.3g} ({_TARGET_SHARE} of fidelity={self._target:g})"
+        )
         return share, f"the network's predicted error would be {error:.3g}, over {limit}"
 
     def _next_level(self, call: _Call, attempt: _Attempt) -> Level | None:

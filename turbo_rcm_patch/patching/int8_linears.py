@@ -222,17 +222,19 @@ def takes_rows(modules: Iterable[Any]) -> bool:
     return all([int8_forward(module) is not None for module in modules])
 
 
-def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
+def shared_rows(modules: tuple[Any, ...], x: Any) -> Any:
     """Quantise the input of several Linears once for all of them.
 
     Args:
         modules: Linears, or the modules that replaced them.
-        x: [B, N, K].
+        x: [B, N, K], or `Int8Tensor` already.
 
     Returns:
         `Int8Tensor` if all of the modules run in int8 on x, else x.
     """
     impl = ""
+    if isinstance(x, Int8Tensor):
+        return x
     for module in modules:
         forward = int8_forward(module)
         if forward is None or x.dim() != 3 or not forward.serves(x):

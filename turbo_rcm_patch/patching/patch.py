@@ -306,7 +306,7 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     forwards = Forwards()
     for index, block in enumerate(blocks):
         block.index, block.guard, block.proj_out = index, record.guard, last
-        block.forwards = forwards
+        block.model_forwards = forwards
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
@@ -345,12 +345,8 @@ def _network_pair(model: object, path: str) -> list[SkipPair]:
         SkipPair(
             path=path.partition(".")[0],
             kind="boundary",
-            heads=0,
-            head_dim=0,
             streams=(skip,),
             cast="fp32",
-            projection=False,
-            runs="as-written",
             reason="the scheduler's step closes the network's skip in fp64",
         )
     ]
@@ -471,7 +467,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         ran = {
             block.path: block.describe_last_run()
             for block in blocks()
-            if block.last is not None and block.forward == block.forwards.count
+            if block.last is not None and block.forward == block.model_forwards.count
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]

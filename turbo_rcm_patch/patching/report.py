@@ -117,11 +117,11 @@ class PatchReport:
         a cache left some of the model's forwards out, or another word of `PatchedBlock.form`."""
         blocks, most = self._blocks(), Counter[int]()
         for block in blocks:
-            most[id(block.forwards)] = max(most[id(block.forwards)], block.calls)
+            most[id(block.model_forwards)] = max(most[id(block.model_forwards)], block.calls)
         forms = {}
         for block in blocks:
             form = block.form()
-            if block.calls < most[id(block.forwards)] and form in ("", "asked"):
+            if block.calls < most[id(block.model_forwards)] and form in ("", "asked"):
                 form = "cached"
             forms[block.path] = form
         return {path: form for path, form in forms.items() if form}
@@ -140,11 +140,6 @@ class PatchReport:
     def impl(self) -> str:
         """The implementation on the model's device: "triton" or "reference"."""
         return self._live().impl
-
-    @property
-    def pv(self) -> str:
-        """Element type of probabilities and values on the model's device."""
-        return self._live().pv
 
     def __str__(self) -> str:
         live, config = self._live(), self.config

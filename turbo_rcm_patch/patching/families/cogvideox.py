@@ -36,7 +36,6 @@ from turbo_rcm_patch.patching.families.common import (
     pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
@@ -86,11 +85,10 @@ class CogVideoXBlockForward(PatchedBlock):
         # ConsisID's block takes no arguments for the attention.
         more = () if attention_kwargs is None else (attention_kwargs,)
         inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
-        other = self.instead_of_fast(*inputs)
-        made: _Two = self.fast(None, *inputs) if other is None else other(*inputs)
+        made: _Two = self.runs(*inputs)(*inputs)
         return made
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
+    def fast(self, *inputs: Any, notes: Notes | None = None) -> _Two:
         video, text, temb, rotary = inputs[:4]
         block, impl, dtype = self.block, self.config.impl, video.dtype
         streams = text, video
@@ -161,10 +159,7 @@ class CogVideoXBlockForward(PatchedBlock):
     ) -> Tensor:
         """Run the attention over both streams and its output projection: [B, T + N, C]."""
         spec = self.spec
-        linears = _qkv(attn)
-        x = shared_rows(linears, h)
-        made = [linear(x) for linear in linears]
-        q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
+        q, k, v = parts.project(_qkv(attn), h, 3)
         q, k, norms = _norms_of_heads(attn, q, k)
         tables = None if rotary is None else self.rotary(rotary, text)
         out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)

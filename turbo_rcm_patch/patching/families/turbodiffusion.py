@@ -104,11 +104,10 @@ class TurboBlock(PatchedBlock):
             [B, N, C], dtype of x.
         """
         inputs = x, e, seq_lens, freqs, context, context_lens
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        out: Tensor = self.runs(*inputs)(*inputs)
         return out
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+    def fast(self, *inputs: Any, notes: Notes | None = None) -> Tensor:
         x, e, seq_lens, freqs, context, _ = inputs
         block, impl, dtype = self.block, self.config.impl, x.dtype
         attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
