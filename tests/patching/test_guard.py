@@ -947,7 +947,9 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
         assert made.isfinite().all() == (forward % 3 == 2)
         spoiled.data = table
     assert not report.guard.decisions, str(report.guard)
-    assert "not compared: blocks.0-1 (its author's result is not finite)" in str(report.guard)
+    assert "not compared: blocks.0-1 (the original block's result is not finite)" in str(
+        report.guard
+    )
     assert all("int8" in words for words in report.ran().values())
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
@@ -1000,9 +1002,9 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
     patch_model(model, attention="int8")
     seen, fast = [], WanBlock.fast
 
-    def noting(self: Any, notes: Any, x: Tensor, *rest: Any) -> Any:
+    def noting(self: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
         seen.append(ref(x))
-        return fast(self, notes, x, *rest)
+        return fast(self, x, *rest, **named)
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

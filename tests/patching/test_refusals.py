@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.patching import turbodiffusion
 from tests.patching.models import TURBOS, dicts, named
+from tests.patching.test_changes import offload
 from turbo_rcm_patch import PatchConfig, is_patched, patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
@@ -25,6 +26,7 @@ from turbo_rcm_patch.errors import (
     NotAModelError,
     NothingToPatchError,
     NotPatchedError,
+    OffloadedError,
     ShapeError,
     UnknownArchitectureError,
 )
@@ -56,6 +58,11 @@ def in_fp8(model: Any, **options: Any) -> None:
 
 def int8_only_over_casting(model: Any) -> None:
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    patch_model(model, linear="int8-only")
+
+
+def int8_only_under_offloading(model: Any) -> None:
+    offload("leaf_level")(model)
     patch_model(model, linear="int8-only")
 
 
@@ -110,6 +117,7 @@ CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
     ("fp64", in_fp64, DTypeError, "bfloat16"),
     ("fp8", in_fp8, DTypeError, "enable_layerwise_casting"),
     ("int8 alone over fp8", int8_only_over_casting, DTypeError, "blocks.0.attn1.to_q.weight"),
+    ("int8 alone under offloading", int8_only_under_offloading, OffloadedError, "enable"),
     ("a pipeline after its transformer", pipe_after_transformer, AlreadyPatchedError,
      "patch_model(pipe.vae)"),
     ("SLA without its proj_l", lost_proj_l, CheckpointError, "load_extra"),
@@ -132,7 +140,8 @@ def test_a_refusal_names_the_remedy_and_changes_nothing(
         call(model)
     assert words in str(raised.value)
     assert not is_patched(model)
-    if call is not int8_only_over_casting:  # hooks of diffusers stand there
+    assert type(model.blocks[0].attn1.to_q) is nn.Linear
+    if "int8 alone" not in name:  # hooks of diffusers stand there
         assert not any("forward" in attributes for attributes in dicts(model).values())
     assert "_turbo_rcm_patch" not in vars(model)
 

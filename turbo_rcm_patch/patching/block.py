@@ -48,7 +48,7 @@ LEVEL_DESCRIPTIONS = {
     Level.WIDE_VALUES: "values in 16 bits",
     Level.EXACT: "exact attention",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
-    Level.ORIGINAL: "runs its author's code",
+    Level.ORIGINAL: "runs the original code",
 }
 
 
@@ -219,7 +219,7 @@ class PatchedBlock(Replacement):
     def describe_last_run(self) -> str:
         """Describe how the last call outside a compiler ran; "" before the first."""
         if not isinstance(self.last, tuple):
-            return f"as their author wrote them: {self.last}" if self.last else ""
+            return f"in the original code: {self.last}" if self.last else ""
         device = next(self.block.parameters()).device
         one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if self.int8_linears() else ""

@@ -47,7 +47,7 @@ VAES: Final = {
 NOT_SERVED: Final = {
     f"{_TRANSFORMERS}transformer_wan_animate_2.WanAnimate2Transformer3DModel": "Run it unpatched. "
     "Each frame of its self-attention sees the reference tokens of that frame alone, a block mask "
-    "that only the author's flex attention computes",
+    "that only diffusers' flex attention computes",
 }
 
 #: Name of a class that runs from a checkout, under any module name -> its family, whose

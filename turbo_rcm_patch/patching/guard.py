@@ -328,7 +328,7 @@ class Guard:
         infinite = attempt.measure is not None and attempt.measure.error == math.inf
         if infinite and not _finite(call.original):
             self._refuse_non_finite(block, call.inputs)
-            attempt.measure, attempt.failed = None, "its author's result is not finite"
+            attempt.measure, attempt.failed = None, "the original block's result is not finite"
         # All ranks that share a sequence go the same way.
         found = attempt.measure
         off, skipped = self._agree(block, [found.error if found else 0.0], float(not found))

@@ -147,8 +147,7 @@ class RefusesGradients:
                 f"requires_grad_(True) on a {type(module).__qualname__}",
                 expected="weights in a float dtype",
                 got="Linears with int8 weights alone, which take no gradient",
-                remedy="Train an adapter beside them (model.add_adapter), or load the model with "
-                "its weights",
+                remedy="Train an adapter (model.add_adapter), or load the model with its weights",
             )
         return nn.Module.requires_grad_(module, False)
 

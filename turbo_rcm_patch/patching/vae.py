@@ -344,7 +344,7 @@ class PatchedCoder(PatchedBlock):
             x = x[:, :, : self.first_frames(x)]
             return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
-            reason = f"its author's code failed: {type(error).__name__}: {error}"
+            reason = f"the original code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", reason)
             return None
 

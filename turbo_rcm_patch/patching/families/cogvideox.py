@@ -195,7 +195,7 @@ class CogVideoXBlockForward(PatchedBlock):
         self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None, kwargs: Any = None
     ) -> str:
         if kwargs:
-            return "attention_kwargs are given"
+            return "it has attention_kwargs"
         batch, tokens, channels = video.shape
         fits = (
             text.dtype == video.dtype == temb.dtype

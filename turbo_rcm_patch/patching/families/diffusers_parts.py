@@ -111,9 +111,9 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
         return f"{name} is a {type(attn).__qualname__}"
     processor = attn.processor
     if type(processor) not in processors or not own_function(type(processor), "__call__"):
-        return f"the processor of {name} is a {type(processor).__qualname__} of its own"
+        return f"the processor of {name} is {type(processor).__qualname__}, not diffusers' own"
     if not runs_only_its_forward(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
-        return f"{name} is called as a module: {hook_names(attn)}"
+        return f"{name} has {hook_names(attn)}"
     if drops(attn.to_out._modules["1"]):  # the index of a ModuleList is slow
         return "dropout is active (training mode)"
     return ""
@@ -124,7 +124,7 @@ def why_feed_forward(name: str, ff: Any) -> str:
     if type(ff) is not FeedForward:
         return f"{name} is a {type(ff).__qualname__}"
     if not runs_only_its_forward(ff):
-        return f"{name} is called as a module: {hook_names(ff)}"
+        return f"{name} has {hook_names(ff)}"
     if ff.training and any(map(drops, ff.net)):
         return "dropout is active (training mode)"
     return ""

@@ -288,12 +288,13 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     if original_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
     if not runs_only_its_forward(attn) and replaced_by(attn) is not RotaryForward:
-        return f"{name} is called as a module: {hook_names(attn)}"
+        return f"{name} has {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
         local = getattr(op, "local_attn", None)
         if type(op).__name__ != "MinimalA2AAttnOp" or not runs_only_its_forward(op):
-            return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
+            kind = type(op).__qualname__
+            return f"the attn_op of {name} is {kind}, or has a hook or a replaced forward"
         if name == "cross_attn" and _exchanges(op):
             return "the attn_op of cross_attn exchanges heads with other ranks"
         if type(local).__name__ in _SPARSE:
@@ -314,7 +315,7 @@ def _why_sparse(local: Any) -> str:
         or type(local.proj_l) is not nn.Linear
         or not runs_only_its_forward(local.proj_l)
     ):
-        return "its sparse attention or proj_l is called as a module"
+        return "its sparse attention or proj_l has a hook or a replaced forward"
     blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
     if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
         return f"its sparsity is {local.topk} of blocks of {blocks[0]} by {blocks[1]}"
@@ -327,7 +328,7 @@ def _why_feed_forward(ffn: Any) -> str:
     kinds = [type(part) for part in ffn] if type(ffn) is nn.Sequential else []
     if len(kinds) != 3 or kinds[1] is not nn.GELU or ffn[1].approximate != "tanh":
         return f"ffn is a {type(ffn).__qualname__} of another form"
-    return "" if runs_only_its_forward(ffn) else f"ffn is called as a module: {hook_names(ffn)}"
+    return "" if runs_only_its_forward(ffn) else f"ffn has {hook_names(ffn)}"
 
 
 # --- what is patched in a model ------------------------------------------------------------------
