@@ -196,6 +196,9 @@ OFF = "(guard=False judges it)"
         (ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every step"),
         (ran("exact", *["asked"] * 4), "unchanged",
          f"1 of 5 blocks ran exact attention, {GUARD}; the rest ran int8 attention"),
+        (ran("asked", "cached", "cached", part=("cached",)), "unchanged",
+         "2 of 3 blocks ran in some of their forwards alone, because a cache skipped them in "
+         "others; the rest ran int8 attention"),
         (ran("author", "asked"), "unchanged",
          "1 of 2 blocks ran its author's code; the rest ran int8 attention"),
         (ran("exact|asked", "exact"), "not judged",

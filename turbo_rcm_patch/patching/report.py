@@ -108,19 +108,28 @@ class PatchReport:
     def ran(self) -> dict[str, str]:
         """Return how each block ran on the last forward outside a compiled graph, by its path.
 
-        Blocks that have not run are missing.
+        Blocks that did not run, or that a cache skipped, are missing.
         """
         return dict(self._live().ran)
 
     def forms(self) -> dict[str, str]:
-        """Return in which form each block ran since `forget`, by its path: "asked", or another
-        word of `PatchedBlock.form`."""
-        return {block.path: form for block in self._blocks() if (form := block.form())}
+        """Return in which form each block ran since `forget`, by its path: "asked", "cached" where
+        a cache left some of the model's forwards out, or another word of `PatchedBlock.form`."""
+        blocks, most = self._blocks(), Counter[int]()
+        for block in blocks:
+            most[id(block.model_forwards)] = max(most[id(block.model_forwards)], block.calls)
+        forms = {}
+        for block in blocks:
+            form = block.form()
+            if block.calls < most[id(block.model_forwards)] and form in ("", "asked"):
+                form = "cached"
+            forms[block.path] = form
+        return {path: form for path, form in forms.items() if form}
 
     def forget(self) -> None:
         """Forget how blocks ran, so that `ran` and `forms` describe only later forwards."""
         for block in self._blocks():
-            block.last = None
+            block.last, block.calls = None, 0
 
     @property
     def last_forward(self) -> dict[str, int]:
@@ -131,11 +140,6 @@ class PatchReport:
     def impl(self) -> str:
         """The implementation on the model's device: "triton" or "reference"."""
         return self._live().impl
-
-    @property
-    def pv(self) -> str:
-        """Element type of probabilities and values on the model's device."""
-        return self._live().pv
 
     def __str__(self) -> str:
         live, config = self._live(), self.config
@@ -149,7 +153,7 @@ class PatchReport:
             f"attention {attention}; implementation {live.impl} on {live.device}",
         ]
         if config.linear != "as-is":
-            head[1] += f"; Linears in {config.linear}"
+            head[1] += f"; {live.linears}"
         if config.conv != "as-is":
             head[1] += f"; convolutions of a VAE in {config.conv}"
         each = self.last_forward.items()
@@ -191,6 +195,7 @@ class Live:
         device: The device on which it computes.
         impl: "triton" or "reference".
         pv: Element type of probabilities and values.
+        linears: How many Linears run in int8, and why others do not.
         notes: Remarks, such as a setting that the patched model ignores.
     """
 
@@ -199,6 +204,7 @@ class Live:
     device: str
     impl: str
     pv: str
+    linears: str
     notes: list[str]
 
 

@@ -344,7 +344,7 @@ class PatchedCoder(PatchedBlock):
             x = x[:, :, : self.first_frames(x)]
             return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
-            reason = f"its author's code failed: {type(error).__name__}: {error}"
+            reason = f"the original code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", reason)
             return None
 
@@ -387,7 +387,8 @@ class PatchedCoder(PatchedBlock):
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
         reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
+        left = bool(why) or self.level == Level.ORIGINAL
+        how: dict[str, Residual] = {"convolution": "in-kernel", "self": "two-launch"}
         return [
             SkipPair(
                 path=f"{self.path}.{name}",
@@ -397,7 +398,7 @@ class PatchedCoder(PatchedBlock):
                 streams=(Stream("video", "1", "1"),),
                 cast="model",
                 projection=kind == "self",
-                runs=runs,
+                runs="as-written" if left else how[kind],
                 reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()

@@ -627,7 +627,7 @@ def _ran(
     auto = config.attention == "auto" or attention_backend
     asked = f"{'int8' if auto else config.attention} attention"
     asked += " and int8 Linears" if config.linear != "as-is" else ""
-    part = ["length"] if attention_backend is None else []
+    part = ["cached", "length"] if attention_backend is None else ["cached"]
     part += ["wide-values"] if config.pv == "auto" else []
     return Ran.of(asked, part, [clip.runs["patched"]["forms"] for clip in results])
 

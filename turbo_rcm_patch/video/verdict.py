@@ -45,6 +45,7 @@ FORMS: Final = {
     "wide-values": "quantised attention with values in 16 bits, by the guard's decision",
     "exact": "exact attention, by the guard's decision",
     "exact-16bit": "exact attention and Linears in 16 bits, by the guard's decision",
+    "cached": "in some of their forwards alone, because a cache skipped them in others",
     "author": "its author's code",
 }
 
