@@ -314,17 +314,18 @@ def _sage(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     if attn_mask is not None and return_lse:
-        raise MaskError("attn_mask", expected="no mask beside return_lse", got="both")
+        raise MaskError("attn_mask", expected="no mask", got=f"{return_lse=}")
     reason = reason_for_torch(
         q, k, v, layout, mask=attn_mask, causal=bool(is_causal), dropout_p=dropout_p
     )
     if reason is not None and not return_lse:
-        if not torch.compiler.is_compiling():  # A compiled graph would break here.
-            warnings.warn(TORCH_WARNING.format(reason), stacklevel=3)
-        return _through_torch(
+        out = _through_torch(
             q, k, v, layout, mask=attn_mask, dropout_p=dropout_p, causal=bool(is_causal),
             sm_scale=sm_scale, enable_gqa=bool(neutral.get("enable_gqa")),
         )  # fmt: skip
+        if not torch.compiler.is_compiling():  # A compiled graph would break here.
+            warnings.warn(TORCH_WARNING.format(reason), stacklevel=3)
+        return out
     _check_shapes(q, k, v, heads_at)
     n_q, n_kv = q.shape[tokens_at], k.shape[tokens_at]
     if is_causal and n_q != n_kv:
@@ -428,7 +429,7 @@ def _reason_of_shapes(
     if q[3] != k[3] or k[2] != v[2]:
         return None
     if 0 in q[1:] or 0 in k[1:]:
-        return "an empty tensor"
+        return "an empty tensor" if q[:2] == k[:2] == v[:2] else None
     if q[3] > MAX_HEAD_DIM:
         return f"heads of more than {MAX_HEAD_DIM} channels"
     if q[0] != k[0] or k[:2] != v[:2] or k[3] != v[3]:
