@@ -71,7 +71,6 @@ HAVE = {
     "impl": "skip norm rows int8 weight",
     "form": "norm rows fused",
     "out_dtype": "skip norm int8 attention fused sparse",
-    "cast": "skip",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
     "eps": "norm rows",
@@ -249,7 +248,6 @@ def test_what_does_not_fit_is_refused(
 _WRONG: dict[str, list[Any]] = {
     "impl": ["bogus", None, 1],
     "form": ["bogus"],
-    "cast": ["fp16"],
     "out_dtype": [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"],
     "c_out": [[1.0], "x", torch.ones(2, dtype=torch.complex64)],
     "c_skip": [[1.0]],
@@ -278,8 +276,7 @@ def test_no_operation_takes_values_of_another_kind(call: str, argument: str, val
         (call, argument)
         for argument, calls in HAVE.items()
         for call in calls.split()
-        if argument not in ("impl", "form", "cast", "out_dtype", "eps", "spec")
-        and call != "weight"
+        if argument not in ("impl", "form", "out_dtype", "eps", "spec") and call != "weight"
     ],
 )
 def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:
