@@ -218,7 +218,7 @@ def of_stream(x: Any, branch: Tensor | None = None, **options: Any) -> Any:
 def test_operations_around_attention_are_replayed(log: Log) -> None:
     x, row = tokens(33), torch.randn(2, 1, CHANNELS)
     pair = (tokens(9), tokens(24))
-    how: dict[str, Any] = {"cast": "fp32", "out_dtype": BF16}
+    how: dict[str, Any] = {"out_dtype": BF16}
     rotary = {"bias": None, "eps": 1e-6}
     calls: list[tuple[Call, list[Tensor]]] = [
         (lambda x: of_stream(x[0], factor=x[1], offset=x[2]), [x, row, row + 1]),
@@ -310,13 +310,13 @@ def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
     @replayed
     def doubled(x: Tensor) -> Tensor:
         runs.append(1)
-        return skip(None, x * 2, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+        return skip(None, x * 2, 1.0, 1.0, out_dtype=x.dtype)
 
     @replayed
     def writing(x: Tensor, y: Tensor) -> Tensor:
         runs.append(1)
         y.add_(1)
-        return skip(None, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+        return skip(None, x, 1.0, 1.0, out_dtype=x.dtype)
 
     for _ in range(4):
         doubled(tokens(8))
@@ -333,7 +333,7 @@ def test_only_declared_constants_are_held(log: Log) -> None:
         @replayed
         def launcher(x: Tensor) -> Tensor:
             runs.append(name)
-            return skip(constant, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+            return skip(constant, x, 1.0, 1.0, out_dtype=x.dtype)
 
         return launcher
 

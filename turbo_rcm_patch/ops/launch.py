@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
@@ -304,16 +303,6 @@ def skip_arguments(
         "skip": SkipOperands(residual, strides, c_skip, c_out),
         "KINDS": (skip_kind, out_kind),
     }
-
-
-def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
-    """Return the dtype to which a skip rounds every step, or None for fp32 throughout.
-
-    A model in float64 gets None too.
-    """
-    if cast == "fp32" or dtype in (torch.float32, torch.float64):
-        return None
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
 def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
