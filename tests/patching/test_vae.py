@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from tests.patching.vae import (
     COGVIDEOX,
     COMFYUI,
     DIFFUSERS,
+    ORIGINAL,
     VAE,
     VAES,
     WAN,
@@ -51,7 +53,7 @@ from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
 from turbo_rcm_patch.patching.measure import ROW_ROOM
-from turbo_rcm_patch.patching.vae import distance, share
+from turbo_rcm_patch.patching.vae import distance, kind_of, share
 
 #: fp32 sums in another order; the limit that "fusion alone" has everywhere.
 FUSION = 3e-6
@@ -74,7 +76,7 @@ def both(model: Any, z: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape and a.dtype == b.dtype
+    assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
@@ -317,7 +319,7 @@ CHANGES: dict[str, tuple[VAE, Callable[[Any], Any], str]] = {
     "original-norm": (COMFYUI, replaced("head.0"), BLOCKS),
     "original-layers": (COMFYUI, replaced("middle.0.residual.1"), LAYERS),
     "original-block": (COMFYUI, replaced("middle.0", nn.SELU), "is a SELU, which is not"),
-    "bilinear": (COMFYUI, _bilinear, "does not repeat pixels"),
+    "bilinear": (COMFYUI, _bilinear, "its factor or mode is not the author's"),
 }  # fmt: skip
 
 
@@ -336,6 +338,179 @@ def test_an_unknown_module_is_left_to_its_author(name: str, before: bool) -> Non
     assert reason in report.ran()["decoder"]
     assert any(reason in pair.reason for pair in report.pairs if pair.path.startswith("decoder"))
     assert not any(pair.reason for pair in report.pairs if pair.path.startswith("encoder"))
+
+
+# --- settings that a patched coder reads at each call --------------------------------------------
+
+
+def kind(kinds: str, **settings: Any) -> Callable[..., Any]:
+    """A change of attributes of all modules of some kinds; a function makes the new value."""
+
+    def change(model: Any) -> int:
+        found = [one for one in model.modules() if kind_of(one) in kinds.split()]
+        for module in found:
+            for name, value in settings.items():
+                assert hasattr(module, name)
+                value = value(getattr(module, name)) if callable(value) else value
+                if name in module._modules:
+                    delattr(module, name)
+                setattr(module, name, value)
+        return len(found)
+
+    return change
+
+
+def kernels(dims: int, **settings: Any) -> Callable[..., Any]:
+    """A change of the 2D or the 3D convolutions with 3 x 3 taps."""
+
+    def change(model: Any) -> int:
+        convs = [one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)]
+        found = [c for c in convs if c.weight.dim() == 2 + dims and c.kernel_size[-1] == 3]
+        for conv in found:
+            for name, value in settings.items():
+                if hasattr(conv, name):
+                    setattr(conv, name, value(conv) if callable(value) else value)
+        return len(found)
+
+    return change
+
+
+def dilated(conv: Any) -> Any:
+    padded = any(getattr(conv, "padding", ()))
+    return (0, 2, 2)[-len(conv.padding) :] if padded else conv.padding
+
+
+def wrapped(owner: Any, name: str) -> Callable[..., Any]:
+    """A function replaced where it stands."""
+
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+        inner = getattr(owner, name)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = inner(*args, **kwargs)
+            getattr(out, "sample", out).mul_(1.1)
+            return out
+
+        monkeypatch.setattr(owner, name, function)
+        return 1
+
+    return change
+
+
+def of_class(name: str) -> Callable[..., Any]:
+    return lambda model, monkeypatch: wrapped(type(model), name)(model, monkeypatch)
+
+
+def subclass(model: Any) -> int:
+    """Another class, whose function does something else."""
+    name = "_decode" if hasattr(model, "_decode") else "decode"
+
+    def function(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self).__bases__[0], name)(self, 1.5 * x, *args, **kwargs)
+
+    function.__name__ = name
+    model.__class__ = type(type(model).__name__, (type(model),), {name: function})
+    return 1
+
+
+def grouped(model: Any) -> int:
+    convs = [one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)]
+    found = [c for c in convs if c.kernel_size[-1] == 3 and c.in_channels % 2 == 0]
+    found = [conv for conv in found if conv.out_channels % 2 == 0]
+    for conv in found:
+        conv.groups = 2
+        conv.weight = nn.Parameter(conv.weight[:, : conv.in_channels // 2] * 1.4)
+        conv.weight.requires_grad_(False)
+    return len(found)
+
+
+def longer(model: Any) -> int:
+    found = [module for module in model.modules() if hasattr(module, "resample")]
+    for module in found:
+        module.resample.append(nn.SiLU())
+    return len(found)
+
+
+def on_instances(model: Any) -> int:
+    convs = [one for one in model.modules() if isinstance(one, nn.Conv3d)]
+    for conv in convs:
+        conv._conv_forward = partial(_scaled, conv)
+    return len(convs)
+
+
+def _scaled(conv: Any, *args: Any) -> Any:
+    return 1.1 * type(conv)._conv_forward(conv, *args)
+
+
+WAN_LIKE = tuple(vae for vae in VAES if vae is not COGVIDEOX)
+RESNETS = "ResidualBlock ResnetBlock3D"
+#: What is changed: how, and the VAEs that have it.
+SETTINGS: dict[str, tuple[Callable[..., Any], tuple[VAE, ...]]] = {
+    **{
+        f"F.{name}": (wrapped(nn.functional, name), VAES)
+        for name in ("conv2d", "conv3d", "interpolate", "pad", "silu")
+    },
+    "F.normalize": (wrapped(nn.functional, "normalize"), WAN_LIKE),
+    "F.group_norm": (wrapped(nn.functional, "group_norm"), (COGVIDEOX,)),
+    "F.avg_pool1d": (wrapped(nn.functional, "avg_pool1d"), (COGVIDEOX,)),
+    "_decode": (of_class("_decode"), DIFFUSERS),
+    "_encode": (of_class("_encode"), DIFFUSERS),
+    "decode": (of_class("decode"), (ORIGINAL,)),
+    "encode": (of_class("encode"), (ORIGINAL,)),
+    "Conv3d._conv_forward": (wrapped(nn.Conv3d, "_conv_forward"), VAES),
+    "Upsample.forward": (wrapped(nn.Upsample, "forward"), WAN_LIKE),
+    "a convolution's _conv_forward": (on_instances, VAES),
+    "subclass": (subclass, VAES),
+    "norm.scale": (kind("RMS_norm", scale=lambda scale: 1.1 * scale), WAN_LIKE),
+    "norm.bias": (kind("RMS_norm", bias=0.5), WAN_LIKE),
+    "norm.eps": (kind("GroupNorm", eps=1.0), (COGVIDEOX,)),
+    "norm.num_groups": (kind("GroupNorm", num_groups=2), (COGVIDEOX,)),
+    "causal padding": (kind("CausalConv3d", _padding=lambda p: (p[0] + p[1], 0, *p[2:])), WAN_LIKE),
+    "ZeroPad2d.padding": (kind("ZeroPad2d", padding=(1, 0, 1, 0)), WAN_LIKE),
+    "ZeroPad2d.value": (kind("ZeroPad2d", value=1.0), WAN_LIKE),
+    "Upsample.mode": (kind("Upsample", mode="bilinear"), WAN_LIKE),
+    "padding_mode": (kernels(2, padding_mode="circular"), VAES),
+    "dilation": (
+        kernels(
+            3, dilation=(1, 2, 2), padding=dilated,
+            _padding=lambda conv: (*(2 * n for n in conv._padding[:4]), *conv._padding[4:]),
+        ),
+        VAES,
+    ),
+    "groups": (grouped, VAES),
+    "stride": (kernels(2, stride=lambda conv: (3 - conv.stride[0],) * 2), (WAN, ORIGINAL, COMFYUI)),
+    "nonlinearity": (kind(RESNETS, nonlinearity=lambda _: torch.tanh), DIFFUSERS),
+    "nonlinearity of a known class": (
+        kind(RESNETS, nonlinearity=lambda _: nn.Dropout(0.0)), DIFFUSERS
+    ),
+    "resample.append": (longer, WAN_LIKE),
+    "num_latent_frames_batch_size": (
+        lambda model: setattr(model, "num_latent_frames_batch_size", 1) or 1, (COGVIDEOX,)
+    ),
+    "num_sample_frames_batch_size": (
+        lambda model: setattr(model, "num_sample_frames_batch_size", 4) or 1, (COGVIDEOX,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "vae"),
+    [(name, vae) for name, (_, vaes) in SETTINGS.items() for vae in vaes],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_a_setting_that_changes_after_patching_counts(
+    name: str, vae: VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, _ = SETTINGS[name]
+    model, twin, z = vae.model(), vae.model(), vae.latent(3, 2, 3)
+    x = vae.frames(9, 1, 2)
+    before = both(twin, z, x)
+    patch_model(model, guard=False)
+    on_class = "monkeypatch" in inspect.signature(change).parameters
+    assert change(twin, monkeypatch) if on_class else change(twin) and change(model)
+    expected = both(twin, z, x)
+    assert_near(both(model, z, x), expected)
+    assert any(a.shape != b.shape or error(a, b) > 1e-3 for a, b in zip(before, expected))
 
 
 @pytest.mark.parametrize(("frames", "window"), [(7, 4), (9, 2)])
@@ -359,7 +534,7 @@ def test_padding_as_comfyuis_newest_has_it(right: bool) -> None:
     report = patch_model(model, guard=False)
     if right:
         assert error(decode(model, z), expected) < FUSION
-    assert ("its padding is not the author's" in str(report)) == (not right)
+    assert ("its stride, padding, groups or" in str(report)) == (not right)
 
 
 def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
