@@ -465,7 +465,9 @@ SETTINGS: dict[str, tuple[Callable[..., Any], tuple[VAE, ...]]] = {
     "norm.bias": (kind("RMS_norm", bias=0.5), WAN_LIKE),
     "norm.eps": (kind("GroupNorm", eps=1.0), (COGVIDEOX,)),
     "norm.num_groups": (kind("GroupNorm", num_groups=2), (COGVIDEOX,)),
-    "causal padding": (kind("CausalConv3d", _padding=lambda p: (p[0] + p[1], 0, *p[2:])), WAN_LIKE),
+    "causal padding": (
+        kind("CausalConv3d", _padding=lambda p: (p[0] + p[1], 0, *p[2:])), WAN_LIKE
+    ),
     "ZeroPad2d.padding": (kind("ZeroPad2d", padding=(1, 0, 1, 0)), WAN_LIKE),
     "ZeroPad2d.value": (kind("ZeroPad2d", value=1.0), WAN_LIKE),
     "Upsample.mode": (kind("Upsample", mode="bilinear"), WAN_LIKE),
@@ -478,7 +480,9 @@ SETTINGS: dict[str, tuple[Callable[..., Any], tuple[VAE, ...]]] = {
         VAES,
     ),
     "groups": (grouped, VAES),
-    "stride": (kernels(2, stride=lambda conv: (3 - conv.stride[0],) * 2), (WAN, ORIGINAL, COMFYUI)),
+    "stride": (
+        kernels(2, stride=lambda conv: (3 - conv.stride[0],) * 2), (WAN, ORIGINAL, COMFYUI)
+    ),
     "nonlinearity": (kind(RESNETS, nonlinearity=lambda _: torch.tanh), DIFFUSERS),
     "nonlinearity of a known class": (
         kind(RESNETS, nonlinearity=lambda _: nn.Dropout(0.0)), DIFFUSERS
@@ -510,7 +514,9 @@ def test_a_setting_that_changes_after_patching_counts(
     assert change(twin, monkeypatch) if on_class else change(twin) and change(model)
     expected = both(twin, z, x)
     assert_near(both(model, z, x), expected)
-    assert any(a.shape != b.shape or error(a, b) > 1e-3 for a, b in zip(before, expected))
+    assert any(
+        a.shape != b.shape or error(a, b) > 1e-3 for a, b in zip(before, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("frames", "window"), [(7, 4), (9, 2)])
@@ -554,6 +560,31 @@ def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
     model.double(), twin.double()
     assert torch.equal(decode(model, z.double()), decode(twin, z.double()))
     assert "float64" in report.ran()["decoder"]
+
+
+@every
+@pytest.mark.parametrize("part", ["around the decoder", "around the encoder"])
+def test_weights_around_a_coder_train(vae: VAE, part: str) -> None:
+    """Only a convolution before or after the coder wants a gradient."""
+    model, twin = vae.model(), vae.model()
+    if vae is COGVIDEOX:
+        for one in (model, twin):
+            one.post_quant_conv, one.quant_conv = nn.Conv3d(4, 4, 1), nn.Conv3d(8, 8, 1)
+        twin.load_state_dict(model.state_dict())
+    decoder, encoder = (
+        ("post_quant_conv", "quant_conv") if vae in DIFFUSERS else ("conv2", "conv1")
+    )
+    name = decoder if "decoder" in part else encoder
+    patch_model(model)
+    gradients = []
+    for one in (model, twin):
+        with torch.enable_grad():
+            one.requires_grad_(False)
+            weight = getattr(one, name).weight.requires_grad_()
+            out = decode(one, vae.latent()) if name == decoder else encode(one, vae.frames())
+            out.square().sum().backward()
+        gradients.append(weight.grad)
+    assert gradients[0] is not None and torch.equal(*gradients)
 
 
 def test_a_function_of_the_vae_replaced_before_is_left() -> None:
@@ -667,15 +698,27 @@ def test_videos_of_other_sizes_and_threads_do_not_meet(vae: VAE) -> None:
     together(3, run)
 
 
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_group_offloading_is_the_authors(kind: str) -> None:
-    model, z = WAN.model(), WAN.latent()
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("vae", "level"),
+    [(WAN, "block_level"), *((vae, "leaf_level") for vae in DIFFUSERS)],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_group_offloading_is_the_authors(vae: VAE, level: str, before: bool) -> None:
+    model, z = vae.model(), vae.latent()
     expected = decode(model, z)
+
+    def offload() -> None:
+        apply_group_offloading(
+            model, torch.device("cpu"), torch.device("cpu"), level,
+            num_blocks_per_group=1 if level == "block_level" else None,
+        )  # fmt: skip
+
+    if before:
+        offload()
     report = patch_model(model)
-    apply_group_offloading(
-        model, torch.device("cpu"), torch.device("cpu"), kind,
-        num_blocks_per_group=1 if kind == "block_level" else None,
-    )  # fmt: skip
+    if not before:
+        offload()
     assert torch.equal(decode(model, z), expected)
     assert "group_offloading" in report.ran()["decoder"]
     unpatch_model(model)
@@ -856,6 +899,25 @@ def test_a_pipeline_is_patched_with_its_vae_in_one_report() -> None:
     report = patch_model(pipe, vae=False)
     assert not is_patched(pipe.vae)
     assert "the VAE (AutoencoderKLWan) is not patched" in str(report)
+
+
+def test_two_pipelines_share_a_vae() -> None:
+    """Undo undoes what its call did."""
+    vae, z = WAN.model(), WAN.latent()
+    first, second = pipeline(vae), pipeline(vae)
+    expected = decode(vae, z)
+    patch_model(first)
+    report = patch_model(second, attention="exact")
+    assert {pair.path.partition(".")[0] for pair in report.pairs} == {"transformer", "vae"}
+    unpatch_model(second)
+    assert not is_patched(second.transformer) and is_patched(vae) and is_patched(first)
+    with patched(second):
+        assert is_patched(second.transformer)
+    assert error(decode(vae, z), expected) < FUSION and is_patched(vae)
+    with pytest.raises(AlreadyPatchedError, match="vae"):
+        patch_model(second, conv="bf16")
+    unpatch_model(first)
+    assert not is_patched(vae) and torch.equal(decode(vae, z), expected)
 
 
 def test_an_unknown_vae_of_a_pipeline_is_left_and_named() -> None:
