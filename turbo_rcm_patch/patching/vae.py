@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotPatchedError
@@ -239,7 +238,7 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             self.last = f"{self.caller} is compiled"
             return self.run_original(self.vae, x, *args, **kwargs)
-        why = self.why_original(x, *self.around(args, kwargs))
+        why = self.why_original(x)
         self.last = why or (0, 0)
         if why:
             out = self.run_original(self.vae, x, *args, **kwargs)
@@ -254,15 +253,6 @@ class PatchedCoder(PatchedBlock):
             self.logged = how
             _log.info("%s: %s", self.path, how)
         return out
-
-    def around(self, *arguments: Any) -> list[Any]:
-        """Return what the original function reads besides the input and the coder's weights, where
-        it may want a gradient."""
-        if not torch.is_grad_enabled():
-            return []
-        children = self.vae.named_children()
-        around = [child for name, child in children if name not in ("decoder", "encoder")]
-        return [*tree_leaves(arguments), *(w for module in around for w in module.parameters())]
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the fast path over a whole video, tiled and sliced as the VAE says.
@@ -310,6 +300,12 @@ class PatchedCoder(PatchedBlock):
         return group or DecodeGroup()
 
     # --- which path ------------------------------------------------------------------------------
+
+    def why_original(self, *inputs: Any) -> str:
+        children = self.vae.named_children() if torch.is_grad_enabled() else ()
+        around = [child for name, child in children if name not in ("decoder", "encoder")]
+        weights = [weight for module in around for weight in module.parameters()]
+        return super().why_original(*inputs, *weights)  # they too may want a gradient
 
     def why_modules(self) -> str:
         if uncompiled(getattr(self.vae, self.part)) is not self.block:

@@ -113,7 +113,7 @@ class WanCoder(PatchedCoder):
             return ""
         return f"{self.part}: its blocks are not the author's"
 
-    def why_module(self, name: str, module: nn.Module) -> str:
+    def why_module(self, name: str, module: Any) -> str:
         kind, unknown = kind_of(module), ""
         if kind == "RMS_norm":
             scaled = module.scale == module.gamma.numel() ** 0.5
