@@ -855,8 +855,7 @@ def test_what_is_not_turbodiffusions_is_called(name: str, change: Any, words: st
         change(each.blocks[0]._checkpoint_wrapped_module)
     expected = run(unpatched, inputs)
     assert relative_l2(expected, before) > 10 * TIGHT
-    with pytest.raises(NothingToPatchError, match=words):
-        patch_model(model)
+    assert words in str(patch_model(model))
     assert torch.equal(run(model, inputs), expected)
 
 

@@ -127,6 +127,7 @@ class PatchRecord:
         entries: The functions that are replaced.
         guard: Its guard, or None.
         dropped: Number of Linears that lost their original weights (int8-only).
+        keeps_vae: True if the VAE of the pipeline was patched before, by another call.
     """
 
     model: nn.Module
@@ -137,6 +138,7 @@ class PatchRecord:
     entries: list[Entry] = field(default_factory=list)
     guard: Guard | None = None
     dropped: int = 0
+    keeps_vae: bool = False
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"
