@@ -195,18 +195,14 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
     Raises:
         CheckpointError: It is missing, damaged, or holds more than tensors and plain data.
     """
-    if any((path / part / ".metadata").is_file() for part in ("", "model")):
-        raise CheckpointError(
-            f"{path} is a distributed checkpoint",
-            expected="a TurboDiffusion .pth",
-            remedy="Make a file of it: python -m torch.distributed.checkpoint.format_utils "
-            "dcp_to_torch DIR FILE",
-        )
     if not path.is_file():
         folder = path.is_dir()
+        remedy = "Make a file of a distributed checkpoint: python -m torch.distributed.checkpoint."
+        remedy += "format_utils dcp_to_torch DIR FILE"
         raise CheckpointError(
             f"{path} is a folder" if folder else f"no such file: {path}",
             expected="a TurboDiffusion .pth",
+            remedy=remedy if folder else "",
         )
     try:
         with path.open("rb") as file:
