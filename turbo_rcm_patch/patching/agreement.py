@@ -44,7 +44,8 @@ def agree(group: Any, call: str, values: Mapping[str, Any], device: torch.device
     Raises:
         ContextParallelError: They differ. It is raised on all ranks.
     """
-    prints = {"the call": (call, [])} | {name: _fingerprint(x) for name, x in values.items()}
+    prints: dict[str, tuple[str, list[Tensor]]] = {"the call": (call, [])}
+    prints |= {name: _fingerprint(x) for name, x in values.items()}
     text = repr([(name, words) for name, (words, _) in prints.items()])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number = torch.full((), int.from_bytes(digest, "little", signed=True), device=device)
