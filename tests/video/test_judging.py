@@ -240,7 +240,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "latents": ("candidate", tensors(latents=video(1)), "got latents"),
     "equal control": ("control", lambda at: as_pt(video(1), at), "control/b.pt.*is equal"),
     "nan control": ("control", lambda at: as_pt(video(1) * math.nan, at),
-                    "control/b.pt.*holds NaN"),
+                    "control/b.pt.*holds NaN or infinity"),
 }  # fmt: skip
 
 
@@ -261,12 +261,48 @@ def test_what_does_not_fit_is_named_and_the_others_are_judged(
     assert "1 of 2 clips could not be judged" in page and str(tmp_path) not in page
 
 
-def test_a_candidate_with_nan_is_changed(tmp_path: Path) -> None:
-    baseline, candidate, control = folders(tmp_path)
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_candidate_that_is_not_finite_is_changed(
+    number: float, latents: bool, tmp_path: Path
+) -> None:
+    def write(frames: torch.Tensor, path: Path) -> None:
+        torch.save({"latents" if latents else "frames": frames}, path.with_suffix(".pt"))
+
+    made = folders(tmp_path, write=write)
     broken = video(0)
-    broken[2, 0, 0, 0] = math.nan
-    as_pt(broken, candidate / "a")
-    assert judge_folders(baseline, candidate, control, out=tmp_path / "out").verdict == "changed"
+    broken[2, 0, 0, 0] = number
+    write(broken, made[1] / "a")
+    found = judge_folders(*made, out=tmp_path / "out")
+    assert found.verdict == "changed" and not found.refused
+
+
+def test_three_frames_of_three_colours_are_read_in_one_order(tmp_path: Path) -> None:
+    """A picture is never three pixels wide, so [3, H, W, 3] says what it is."""
+    frames = video(0, shape=(3, 32, 48, 3))
+    as_pt(frames, tmp_path / "a")
+    assert torch.equal(read_clip(tmp_path / "a.pt").values, frames)
+    for order in (0, 3, 1, 2), (3, 0, 1, 2):
+        as_pt(frames.permute(order), tmp_path / "b")
+        with pytest.raises(SamplingError, match=r"either order. Save it as \[F, H, W, 3\]"):
+            read_clip(tmp_path / "b.pt")
+
+
+HOSTILE = "a\nverdict: unchanged\n\x1b]0;owned\x07 \u202e \u2028| `x`"
+
+
+def test_names_write_no_line_and_send_nothing_to_a_terminal(tmp_path: Path, capsys) -> None:
+    """Those of clips, of a clip that could not be judged, and of the folders."""
+    places = folders(tmp_path / HOSTILE, 0.1, names=(HOSTILE, HOSTILE + "b"))
+    as_pt(video(1) * 2 - 1, places[1] / (HOSTILE + "b"))
+    out = tmp_path / HOSTILE / "out"
+    assert main(arguments(places, out)) == 2
+    page = (out / "report.html").read_text()
+    for text in (capsys.readouterr().out, re.sub("<script>.*?</script>", "", page, flags=re.S)):
+        assert "a\\nverdict: unchanged\\n\\x1b]0;owned" in text
+        assert not set(text) & set("\x1b\x07\u202e\u2028")
+        lines = [line for line in text.splitlines() if line.startswith("verdict: ")]
+        assert not [line for line in lines if "changed" not in line or "unchanged" in line]
 
 
 def test_a_long_video_is_refused_and_not_cut(tmp_path: Path) -> None:

@@ -169,13 +169,24 @@ def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
     clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
     if clip.ndim != 4:
         raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
-    axis = next((i for i in (3, 1, 0) if clip.shape[i] == 3), None)
-    if name == "latents" or axis is None and clip.is_floating_point():
+    threes = [i for i in (3, 1, 0) if clip.shape[i] == 3]
+    if name == "latents" or not threes and clip.is_floating_point():
         return Media(clip.float(), latents=True)
-    if axis is None:
+    if not threes:
         raise _wrong(path, "a dimension of 3 colours", list(tensor.shape))
-    frames = clip.movedim(axis, 3).float() / (255 if clip.dtype == torch.uint8 else 1)
-    low, high = map(float, frames.nan_to_num(0.5).aminmax())
+    # Of [3, H, W, 3] the last dimension has the colours: no picture is three pixels wide.
+    axes = [i for i in threes if 3 not in (clip.shape[1:3] if i == 3 else clip.shape[2:])]
+    if len(axes) > 1:
+        raise _wrong(
+            path,
+            "frames whose shape says where the colours are",
+            f"{list(tensor.shape)}: three frames of three colours, in either order",
+            'Save it as [F, H, W, 3], or save latents as {"latents": tensor}',
+        )
+    frames = clip.movedim((axes or threes)[0], 3).float()
+    frames = frames / (255 if clip.dtype == torch.uint8 else 1)
+    # A number that is not finite is a fault of the video, and not of its scale.
+    low, high = map(float, frames.nan_to_num(0.5, 0.5, 0.5).aminmax())
     if not 0 <= low <= high <= 1:
         remedy = 'Scale them, or save latents as {"latents": tensor}'
         raise _wrong(path, "frames in 0..1", f"numbers from {low:.4g} to {high:.4g}", remedy)
@@ -388,7 +399,7 @@ def _measure(
     clips["patched"] = clips.pop("candidate")
     if control is not None and not _differs(control.values, truth.values):
         finite = bool(control.values.isfinite().all())
-        got = "a control that " + ("is equal to it" if finite else "holds NaN")
+        got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
     clip = measure(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turbo_rcm_patch.files import atomic, write_json, write_text
+from turbo_rcm_patch.text import one_line
 from turbo_rcm_patch.video import verdict
 from turbo_rcm_patch.video.store import to_json
 from turbo_rcm_patch.video.video import PANES, pane_size
@@ -83,6 +84,7 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
         loader=FileSystemLoader(_PAGE),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -109,6 +111,11 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
     )
     write_text(judged.report, page)
     write_text(judged.short_report, jinja.get_template("report.md.j2").render())
+
+
+def _shown(value: object) -> object:
+    """Return what a template writes for a value: a name of others stays on one line."""
+    return one_line(value) if type(value) is str else value
 
 
 #: A path that begins at a root, a home or a drive, and its last part.

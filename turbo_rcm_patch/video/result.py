@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from turbo_rcm_patch import tiny
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.text import one_line
 from turbo_rcm_patch.video.clips import Clip
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.measures import NetworkNumber
@@ -262,7 +263,9 @@ class Judged:
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         lines += self._model_lines(self.model) if self.model else self._clip_lines()
         lines += [f"could not be judged: {why}" for why in self.refused.values()]
-        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
+        lines += [f"report:  {self.report}", f"short:   {self.short_report}"]
+        # A name with a line end would write a line of its own, for instance another verdict.
+        return "\n".join(map(one_line, lines))
 
     def _model_lines(self, model: ModelFacts) -> list[str]:
         lines = []
