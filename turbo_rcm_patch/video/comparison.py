@@ -30,7 +30,7 @@ from turbo_rcm_patch.patching import PatchReport, sla_as_defined
 from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
-from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
+from turbo_rcm_patch.video.judged import BackendCalls, Forwards, check_judged, judged
 from turbo_rcm_patch.video.judging import conclude
 from turbo_rcm_patch.video.measures import (
     CapturedCalls,
@@ -164,8 +164,7 @@ def compare(
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
-        device = pipe._execution_device
-        passes = _Passes(store, keys, missing, make_clip, steps, device, progress)
+        passes = _Passes(store, keys, missing, make_clip, steps, pipe, progress)
         networks = () if network_number is False else networks_of(pipe).values()
         calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
@@ -305,7 +304,7 @@ class _Passes:
         missing: The numbers of those that are not measured.
         make_clip: Makes a video.
         steps: Steps of a video.
-        device: The pipeline's.
+        pipe: The pipeline.
         progress: As for `compare`.
     """
 
@@ -314,7 +313,7 @@ class _Passes:
     missing: Sequence[int]
     make_clip: _MakeClip
     steps: int
-    device: torch.device
+    pipe: VideoPipeline
     progress: Progress
 
     def run(
@@ -355,21 +354,14 @@ class _Passes:
         self.progress(run, total, total)
 
     def _clip(self, run: Run, i: int, done: int, watched: _Watched) -> StoredClip:
-        """Make a video, and note how the blocks ran in each step."""
-        forms: list[dict[str, str]] = []
+        """Make a video, and note how the blocks ran in each forward."""
 
-        def on_step(step: int, steps: int) -> None:
-            if watched is not None:
-                # A VAE has no form that was asked for.
-                ran = watched.forms().items()
-                forms.append({name: form for name, form in ran if not name.startswith("vae.")})
-                if step < steps:  # The report shows how the last step ran.
-                    watched.forget()
+        def on_step(step: int, _: int) -> None:
             self.progress(run, done + step, len(self.keys) * self.steps)
 
-        if watched is not None:
-            watched.forget()
-        clip = replace(self.make_clip(i, on_step), forms=forms)
+        with Forwards(self.pipe, watched) as forwards:
+            clip = self.make_clip(i, on_step)
+        clip = replace(clip, forms=forwards.forms())
         if run == "baseline" and not _is_finite(clip.frames):
             raise SamplingError(
                 "the unpatched model gave NaN or infinity",
@@ -391,9 +383,9 @@ class _Passes:
             if step != min(2, steps):  # The prompt is encoded before the first step.
                 return
             count, seconds = 3 * len(self.keys), times[-1] - times[-2]
+            device = self.pipe._execution_device
             left = timedelta(seconds=round(seconds * count * self.steps))
-            cuda = self.device.type == "cuda"
-            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
@@ -426,7 +418,7 @@ def _choose_control(
     i, refused = min(passes.missing, default=0), []
     key = passes.keys[i]
     baseline = passes.store.load_clip(key, "baseline").frames
-    for name in candidates(passes.device):
+    for name in candidates(passes.pipe._execution_device):
         try:
             with unpatched(name):
                 clip = passes.make_clip(i, _ignore)

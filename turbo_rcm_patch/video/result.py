@@ -245,7 +245,7 @@ class Judged:
             **(self.model.as_dict() if self.model else {}),
             "checks": self.judgement.numbers,
             "missing": self.judgement.missing,
-            "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
+            "ran": ran and ran.as_dict(),
             "median_interval": {run: interval(values) for run, values in psnrs.items()},
             f"{self.noun}s": [
                 {name: value for name, value in clip.as_dict().items() if name != "runs"}

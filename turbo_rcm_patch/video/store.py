@@ -55,7 +55,7 @@ class StoredClip:
         seconds: Time of the pipeline's call; of a caller's function all of its time.
         decode_seconds: Time of the VAE, 0 if it is in `seconds`.
         peak_bytes: Peak memory of the call, None on a CPU.
-        forms: Of each step the form in which each block ran, if that was watched.
+        forms: Of each forward of a network the form of each block, if that was watched.
     """
 
     frames: torch.Tensor
