@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 
-from turbo_rcm_patch.text import printable
+from turbo_rcm_patch.text import as_typed, printable
 
 __all__ = [
     "AlreadyPatchedError",
@@ -60,10 +60,11 @@ class TurboRCMError(Exception):
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
 
     def block(self) -> str:
-        """Return the error on several lines, for a terminal."""
+        """Return the error on several lines, with the remedy as the command line takes it."""
         lines = [f"{type(self).__name__}: {self.what}"]
         for name in ("expected", "got", "remedy"):
             text = getattr(self, name)
+            text = as_typed(text) if name == "remedy" else text
             if text:
                 lines.append(
                     textwrap.fill(

@@ -174,7 +174,7 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     pipe, settings = loaded("wan-two-experts"), settings_of("wan-two-experts", steps=1)
     given = {"out": tmp_path, "settings": settings, "network_number": False}
     compare(pipe, PROMPT, images=picture(), **given)
-    with pytest.raises(SamplingError, match=r"same inputs.*--fresh"):
+    with pytest.raises(SamplingError, match=r"same inputs.*`fresh=True`"):
         compare(pipe, PROMPT, images=picture(1), **given)
     more = compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert (

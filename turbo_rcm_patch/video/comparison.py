@@ -46,7 +46,6 @@ from turbo_rcm_patch.video.pipelines import (
     network_of,
     networks_of,
 )
-from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
@@ -104,8 +103,8 @@ def compare(
             0..1. `prompts` are then the names of the videos in the report, and of the settings
             only `fps` is taken.
         images: For image to video the first frame, one for all prompts or one for each.
-        out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
-            it are kept, and so are files that no comparison wrote.
+        out: Folder for videos, metrics.json and report.html. Finished prompts in it are kept, and
+            so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
         attention_backend: Judge the unpatched model on this attention backend of diffusers
@@ -147,7 +146,7 @@ def compare(
             "the network number",
             expected="a transformer that stays on one device",
             got=why,
-            remedy="Leave out --network-number, or load without offloading",
+            remedy="Leave `network_number=True` out, or load without `offload=`",
         )
     with lock_folder(out):
         check_judged(pipe, config, attention_backend)
@@ -193,10 +192,10 @@ def compare(
             patch_report=note.get("table")
             or f"nothing: the unpatched model, attention backend {attention_backend}",
             patch=note.get("report", {}),
-            times={run: _times(store, results, run) for run in RUNS},
+            times={run: _times(store, results, run) for run in RUNS[:2]},
             identity=identity,
         )
-        result = conclude(
+        return conclude(
             store,
             results,
             command=command,
@@ -206,8 +205,6 @@ def compare(
             missing=[f"the network number ({why})"] if why else [],
             ran=_ran(results, config, attention_backend),
         )
-        write_report(result)
-    return result
 
 
 def _only_fps(overrides: Mapping[str, object], **left_out: object) -> int:
@@ -390,7 +387,7 @@ class _Passes:
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
                 f"{left} at this pace, and decoding is added to that. {self.store.out} gets "
-                "report.html, report.md, metrics.json and a folder of videos for each prompt.",
+                "report.html, metrics.json and a folder of videos for each prompt.",
                 0,
                 0,
             )
@@ -588,7 +585,6 @@ def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: i
         store,
         {run: stored.frames for run, stored in runs.items()},
         fps,
-        single_videos=True,
         key=key,
         prompt=prompt,
         seed=seed,

@@ -35,7 +35,7 @@ from turbo_rcm_patch.video.report import without_places, write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
-from turbo_rcm_patch.video.verdict import agreement, judge
+from turbo_rcm_patch.video.verdict import judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
     MOST_VALUES,
@@ -272,13 +272,13 @@ def judge_folders(
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
-                paths = _paired(name, clips)
-                inputs = {which: _digest(path) for which, path in paths.items()}
+                pair = _paired(name, clips)
+                inputs = {which: _digest(path) for which, path in pair.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measure(store, name, paths, inputs, fps)
+                clip = kept or _measure(store, name, pair, inputs, fps)
                 if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
-                    raise _wrong(paths["candidate"], expected, "the other")
+                    raise _wrong(pair["candidate"], expected, "the other")
                 results.append(clip)
                 measured_clips += kept is None
                 if kept is None and measured_clips == 1:
@@ -291,9 +291,21 @@ def judge_folders(
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
         folders = {name: str(Path(place).absolute()) for name, place in places.items()}
-        result = conclude(store, results, command=command, places=folders, refused=refused)
-        write_report(result)
-    return result
+        paths = [path for named in clips.values() for files in named.values() for path in files]
+        notes = _of_coding({path.suffix.lower() for path in paths if path.is_file()})
+        more: dict[str, Any] = {"places": folders, "refused": refused, "notes": notes}
+        return conclude(store, results, command=command, **more)
+
+
+def _of_coding(endings: set[str]) -> list[str]:
+    """Return what a verdict on files with these endings is of."""
+    if not (coded := sorted(endings & {*VIDEO_ENDINGS})):
+        return []
+    return [
+        f"Clips are {', '.join(coded)} files: unless these were coded without loss, their coding "
+        "is what is measured (h264 alone takes a video some 45 dB away). Save .png, .pt or "
+        ".safetensors"
+    ]
 
 
 def conclude(
@@ -304,9 +316,10 @@ def conclude(
     model: ModelFacts | None = None,
     places: Mapping[str, str] = MappingProxyType({}),
     refused: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
     **numbers: Any,
 ) -> Judged:
-    """Give the verdict on measured clips.
+    """Give the verdict on measured clips, and write the report.
 
     Args:
         store: The folder.
@@ -315,26 +328,24 @@ def conclude(
         model: What `compare` knows of the model.
         places: Where the clips of others came from.
         refused: Name of each clip that could not be judged -> why.
+        notes: More that a reader has to know.
         **numbers: What `verdict.judge` takes beside the drifts.
     """
-    patched = [clip.patched for clip in results]
     controls = [clip.control for clip in results if clip.control] or None
-    latents = results[0].is_latents
-    judgement = judge(patched, controls, latents=latents, **numbers)
-    same = None
-    if model is None:
-        same = agreement(judgement.word, patched, controls, latents=latents)
-    return Judged(
-        judgement=judgement,
+    patched, latents = [clip.patched for clip in results], results[0].is_latents
+    judged = Judged(
+        judgement=judge(patched, controls, latents=latents, **numbers),
         results=tuple(results),
         command=command,
         out=store.out,
         versions=versions(),
         model=model,
         refused=dict(refused),
-        agreement=same,
         places={name: without_places(place) for name, place in places.items()},
+        notes=tuple(notes),
     )
+    write_report(judged)
+    return judged
 
 
 def _of_place(place: Path) -> str:

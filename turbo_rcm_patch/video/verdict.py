@@ -50,6 +50,8 @@ FORMS: Final = {
     "author": "ran their author's code",
 }
 
+#: With fewer videos a report says how far single ones scatter.
+FEW: Final = 5
 #: Resamples of the videos, from which intervals come, and the share of them that one holds.
 RESAMPLES: Final = 1000
 CONFIDENCE: Final = 0.95
@@ -311,34 +313,15 @@ def judge(
     return Verdict(word, checks, tuple(missing), ran)
 
 
-def resamples(count: int) -> list[list[int]]:
-    """Return places in a list of `count` videos, drawn with replacement; the same ones always."""
-    draw = random.Random(0)
-    return [draw.choices(range(count), k=count) for _ in range(RESAMPLES)]
-
-
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the interval that holds `CONFIDENCE` of the medians of resampled values (percentile
-    bootstrap); None for fewer than two, or where a value is NaN."""
+    bootstrap, always the same resamples); None for fewer than two, or where a value is NaN."""
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
-    medians = sorted(median([values[i] for i in one]) for one in resamples(len(values)))
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     left = round(RESAMPLES * (1 - CONFIDENCE) / 2)
     return medians[left], medians[-1 - left]
-
-
-def agreement(
-    word: Word, patched: Sequence[Drift], control: Sequence[Drift] | None, *, latents: bool
-) -> float | None:
-    """Return the share of resamples of the videos in which `judge` finds the same word; None for
-    fewer than two videos, or without a control."""
-    if control is None or len(patched) < 2:
-        return None
-    found = [
-        judge([patched[i] for i in one], [control[i] for i in one], latents=latents).word
-        for one in resamples(len(patched))
-    ]
-    return found.count(word) / len(found)
 
 
 def median(values: Sequence[float]) -> float:
