@@ -139,6 +139,24 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("kernels", "missing", error.got, error.remedy)
     else:
         yield Finding("kernels", "ok" if check.passed else "missing", str(check))
+    if torch.cuda.is_available() and find_spec("diffusers") is not None:
+        yield from _kernel_cache()
+
+
+def _kernel_cache() -> Iterator[Finding]:
+    from turbo_rcm_patch.video.precompile import cached_models
+
+    remedy = "turbo-rcm-patch precompile --model MODEL"
+    try:
+        cached = cached_models()
+    except SamplingError as error:
+        yield Finding("kernel cache", "note", str(error), remedy)
+        return
+    for name, state in cached.items():
+        yield Finding("kernel cache", "ok" if "kernels" in state else "note", f"{name}: {state}")
+    if not cached:
+        text = "nothing is compiled ahead, so the first video waits for the compiler"
+        yield Finding("kernel cache", "note", text, remedy)
 
 
 def check_kernels() -> KernelCheck:

@@ -196,9 +196,7 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
         remedy = "Check the spelling and the connection, or download the folder first"
     with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
         index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-        asked = _ALIASES.get(index["_class_name"], index["_class_name"])
-        if asked not in PIPELINES:
-            raise TypeError(f"it is a {asked}, not one of {tuple(PIPELINES)}")
+        asked = _known_class(index)
         alone = _int8_parts(folder, dtype) if local else {}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
         dtypes = {"default": dtype} | {
@@ -224,6 +222,30 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
         with suppress(EntryNotFoundError):  # There is none, or no connection.
             _fetch(network_of(pipe), folder, DEFAULTS_FILE)
     return pipe
+
+
+def _known_class(index: Mapping[str, Any]) -> str:
+    """Return the class of diffusers that loads a pipeline, by its model_index.json."""
+    asked = str(index["_class_name"])
+    asked = _ALIASES.get(asked, asked)
+    if asked not in PIPELINES:
+        raise TypeError(f"it is a {asked}, not one of {tuple(PIPELINES)}")
+    return asked
+
+
+def class_of_pipeline(folder: Path | str) -> str:
+    """Return the class of a pipeline, of which only model_index.json is read.
+
+    Raises:
+        ModelFolderError: There is none, or it is of another kind.
+    """
+    import diffusers
+
+    with loading(ModelFolderError, f"{folder}: no usable model_index.json", expected=LAYOUT):
+        local = isinstance(folder, Path)
+        return _known_class(
+            diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+        )
 
 
 def _int8_parts(folder: Path | str, dtype: torch.dtype) -> dict[str, Any]:
