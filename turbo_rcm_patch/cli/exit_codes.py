@@ -24,7 +24,8 @@ _PIPE: Final = 141
 #: For `--help`.
 TABLE: Final = f"""\
 exit codes:
-  {OK:<4} fine; for compare, judge and demo: the verdict is "unchanged"
+  {OK:<4} fine; for compare, judge and demo: the verdict is "unchanged", over however few
+       prompts or clips (one scatters by some 5 dB: give ten)
   {CHANGED:<4} for compare, judge and demo: the verdict is another one, or the kernels disagree;
        for doctor: something that is needed is missing
   {USAGE:<4} a mistake in the arguments, the model or the files, or another failure; also of
