@@ -180,7 +180,6 @@ def test_a_lora_that_fits_no_layer_is_refused(named: bool, lora: Path, tmp_path:
     pipe = micro_pipe()
     with pytest.raises(ModelFolderError):
         add_loras(pipe, [str(path)])
-    assert not any("lora" in name for name, _ in pipe.transformer.named_parameters())
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
