@@ -19,11 +19,11 @@ from tests.video.cases import picture
 from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands
-from turbo_rcm_patch.cli.commands import Maker, read_prompts
+from turbo_rcm_patch.cli import inputs
+from turbo_rcm_patch.cli.inputs import read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.video import store
+from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.source import digest_of
 from turbo_rcm_patch.video.video import read_frames
 
@@ -173,7 +173,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     command, model, given, told, folders, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(inputs, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     picture().save("good.png")
@@ -318,7 +318,7 @@ def test_a_reader_that_has_gone_is_no_failed_video(command, tmp_path, capsys, mo
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(Maker, "make", closed)
+    monkeypatch.setattr(generation, "generate", closed)
     given = [*command, "--prompt", "a circle", "--prompt", "a square", "--out", str(tmp_path)]
     monkeypatch.setattr("turbo_rcm_patch.cli.exit_codes._discard_stdout", lambda: None)
     assert main(given) == 141

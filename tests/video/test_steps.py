@@ -33,13 +33,13 @@ from tests.measures import relative_l2
 from tests.processes import run_fresh
 from tests.video.micro import SMALL, WAN_PIPES, micro_pipe, save
 from turbo_rcm_patch import RCMScheduler
-from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
+from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video import Settings, generate
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, pipeline_class
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
-from turbo_rcm_patch.video.settings import SCHEDULES, shifted
+from turbo_rcm_patch.video.settings import SCHEDULES
 
 SHAPE = (1, 4, 2, 4, 4)
 Network = Callable[[torch.Tensor, float], torch.Tensor]
@@ -93,9 +93,7 @@ def schedules(draw: st.DrawFn) -> tuple[dict[str, Any], list[float]]:
         steps, sigma_max = draw(st.integers(1, 4)), draw(st.floats(15.0, 500.0))
         return {"sigma_max": sigma_max}, rcm_by_hand(steps, sigma_max)
     times = sorted(draw(st.sets(st.floats(1.0, 1000.0), min_size=1, max_size=8)), reverse=True)
-    shift = draw(st.floats(0.5, 10.0))
-    warped = [shift * t / (1000 + (shift - 1) * t) for t in times]
-    return {"times": shifted(times, shift)}, [*warped, 0.0]
+    return {"times": times}, [*(t / 1000 for t in times), 0.0]
 
 
 @hypothesis_settings(deadline=None, max_examples=60)
@@ -124,7 +122,6 @@ def test_published_schedules_are_their_authors() -> None:
         scheduler.set_timesteps(len(times))
         assert scheduler.config.sampler == form
         assert scheduler.timesteps.tolist() == pytest.approx(times)
-    assert RCMScheduler.named("lightning", shift=1).config.times == (1000, 750, 500, 250)
     with pytest.raises(ConfigError, match="lightning.*RCMScheduler"):
         RCMScheduler.named("dmd")
     expected = [0.98765, 0.93378, 0.85290, 0.60898, 0.0]
@@ -202,12 +199,15 @@ def test_what_a_scheduler_cannot_do_is_refused() -> None:
     for steps in (0, 5, -1, 2.0, None):
         with pytest.raises(ConfigError, match=r"from 1 to 4.*sampler='scheduler'"):
             RCMScheduler().set_timesteps(steps)  # type: ignore[arg-type]
-    for wrong in (
-        {"sampler": "euler"}, {"sigma_max": 0.0}, {"sigma_max": math.nan},
-        {"timestep_dtype": "f8"}, {"noise_seed": 1.5}, {"times": [500, 1000]},
+    for name, value, text in (
+        ("sampler", "euler", "'ode'"), ("sigma_max", 0.0, "positive"),
+        ("sigma_max", math.nan, "positive"), ("timestep_dtype", "f8", "one of"),
+        ("noise_seed", 1.5, "an integer or None"), ("times", [500, 750], r"Order them: \[750"),
+        ("times", [1000, 0], "Leave out the 0"), ("times", [], "decrease"),
+        ("times", "1000,750", "decrease"), ("times", [1001.0], r"in \(0, 1000\]"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            RCMScheduler(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"{name}.*{text}"):
+            RCMScheduler(**{name: value})  # type: ignore[arg-type]
     RCMScheduler(sigma_max=10.0).set_timesteps(1)
     with pytest.raises(ConfigError, match=r"more than 14\.1"):
         RCMScheduler(sigma_max=10.0).set_timesteps(2)
@@ -411,16 +411,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float
         {}, {"sampler": "rcm"}, {"sampler": "rcm", "steps": 4, "guidance_scale": 1.0},
         [987.65, 933.78, 852.90, 608.98],
     ),
-    "rcm-folder": ({"sampler": "rcm", "steps": 1}, {}, {"steps": 1, "form": None}, [987.65]),
+    "rcm-folder": ({"sampler": "rcm", "steps": 1}, {}, {"steps": 1}, [987.65]),
     "rcm-of-before": ({"sigma_max": 200, "steps": 1}, {}, {"sampler": "rcm"}, [995.02]),
     "lightning": ({}, {"sampler": "lightning"}, {"steps": 4, "guidance_scale": 1.0}, WARPED),
     "fastwan": ({"sampler": "fastwan"}, {}, {"sampler": "fastwan", "steps": 3}, [1000, 757, 522]),
     "self-forcing": ({}, {"sampler": "self-forcing"}, {"steps": 4}, WARPED),
-    "list": ({}, {"times": [900, 500]}, {"sampler": "times", "steps": 2}, [900, 500]),
-    "list-folder": ({"times": [900, 500]}, {}, {"sampler": "times", "steps": 2}, [900, 500]),
-    "list-shifted": ({}, {"times": (1000, 500), "shift": 5.0}, {"steps": 2}, [1000, 833.333]),
-    "other-shift": ({}, {"sampler": "lightning", "shift": 1}, {}, [1000, 750, 500, 250]),
-    "other-form": ({}, {"sampler": "lightning", "form": "sde"}, {"form": "sde"}, WARPED),
     "other-sampler": (
         {"sampler": "rcm", "steps": 2, "sigma_max": 200, "fps": 8}, {"sampler": "lightning"},
         {"sampler": "lightning", "steps": 4, "fps": 8, "sigma_max": 80.0}, WARPED,
@@ -456,11 +451,14 @@ def test_python_users_set_the_scheduler() -> None:
     pipe = micro_pipe()
     pipe.scheduler = RCMScheduler.named("lightning")
     settings = settings_for(pipe, **SMALL)
-    assert (settings.sampler, settings.steps, settings.form) == ("times", 4, "ode")
-    assert settings.times == pytest.approx(WARPED, abs=0.01)
-    pipe.scheduler = RCMScheduler(sigma_max=200.0)
-    settings = settings_for(pipe, **SMALL)
-    assert (settings.sampler, settings.steps, settings.sigma_max) == ("rcm", 4, 200.0)
+    assert (settings.sampler, settings.steps, settings.guidance_scale) == ("scheduler", 4, 1.0)
+    frames = generate(pipe, "a red circle", seed=3, **SMALL).frames
+    named = generate(micro_pipe(), "a red circle", seed=3, sampler="lightning", **SMALL).frames
+    assert torch.equal(frames, named)
+    pipe.scheduler = RCMScheduler(sigma_max=200.0, sampler="ode")
+    assert settings_for(pipe, **SMALL).steps == 4
+    with pytest.raises(ConfigError, match="from 1 to 4"):
+        generate(pipe, "a red circle", steps=5, **SMALL)
 
 
 def test_a_folder_of_fastvideo_is_loaded_and_run_at_its_times(micro_folder, tmp_path) -> None:
@@ -487,7 +485,7 @@ def test_few_steps_of_a_model_that_does_not_say_so_are_told_once(
     for _ in range(2):
         settings_for(pipe, sampler="lightning")
     (said,) = caplog.messages
-    assert "distilled" in said and "--lora" in said and str(folder) in said
+    assert "distilled" in said and "LoRA" in said and str(folder) in said
     caplog.clear()
     (folder / "turbo_rcm.json").write_text('{"sampler": "lightning"}')
     settings_for(pipe)
@@ -502,24 +500,16 @@ def test_few_steps_of_a_model_that_does_not_say_so_are_told_once(
         ({"sampler": "fastwan", "steps": 4}, "steps of sampler='fastwan'; expected 3"),
         ({"sampler": "euler"}, "sampler; expected one of .*'lightning'"),
         ({"sampler": "rcm", "guidance_scale": 1.25}, "guidance distilled in"),
-        ({"sampler": "rcm", "times": (900.0,)}, "times; expected none with sampler='rcm'"),
-        ({"sampler": "times"}, "times; expected some"),
-        ({"sampler": "rcm", "shift": 5.0}, "shift; expected none"),
-        ({"times": [500, 750]}, r"decrease, in \(0, 1000\]"),
-        ({"times": [1000, 0]}, "Leave out the 0"),
-        ({"times": []}, "times"),
-        ({"times": "1000,750"}, "times"),
-        ({"times": [1001.0]}, "times"),
-        ({"times": [1000], "shift": 0}, "shift; expected a positive number"),
-        ({"form": "pde"}, "form; expected one of"),
         ({"height": 100}, "multiple of 16.*Try 96"),
         ({"num_frames": 0}, "positive whole number"),
         ({"colour": "red"}, "one of"),
+        ({"stepz": 3}, r"Did you mean steps\?"),
         ({"steps": True}, "whole number from 1 to 1000"),
         ({"sigma_max": "80"}, "sigma_max; expected a finite number"),
         ({"guidance_scale": float("nan")}, "guidance_scale; expected a finite number"),
         ({"guidance_scale_2": "5"}, "guidance_scale_2; expected a finite number"),
         ({"negative_prompt": 3}, "negative_prompt; expected a text"),
+        ('{"times": [1000, 500]}', r"Save the pipeline with RCMScheduler\(times="),
         ("[1]", "a JSON object"),
         ("{", "not valid JSON"),
     ],
@@ -529,7 +519,7 @@ def test_bad_settings(given: dict[str, Any] | str, text: str, tmp_path: Path) ->
     """As arguments, and in a folder."""
     if isinstance(given, str):
         (tmp_path / "turbo_rcm.json").write_text(given)
-        with pytest.raises(ModelFolderError, match=text):
+        with pytest.raises(TurboRCMError, match=text):
             Settings.for_model(tmp_path)
     else:
         with pytest.raises(ConfigError, match=text):

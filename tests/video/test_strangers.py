@@ -97,10 +97,11 @@ def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: P
             read_image(kind(tmp_path / "image.png"))
         with pytest.raises(CheckpointError, match="a regular file"):
             StoredTensors(kind(tmp_path / "extra.safetensors"))
-        with pytest.raises(ModelFolderError, match="a regular file"):
-            add_loras(micro_pipe(), [str(kind(tmp_path / "a.safetensors"))])
-        with pytest.raises(ModelFolderError, match="a regular file"):
-            add_loras(micro_pipe(), [str(tmp_path)])
+        (tmp_path / "lora").mkdir()
+        file = kind(tmp_path / "lora" / "a.safetensors")
+        for given in (file, file.parent):
+            with pytest.raises(ModelFolderError, match="a regular file"):
+                add_loras(micro_pipe(), [str(given)])
 
 
 def test_deeply_nested_json_is_no_recursion_error(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,13 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+from turbo_rcm_patch.errors import TurboRCMError
+
 Names = Mapping[str, str]
 _SAME: Final[Names] = MappingProxyType({})
+_QUOTES: Final = "'\""
+#: A keyword of Python in a sentence, and its value; not one that is explained in parentheses.
+_KEYWORD: Final = re.compile(r"(?<![\w.(-])([a-z]\w*)=('[^']*'|\"[^\"]*\"|[\w./:-]*\w|)")
 
 #: The word for a value in `--help`, by its type.
 _WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "none"}
@@ -59,6 +65,50 @@ def given_fields(arguments: argparse.Namespace, cls: type, names: Names = _SAME)
         name: vars(arguments)[option] for name, option in options.items() if option in arguments
     }
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests the nearest option for one that does not exist."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse what is not known: the commands are parsed by this method too."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+
+def option_names(cls: type, names: Names = _SAME) -> dict[str, str]:
+    """Return the options of a dataclass by the names of their fields."""
+    options = {field.name: names.get(field.name, field.name) for field in fields(cls)}
+    return {name: f"--{option.replace('_', '-')}" for name, option in options.items() if option}
+
+
+def as_typed(error: TurboRCMError, options: Mapping[str, str]) -> str:
+    """Format an error for a terminal, with options in place of Python's keywords.
+
+    Args:
+        error: The error, which advises for instance `guard=False`.
+        options: Keyword -> option.
+    """
+
+    def option(keyword: re.Match[str]) -> str:
+        name, value = keyword.groups()
+        if name not in options:
+            return keyword[0]
+        if value == "False":
+            return options[name].replace("--", "--no-")
+        return options[name] + f" {value.strip(_QUOTES)}" * (value not in ("", "True"))
+
+    error.expected, error.remedy = (
+        _KEYWORD.sub(option, text) for text in (error.expected, error.remedy)
+    )
+    return error.block()
 
 
 def field_texts(cls: type) -> dict[str, str]:

@@ -203,7 +203,7 @@ def _find_file(source: str) -> Path:
     """Find the one file of a LoRA: in a folder, or in a repository of the hub."""
     path = Path(source)
     if path.is_dir():
-        return path / _only_file(there.name for there in path.iterdir())
+        path /= _only_file(there.name for there in path.iterdir())
     if path.exists():
         check_regular(path, ModelFolderError)
         return path

@@ -21,7 +21,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutpu
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.skip import Stream
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
-from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, shifted
+from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, check_times
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
@@ -76,7 +76,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
         times: Network times of the steps, of 1000, from the noisiest down and without the 0 at the
-            end; None for rCM's. They are final: `settings.shifted` applies a shift.
+            end; None for rCM's. They are final: no shift is applied.
 
     Raises:
         ConfigError: An argument has another value.
@@ -108,7 +108,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         ):
             if not right:
                 raise ConfigError(f"RCMScheduler.{name}", expected=expected, got=repr(value))
-        first = None if times is None else shifted(times)[0] / 1000
+        first = None if times is None else check_times(times)[0] / 1000
         self.init_noise_sigma = sigma_max / (1.0 + sigma_max) if first is None else first
         self.num_inference_steps: int | None = None
         self.timesteps = torch.empty(0)
@@ -122,33 +122,23 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self.set_noise_seed(noise_seed)
 
     @classmethod
-    def named(
-        cls,
-        name: str,
-        *,
-        shift: float | None = None,
-        sampler: SolverForm | None = None,
-        noise_seed: int | None = None,
-    ) -> RCMScheduler:
+    def named(cls, name: str, *, noise_seed: int | None = None) -> RCMScheduler:
         """Make the scheduler of a published schedule.
 
         Args:
             name: A key of `settings.SCHEDULES`: "lightning", "fastwan", "self-forcing".
-            shift: In place of the shift that it was trained with.
-            sampler: "sde" or "ode", in place of what its authors run.
             noise_seed: As for the class.
 
         Raises:
-            ConfigError: There is no such schedule, or the shift is not positive.
+            ConfigError: There is no such schedule.
         """
         if name not in SCHEDULES:
             remedy = "RCMScheduler() is rCM's, and RCMScheduler(times=[...]) takes any times"
             known = f"one of {[*SCHEDULES]}"
             raise ConfigError("schedule", expected=known, got=repr(name), remedy=remedy)
-        its = SCHEDULES[name]
-        times = shifted(its.times, its.shift if shift is None else shift)
+        schedule = SCHEDULES[name]
         scheduler: RCMScheduler = cls(
-            sampler=sampler or its.form, noise_seed=noise_seed, times=times
+            sampler=schedule.form, noise_seed=noise_seed, times=schedule.times
         )
         return scheduler
 

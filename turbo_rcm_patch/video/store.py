@@ -43,7 +43,7 @@ _PATTERNS: Final = (
     *(f"prompts/*/{name}" for name in PROMPT_FILES),
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
-_AGAIN: Final = "Start again with --fresh (from Python fresh=True), or choose another folder"
+_AGAIN: Final = "Start again with fresh=True, or choose another folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +283,7 @@ def is_made(video: Path, identity: Mapping[str, object]) -> bool:
         return False
     found, wanted = try_json(note), json.loads(json.dumps(identity))
     found = {name: value for name, value in found.items() if name != "frames"}
-    remedy = "Leave --resume out to replace it, or choose another --out"
+    remedy = "Choose another place, or remove it if you do not need it"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True
 
