@@ -23,7 +23,7 @@ from typing import Any, Final
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.cli import as_sageattention
 from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
-from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Run
+from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Patched, Run
 from turbo_rcm_patch.cli.usage import Parser, add_fields, as_typed, given_fields, option_names
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import TurboRCMError
@@ -92,6 +92,7 @@ def _command(arguments: argparse.Namespace, command_line: str) -> Command:
     values: dict[str, Any] = given_fields(arguments, cls)
     if issubclass(cls, Run):
         values["settings"] = given_fields(arguments, Settings, _SETTINGS_NAMES)
+    if issubclass(cls, Patched):
         values["config"] = PatchConfig(**given_fields(arguments, PatchConfig, _PATCH_NAMES))
     return cls(command_line=command_line, **values)
 
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
             add_fields(
                 subparser.add_argument_group("sampling", sampling), Settings, _SETTINGS_NAMES
             )
+        if issubclass(cls, Patched):
             add_fields(subparser.add_argument_group("patch"), PatchConfig, _PATCH_NAMES)
     return parser
 

@@ -60,9 +60,9 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 RUNS = [
     ("attention", "fused int8,torch,sageattention", CASE, {"sageattention"}),
     ("attention", "fused dense int8,fused sparse", "H12-N32760-D128-k0.1", set()),
-    ("network", "eager,sage,patched compile", "cogvideox-5b", {"sage"}),
+    ("network", "eager,patched compile", "cogvideox-5b", set()),
     ("network", "eager,sage,patched,patched int8 Linears", "1.3b-780", {"sage"}),
-    ("pipeline", "unpatched,patched", "1.3b-sla-4-steps", set()),
+    ("pipeline", "unpatched bf16 VAE,patched bf16 VAE", "1.3b-sla-4-steps", set()),
     ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
     ("vae", "bf16,bf16 patched", "wan2.2-encode", set()),
     ("parallel", "Ulysses patched", "1.3b", set()),
@@ -89,7 +89,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
             continue
         assert record["status"] == "timed", record
         if "ms" in record:
-            assert record["ms"]["median"] > 0
+            assert record["ms"] > 0
             assert record["error"] < 0.03
         else:
             assert record.get("same_bits", True)
@@ -118,13 +118,36 @@ def test_a_pipeline_is_warmed_by_one_step_and_measured_by_two_videos(
 
     monkeypatch.setattr(pipeline, "build_pipeline", counting)
     plan = Plan(out=tmp_path, device="cpu", micro=True)
-    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched", measured)
+    record = pipeline._videos(plan, "1.3b-30-steps", "unpatched bf16 VAE", measured)
     assert counts[:-1] == forwards and ("second_seconds" in record) == measured
+
+
+@pytest.mark.parametrize("case", ["1.3b-4-steps", "cogvideox-5b-50-steps"])
+@pytest.mark.parametrize("method", [name for name in pipeline.METHODS if "sage" not in name])
+def test_the_vae_has_the_dtype_that_the_method_names(case, method, tmp_path, monkeypatch) -> None:
+    dtypes, build = list[str](), pipeline.build_pipeline
+
+    def noting(*given: Any) -> Any:
+        pipe, video = build(*given)
+        post = pipe.vae.post_quant_conv or pipe.vae.decoder.conv_in
+        post.register_forward_pre_hook(lambda _, inputs: dtypes.append(str(inputs[0].dtype)))
+        return pipe, video
+
+    monkeypatch.setattr(pipeline, "build_pipeline", noting)
+    plan = Plan(out=tmp_path, device="cpu", micro=True)
+    record = pipeline._videos(plan, case, method, measured=False)
+    expected = {"fp32 VAE": "float32", "bf16 VAE": "bfloat16"}
+    (dtype,) = {f"torch.{name}" for said, name in expected.items() if said in method}
+    assert set(dtypes) == {dtype} == {f"torch.{record['vae_dtype']}"}
 
 
 @pytest.mark.parametrize(
     ("method", "warmed"),
-    [("unpatched", False), ("compile sage bf16 VAE", True), ("patched", True)],
+    [
+        ("unpatched fp32 VAE", False),
+        ("compile sage bf16 VAE", True),
+        ("patched fp32 VAE", True),
+    ],
 )
 def test_a_process_ahead_warms_what_compiles_kernels(
     method: str, warmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +173,7 @@ def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     assert code == 0 and list(records) == methods, records
     for record in records.values():
         assert record["status"] == "timed" and record["error"] < 0.03, record
-        assert record["ms"]["median"] > 0 and record["video_seconds"] > 0
+        assert record["ms"] > 0 and record["video_seconds"] > 0
     split = records["CFG patched"]
     assert split["same_on_all_ranks"] and split["same_as_one"]
     assert "rows over 2 ranks" in str(split["ran"])
@@ -277,9 +300,11 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--only", "H1-N1-D1"], CASE),
         (["--only", "fused int2"], "torch cuDNN"),
-        (["--limit", "-1"], "--limit"),
-        (["--device", "tpu"], "--device"),
-        (["--device", "cuda:7"], "--device"),
+        pytest.param(
+            ["--device", "cuda"],
+            "doctor",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
@@ -301,12 +326,6 @@ def test_a_file_that_is_there_is_kept(tmp_path, capsys) -> None:
     assert "attention.json" in capsys.readouterr().err and path.read_text() == "mine"
 
 
-def test_the_limit_is_kept_and_what_it_cuts_is_named(tmp_path, capsys) -> None:
-    _, document = run("attention", CASE, tmp_path, "--limit", "0")
-    assert document["cases"] == {} and document["left_out"] == [CASE]
-    assert f"left out, no time: {CASE}" in capsys.readouterr().out
-
-
 def test_an_interrupted_run_keeps_what_it_had(tmp_path, monkeypatch) -> None:
     def interrupted(heads: int, *_: torch.Tensor) -> None:
         raise KeyboardInterrupt
@@ -320,7 +339,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path, monkeypatch) -> None:
 def test_a_way_leaves_the_network_as_it_was(way: str, tmp_path: Path) -> None:
     model = build_network("1.3b", Plan(out=tmp_path, micro=True), torch.device("cpu"))
     before = [dict(vars(module)) for module in model.modules()]
-    with WAYS[way](model, "eager"):
+    with WAYS[way].entered(model, "eager"):
         pass
     after = [dict(vars(module)) for module in model.modules()]
     for old, new in zip(before, after, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.files import everything
 from tests.video.cases import picture
 from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
 from tests.video.micro_cogvideox import micro_cogvideox
@@ -23,6 +24,8 @@ from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.cli.inputs import read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
+from turbo_rcm_patch.errors import OutputError
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.source import digest_of
 from turbo_rcm_patch.video.video import read_frames
@@ -97,6 +100,47 @@ def test_a_failure_between_a_video_and_its_note_leaves_no_note(
     monkeypatch.setattr(store, "note_made", full)
     assert main([*given, "--seed", "1"]) == 2
     assert video.exists() and not video.with_suffix(".json").exists()
+
+
+def test_a_full_disk_ends_the_run(command, tmp_path, monkeypatch, capsys) -> None:
+    """The next video would not be written either, and would take minutes."""
+    made, really = [], generation.generate
+
+    def counted(*given: Any, **more: Any) -> Any:
+        made.append(given)
+        return really(*given, **more)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OutputError(f"{tmp_path}/a.mp4 cannot be written", got="No space left on device")
+
+    monkeypatch.setattr(generation, "generate", counted)
+    monkeypatch.setattr(generation, "write_mp4", full)
+    prompts = ["--prompt", "a circle", "--prompt", "a square"]
+    assert main([*command, *prompts, "--out", str(tmp_path)]) == 2
+    assert len(made) == 1 and "a.mp4 cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
+def test_videos_in_a_folder_that_were_made_otherwise_stay(
+    resume, command, tmp_path, capsys
+) -> None:
+    given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
+    assert main(given) == 0
+    before = everything(tmp_path)
+    assert main([*given, "--steps", "2", *resume]) == 2
+    said = capsys.readouterr().err
+    assert "settings.steps=1, now 2" in said and "another place" in said
+    assert everything(tmp_path) == before
+    assert main([*given, *resume]) == 0, "the same may be made again"
+
+
+def test_a_shipped_model_is_said_to_be_a_toy(command, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(generation, "settings_for", lambda *_, **__: 1 / 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("turbo_rcm_patch.cli.generate.load", lambda *_: micro_pipe())
+        main(["generate", "--prompt", "a cat", "--out", str(tmp_path / "a.mp4")])
+    said = capsys.readouterr().out
+    assert "'tiny' is a toy" in said and DEMO_PROMPTS[0] in said and "--model" in said
 
 
 def test_a_file_that_is_no_note_is_not_replaced(command: list[str], tmp_path, capsys) -> None:

@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from tests.video.micro import SMALL, WAN_PIPES, micro_pipe, save
 from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
 from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.video import Settings, generate
+from turbo_rcm_patch.video import Settings, SettingsOptions, generate
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, pipeline_class
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
@@ -427,6 +427,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float
     "not-given": ({"width": 64}, {"width": None, "height": 48}, {"width": 64, "height": 48}, None),
     "a-note": ({"about": "for people", "fps": 8}, {}, {"fps": 8}, None),
 }  # fmt: skip
+
+
+def test_keywords_are_typed_as_the_settings_are() -> None:
+    types = get_type_hints(Settings)
+    del types["lora"]  # which is read off the pipeline
+    assert get_type_hints(SettingsOptions) == {name: it | None for name, it in types.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)

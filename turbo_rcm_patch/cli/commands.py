@@ -81,6 +81,26 @@ def pairs(command: options.Pairs) -> int:
     return OK
 
 
+def precompile(command: options.Precompile) -> int:
+    """Compile a model's kernels, and print how many."""
+    from turbo_rcm_patch.video.precompile import precompile
+
+    with bars() as progress:
+        compiled = precompile(
+            command.model,
+            gpu=command.gpu,
+            out=command.out,
+            dtype=getattr(torch, command.dtype),
+            config=command.config,
+            height=command.height,
+            width=command.width,
+            num_frames=command.num_frames,
+            progress=progress,
+        )
+    print(compiled)
+    return OK
+
+
 def convert(command: options.Convert) -> int:
     """Convert a checkpoint to a folder, and print what was written."""
     with bars() as show:

@@ -65,8 +65,8 @@ def check_image(command: options.Run, prompts: list[str]) -> None:
         SamplingError: It takes no image, or needs one, or the file cannot be read.
     """
     Source("", command.image)
-    if name := pipeline_class(command.model):
-        check_images(PIPELINES[name], name, {prompts[0]: command.image is not None})
+    name = pipeline_class(command.model)
+    check_images(PIPELINES[name], name, {prompts[0]: command.image is not None})
 
 
 def load(command: options.Run, device: str | None) -> VideoPipeline:

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
+from turbo_rcm_patch.ops.dispatch import stand_in
 from turbo_rcm_patch.ops.replay import compiles_only, compiling_only, recorder
 
 #: Arguments of kernels that vary with the number of tokens. By default Triton compiles a kernel
@@ -122,6 +123,8 @@ def target_of(device: torch.device) -> Target:
     """
     if triton.knobs.runtime.interpret:
         return Target("interpreter", 0)
+    if target := stand_in(device):
+        return target
     if device.type != "cuda":
         raise DeviceError(
             'impl="triton"',
@@ -336,7 +339,7 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
         recording.launched(kernel, grid, arguments, compiled)
 
 
-def compile_ahead(call: Callable[[], object]) -> None:
+def compile_ahead(call: Callable[[], object]) -> list[BaseException]:
     """Compile the kernels that a call launches, several at a time, and launch none of them.
 
     Where Triton's cache on disk has none, the first video of Wan2.1-1.3B takes 19 s for 32
@@ -346,6 +349,9 @@ def compile_ahead(call: Callable[[], object]) -> None:
     Args:
         call: Its torch operations run, on memory that no kernel has written. So it must keep
             nothing of what it computes.
+
+    Returns:
+        The errors of the kernels that do not compile.
     """
     with ThreadPoolExecutor() as pool:
         try:
@@ -353,6 +359,7 @@ def compile_ahead(call: Callable[[], object]) -> None:
 
             mode = AsyncCompileMode(pool, ignore_errors=True)
         except (ImportError, TypeError):  # before Triton 3.6: each launch compiles its own
-            return
+            return []
         with mode, compiling_only():
             call()
+    return [error for future in mode.raw_futures if (error := future.exception())]

@@ -66,8 +66,9 @@ _log = logging.getLogger(__name__)
 _FORWARDS_BETWEEN_CHECKS: Final = (3, 5)
 #: Least distance, in blocks, between two blocks that are compared one after the other in this way.
 _STRIDE: Final = 7
-#: The prediction has to stay below this share of the target, because networks have measured up to
-#: 15 % more than was predicted (results/2026-11-28/guard_margin.txt).
+#: The prediction has to stay below this share of the target. With the target itself networks have
+#: measured up to 15 % more than was predicted (results/2026-11-28/guard_margin.txt), and 27 % more
+#: where no block was raised (results/2026-11-27/guard_prediction.txt).
 _TARGET_SHARE: Final = 0.95
 #: The arguments of torch's attention that can be given by position.
 _SDPA: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

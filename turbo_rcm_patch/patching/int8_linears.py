@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
+from turbo_rcm_patch.ops.dispatch import without_data
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples, layout
@@ -33,6 +34,7 @@ from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
     Replacement,
+    casts_itself,
     compiling,
     hooked,
     installed,
@@ -195,9 +197,9 @@ def _serves(linear: Any, x: Tensor) -> bool:
         return False
     held = [p for p in linear._parameters.values() if p is not None]
     dtype, device = x.dtype, x.device
-    if x.is_meta or dtype != _dtype(linear) or dtype not in FLOATS:
+    if without_data(x) or dtype != _dtype(linear) or dtype not in FLOATS:
         return False
-    if torch.is_autocast_enabled(device.type):
+    if casts_itself(device):
         return False
     if any([p.device != device for p in held]):
         return False
@@ -288,7 +290,7 @@ class Int8Copies:
         forwards, weights = [], []
         for forward in self._forwards:  # hundreds, so each is a few look-ups
             weight = forward.linear._parameters.get("weight")
-            if type(weight) is nn.Parameter and not weight.is_meta:
+            if type(weight) is nn.Parameter and not without_data(weight):
                 forwards.append(forward)
                 weights.append(weight)
         (known, readers), now = self._readers, (forwards, layout(weights))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.result import Judged as Judged
     from turbo_rcm_patch.video.scheduler import RCMScheduler as RCMScheduler
     from turbo_rcm_patch.video.settings import Settings as Settings
+    from turbo_rcm_patch.video.settings import SettingsOptions as SettingsOptions
     from turbo_rcm_patch.video.verdict import Verdict as Verdict
     from turbo_rcm_patch.video.verdict import judge as judge
 else:
@@ -34,7 +35,7 @@ else:
             "measures": "NetworkNumber network_number",
             "result": "Judged",
             "scheduler": "RCMScheduler",
-            "settings": "Settings",
+            "settings": "Settings SettingsOptions",
             "verdict": "Verdict judge",
         },
     )

@@ -23,12 +23,14 @@ from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.video.loading import HUB_ID, loading
 from turbo_rcm_patch.video.lora import add_loras, check_loras
-from turbo_rcm_patch.video.pipelines import PIPELINES, LoadedPipeline
+from turbo_rcm_patch.video.pipelines import PIPELINES
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin, WanPipeline
+
+    from turbo_rcm_patch.video.pipelines import LoadedPipeline
 
 Offload = Literal["none", "model", "group", "sequential"]
 
@@ -98,14 +100,14 @@ def load_pipeline(
     return loaded
 
 
-def pipeline_class(model: str | Path) -> str | None:
-    """Return the class of the pipeline that a model has, before it is loaded; None for a hub id.
+def pipeline_class(model: str | Path) -> str:
+    """Return the class of the pipeline that a model has, before it is loaded.
 
     Raises:
         ModelFolderError: The folder is not there, or something in it is missing or broken.
     """
     folder = resolve_model(model)
-    return check_folder(folder) if isinstance(folder, Path) else None
+    return check_folder(folder) if isinstance(folder, Path) else class_of_pipeline(folder)
 
 
 def resolve_model(model: str | Path) -> Path | str:
@@ -179,10 +181,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
     # name `RCMScheduler`'s, which is imported above, newer ones the package.
     asked = check_folder(folder)
-    remedy = "Compare the component named above with the model's original folder"
-    with loading(
-        ModelFolderError, f"{folder} could not be loaded", expected=LAYOUT, remedy=remedy
-    ):
+    with _loading_from(folder):
         parts = [folder / name for name in find.COMPONENTS]
         alone = {part.name: load_int8_only(part, dtype) for part in parts if is_int8_only(part)}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
@@ -212,20 +211,37 @@ def _download(model: str) -> Path:
     import diffusers
     from huggingface_hub import snapshot_download
 
-    with _from_hub(model):
-        index = diffusers.DiffusionPipeline.load_config(model)
-        folder = getattr(diffusers, _known_class(index)).download(model)
+    pipeline = getattr(diffusers, class_of_pipeline(model))
+    with _loading_from(model):
+        folder = Path(pipeline.download(model))
         snapshot_download(model, allow_patterns=[DEFAULTS_FILE, f"*/{EXTRA_FILE}"])
-    return Path(folder)
+    return folder
 
 
-def _from_hub(model: str) -> AbstractContextManager[None]:
-    return loading(
-        ModelFolderError,
-        f"{model!r} is not a folder here, and loading it from the model hub failed",
-        expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'",
-        remedy="Check the spelling and the connection, or download the folder first",
-    )
+def class_of_pipeline(folder: Path | str) -> str:
+    """Return the class of a pipeline, of which only model_index.json is read.
+
+    Raises:
+        ModelFolderError: There is none, or it is of another kind.
+    """
+    import diffusers
+
+    local = isinstance(folder, Path)
+    with _loading_from(folder):
+        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+    return _known_class(index)
+
+
+def _loading_from(folder: Path | str) -> AbstractContextManager[None]:
+    """Turn a failure to load a folder or a hub id into an error that says what to check."""
+    if isinstance(folder, Path):
+        failed, expected = f"{folder} could not be loaded", LAYOUT
+        remedy = "Compare the component named above with the model's original folder"
+    else:
+        failed = f"{folder!r} is not a folder here, and loading it from the model hub failed"
+        expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
+        remedy = "Check the spelling and the connection, or download the folder first"
+    return loading(ModelFolderError, failed, expected=expected, remedy=remedy)
 
 
 def _known_class(index: Mapping[str, object]) -> str:
@@ -338,7 +354,7 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
         optional = (*find.COMPONENTS[1:], find.VAE)
         parts += [name for name in optional if (folder / name / "config.json").is_file()]
     else:
-        with _from_hub(folder):
+        with _loading_from(folder):
             index = WanPipeline.load_config(folder)
         parts = [name for name in (*find.COMPONENTS, find.VAE) if index.get(name, [None])[0]]
     networks = {name: _empty_network(folder, name) for name in parts}
@@ -370,7 +386,7 @@ def _empty_network(folder: Path | str, name: str) -> ModelMixin:
         ),
         torch.device("meta"),
     ):
-        config = diffusers.ModelMixin.load_config(
+        config = diffusers.WanTransformer3DModel.load_config(
             str(folder), subfolder=name, local_files_only=local
         )
         asked = config.get("_class_name")

@@ -140,7 +140,7 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
             remedy = "Write transformer=FILE to load it anyway"
             raise ConfigError(f"lora {lora.text!r}", expected=expected, got=got, remedy=remedy)
     for part, network in networks.items():
-        scales = {}
+        scales: dict[str, float] = {}
         for lora in wanted:
             if part in lora.parts:
                 name = f"lora_{len(scales)}"

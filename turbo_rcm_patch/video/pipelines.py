@@ -19,7 +19,7 @@ from turbo_rcm_patch.video.settings import WAN_OWN, Settings
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 
-    class LoadedPipeline(DiffusionPipeline):
+    class LoadedPipeline(DiffusionPipeline):  # type: ignore[misc]
         """What type checkers know of the pipelines that `load_pipeline` returns."""
 
         transformer: ModelMixin
@@ -154,13 +154,14 @@ def size_limits(pipe: Any) -> dict[str, tuple[int, int]]:
     config, pixels = network_of(pipe).config, pipe.vae_scale_factor_spatial
     if kind_of(pipe).cogvideox:
         trained = {name: config[f"sample_{name}"] * pixels for name in ("height", "width")}
-        limits = {}
+        limits: dict[str, tuple[int, int]] = {}
         if config["patch_size_t"]:  # CogVideoX 1.5
             limits |= {name: (1, size) for name, size in trained.items()}
         if config["use_learned_positional_embeddings"]:  # CogVideoX 5B I2V
             limits |= {name: (size, size) for name, size in trained.items()}
         if not config["use_rotary_positional_embeddings"]:  # CogVideoX 2B
-            limits["max_sequence_length"] = (config["max_text_seq_length"],) * 2
+            tokens = config["max_text_seq_length"]
+            limits["max_sequence_length"] = (tokens, tokens)
         return limits
     positions = config["rope_max_seq_len"]
     patch_frames, patch_height, patch_width = config["patch_size"]

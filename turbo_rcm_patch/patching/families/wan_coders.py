@@ -24,9 +24,10 @@ from turbo_rcm_patch.ops.conv3d.passes import norm_silu
 from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 
-#: Frames of full resolution that run at once, as in the author's decoder. At half the resolution
-#: four times as many run, so their tensors are as large.
+#: Frames of full resolution that run at once, as in the author's decoder.
 _FRAMES: int = 4
+#: How many times as many frames run at once in a decoder's lower resolutions.
+_CHUNK_FACTOR: int = 4
 #: Latent frames that an encoder's lowest resolution runs at once.
 _LATENT_FRAMES: Final = 16
 
@@ -218,7 +219,7 @@ class Decoder(WanCoder):
         scale = 2 ** len(before)
         out = x.new_empty(batch, self.end()[2].out_channels, frames, scale * height, scale * width)
         done = 0
-        for latent in torch.split(x, max(1, 4 * _FRAMES // times), 2):
+        for latent in torch.split(x, max(1, _CHUNK_FACTOR * _FRAMES // times), 2):
             h = halo.scatter(latent.movedim(1, -1).contiguous())
             h = session.conv(start, session.with_history(start, h))
             for block in self.middle():
