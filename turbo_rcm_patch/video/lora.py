@@ -8,7 +8,6 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +75,10 @@ def parse_lora(text: str) -> LoRA:
     if not Path(source).expanduser().exists():
         before, colon, after = source.rpartition(":")
         if colon and not {"/", "\\"} & {*after}:  # Else the colon is of a drive.
-            source, scale = before, _read_scale(text, after)
+            source, scale = before, _as_number(after)
+            if not math.isfinite(scale):
+                expected = "a finite number after the colon"
+                raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=after)
     name = source.lower().replace("\\", "/").rpartition("/")[2] or source
     parts = parts or tuple(
         expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
@@ -92,12 +94,11 @@ def parse_lora(text: str) -> LoRA:
     return LoRA(text, source, scale, parts or COMPONENTS)
 
 
-def _read_scale(text: str, scale: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(float(scale)):
-            return float(scale)
-    expected = "a finite number after the colon"
-    raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=scale)
+def _as_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def check_loras(loras: Sequence[str]) -> list[LoRA]:
@@ -254,30 +255,29 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
     """Name the active LoRAs of a pipeline, however they were loaded.
 
     Returns:
-        Each "transformer: SCALE x DIGEST"; the digest is of its weights.
+        Each "transformer: DIGEST"; the digest is of its weights and scales.
     """
     loras = []
     for part, network in networks_of(pipe).items():
-        for name, scale in _active(network).items():
-            digest = hashlib.blake2b(digest_size=8)
-            for key, weight in sorted(network.named_parameters()):
-                if f".{name}." in f"{key}." and "lora_" in key and not weight.is_meta:
-                    digest.update(f"{key.replace(name, '')} {fingerprint(weight)}".encode())
-            loras.append(f"{part}: {scale:g} x {digest.hexdigest()}")
+        digests = {name: hashlib.blake2b(digest_size=8) for name in _names(network)}
+        active = set()
+        for where, module in network.named_modules():
+            for name in digests.keys() & _active(module):
+                active.add(name)
+                sides = module.lora_A[name].weight, module.lora_B[name].weight
+                weights = [fingerprint(side) for side in sides if not side.is_meta]
+                digests[name].update(f"{where} {module.scaling[name]} {weights}".encode())
+        loras += [f"{part}: {digests[name].hexdigest()}" for name in digests if name in active]
     return tuple(loras)
 
 
-def _active(network: Any) -> dict[str, float]:
-    """Return the active LoRAs of a transformer with their scales, as `set_adapters` takes them."""
-    scales: dict[str, float] = {}
-    if not getattr(network, "peft_config", {}):
-        return scales
-    from peft.tuners.lora import LoraLayer
+def _names(network: Any) -> list[str]:
+    """Return the names of a transformer's LoRAs, active or not."""
+    return [*getattr(network, "peft_config", {})]
 
-    for module in network.modules():
-        if isinstance(module, LoraLayer) and not module.disable_adapters:
-            for name in {*module.active_adapters} & module.scaling.keys():
-                rank = module.r[name]
-                usual = module.lora_alpha[name] / (rank**0.5 if module.use_rslora[name] else rank)
-                scales.setdefault(name, module.scaling[name] / usual)
-    return scales
+
+def _active(module: Any) -> set[str]:
+    """Return the names of the LoRAs that a module adds; none if it is no layer of peft's."""
+    if getattr(module, "disable_adapters", True):
+        return set()
+    return {*module.active_adapters} & getattr(module, "scaling", {}).keys()
