@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from turbo_rcm_patch.cli.usage import add_fields, as_typed, given_fields, option_names
-from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.cli.usage import add_fields, given_fields
 
 
 @dataclass
@@ -91,18 +90,3 @@ def test_help_is_the_docstring_of_the_class() -> None:
     assert "--limit X|none A number or none. (default: 1.0)" in text
     assert text.endswith("--lora PATH[:SCALE] Many.")
     assert "--steps" not in parser(steps="").format_help()
-
-
-@pytest.mark.parametrize(
-    ("remedy", "shown"),
-    [
-        ("Try guard=False, or force=True", "Try --no-guard, or --force"),
-        ("Use form='sde' or out=a/b.c", "Use --pair-form sde or --out a/b.c"),
-        ('Give limit="none"; make= is for Python', "Give --limit none; make= is for Python"),
-        ("Give number=FILE, kept=3 or vae.steps=3", "Give --number FILE, --kept 3 or vae.steps=3"),
-    ],
-)
-def test_an_error_advises_what_can_be_typed(remedy: str, shown: str) -> None:
-    error = TurboRCMError("it failed", got="form='ode'", remedy=remedy)
-    told = as_typed(error, option_names(Options, NAMES))
-    assert told.splitlines()[1:] == ["  got:      form='ode'", f"  remedy:   {shown}"]

@@ -24,9 +24,8 @@ from turbo_rcm_patch import __version__
 from turbo_rcm_patch.cli import as_sageattention
 from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Patched, Run
-from turbo_rcm_patch.cli.usage import Parser, add_fields, as_typed, given_fields, option_names
+from turbo_rcm_patch.cli.usage import Parser, add_fields, given_fields
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.settings import Settings
 
@@ -75,16 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _command(arguments, f"{_PROGRAM} {shlex.join(argv)}")
         return _run(command)
 
-    return run_command(run, _describe, interrupted=lambda: command.interrupted)
-
-
-def _describe(error: TurboRCMError) -> str:
-    """Format an error with the options that the reader can type."""
-    options: dict[str, str] = {}
-    for cls in COMMANDS.values():
-        options |= option_names(cls)
-    options |= option_names(Settings, _SETTINGS_NAMES) | option_names(PatchConfig, _PATCH_NAMES)
-    return as_typed(error, options)
+    return run_command(run, interrupted=lambda: command.interrupted)
 
 
 def _command(arguments: argparse.Namespace, command_line: str) -> Command:

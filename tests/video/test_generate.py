@@ -42,7 +42,7 @@ from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.rcm_times import noise_stream
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.video import read_frames
+from turbo_rcm_patch.video.video import frame_rate, read_frames
 
 PROMPT = "a red circle moves left"
 CLASSES = (
@@ -200,9 +200,9 @@ def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(
 
 
 def test_a_generation_is_saved_and_shown(pipe: Any, tmp_path: Path) -> None:
-    made = generate(pipe, PROMPT, sampler="rcm", steps=1, **SMALL)
+    made = generate(pipe, PROMPT, sampler="rcm", steps=1, fps=8, **SMALL)
     path = made.save(tmp_path / "new" / "a.mp4")
-    assert len(read_frames(path)) == 5
+    assert len(read_frames(path)) == 5 and frame_rate(path) == made.settings.fps == 8
     assert len(repr(made)) < 200 and "5 frames of 32 x 32" in repr(made) and PROMPT in repr(made)
 
 
@@ -229,13 +229,13 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
     refused: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (ConfigError, r"expected one prompt; got 2\. .*compare", pipe, {"prompt": ["a", "b"]}),
         (SamplingError, "none of them empty", pipe, {"prompt": " "}),
-        (SamplingError, "Give image=FILE", loaded("wan-clip"), {}),
+        (SamplingError, "Give `image=FILE`", loaded("wan-clip"), {}),
         (SamplingError, "WanImageToVideoPipeline", pipe, {"image": picture()}),
         (SamplingError, r"a first and a last frame.*make=", two_frames, {"image": picture()}),
         (ConfigError, "height of this model.*at most 256", pipe, {"height": 512}),
         (
             ConfigError,
-            "num_frames of this model.*at most 125.*Choose num_frames=125",
+            "num_frames of this model.*at most 125.*Choose `num_frames=125`",
             pipe,
             {"num_frames": 400},
         ),
@@ -243,6 +243,7 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
         (ConfigError, "height of this model; expected 32; got 64", learned, {"height": 64}),
         (ConfigError, "max_sequence_length.* expected 16", plain, {"max_sequence_length": 8}),
         (ConfigError, "width of this model; expected at most 32", longer, {"width": 64}),
+        (ConfigError, "no second expert.*`guidance_scale_2=`", pipe, {"guidance_scale_2": 3.0}),
         (NotAModelError, "load_pipeline", torch.nn.Linear(2, 2), {}),
         (NotAModelError, "FluxPipeline", flux, {}),
         (NotAModelError, "make=", vace(), {}),

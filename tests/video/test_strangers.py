@@ -132,6 +132,23 @@ def test_names_from_files_send_nothing_to_a_terminal() -> None:
     assert "\nline" in error.what
 
 
+@pytest.mark.parametrize(
+    ("python", "typed"),
+    [
+        ("`guard=False`", "--no-guard"),
+        ("`fresh=True`", "--fresh"),
+        ("`network_number=False`", "--no-network-number"),
+        ("`sampler='scheduler'`", "--sampler scheduler"),
+        ("`steps=4`", "--steps 4"),
+        ("`out=`", "--out"),
+    ],
+)
+def test_a_remedy_names_the_option_that_the_reader_can_type(python: str, typed: str) -> None:
+    error = TurboRCMError("a thing", got=python, remedy=f"Give {python}, or `make(seed)`")
+    assert f"Give {python}, or `make(seed)`." in str(error)
+    assert f"Give {typed}, or `make(seed)`" in error.block() and python in error.block()
+
+
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA of a model with one block more than the pipeline's."""

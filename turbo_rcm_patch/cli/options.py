@@ -157,8 +157,8 @@ class Compare(Run):
     Generates every prompt three times from the same noise: unpatched, patched, and unpatched with
     another exact attention backend. Judges whether anything visible changed. The verdict is a
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
-    blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
-    metrics.json, report.html and report.md. If it was interrupted, the same command continues.
+    blocks did not run what was asked for (the guard made them more exact). Writes videos,
+    metrics.json and report.html. If it was interrupted, the same command continues.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\

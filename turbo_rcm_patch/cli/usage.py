@@ -14,13 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from turbo_rcm_patch.errors import TurboRCMError
-
 Names = Mapping[str, str]
 _SAME: Final[Names] = MappingProxyType({})
-_QUOTES: Final = "'\""
-#: A keyword of Python in a sentence, and its value; not one that is explained in parentheses.
-_KEYWORD: Final = re.compile(r"(?<![\w.(-])([a-z]\w*)=('[^']*'|\"[^\"]*\"|[\w./:-]*\w|)")
 
 #: The word for a value in `--help`, by its type.
 _WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "none"}
@@ -81,34 +76,6 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
-
-
-def option_names(cls: type, names: Names = _SAME) -> dict[str, str]:
-    """Return the options of a dataclass by the names of their fields."""
-    options = {field.name: names.get(field.name, field.name) for field in fields(cls)}
-    return {name: f"--{option.replace('_', '-')}" for name, option in options.items() if option}
-
-
-def as_typed(error: TurboRCMError, options: Mapping[str, str]) -> str:
-    """Format an error for a terminal, with options in place of Python's keywords.
-
-    Args:
-        error: The error, which advises for instance `guard=False`.
-        options: Keyword -> option.
-    """
-
-    def option(keyword: re.Match[str]) -> str:
-        name, value = keyword.groups()
-        if name not in options:
-            return keyword[0]
-        if value == "False":
-            return options[name].replace("--", "--no-")
-        return options[name] + f" {value.strip(_QUOTES)}" * (value not in ("", "True"))
-
-    error.expected, error.remedy = (
-        _KEYWORD.sub(option, text) for text in (error.expected, error.remedy)
-    )
-    return error.block()
 
 
 def field_texts(cls: type) -> dict[str, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from turbo_rcm_patch.video.filters import vmaf
 from turbo_rcm_patch.video.measures import Drift, frame_drift, latent_drift
-from turbo_rcm_patch.video.store import Store, reading
+from turbo_rcm_patch.video.store import CLIP_FILES, Store, reading
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
@@ -23,13 +22,6 @@ from turbo_rcm_patch.video.video import (
     side_by_side,
     write_mp4,
 )
-
-#: Videos of a clip that stand alone, by the run that they show; `compare` writes them.
-SINGLE_VIDEOS: Final = {
-    "baseline.mp4": "baseline",
-    "patched.mp4": "patched",
-    "difference.mp4": "patched difference",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +38,6 @@ class Clip:
         fps: Frames a second.
         gain: Amplification of the videos of differences.
         unmeasured: Why a measure is missing, else empty.
-        files: The files in its folder.
         seed: The seed, if `compare` made the video.
         runs: How `compare` made each of its videos (`StoredClip.note`), by the name of the run.
     """
@@ -60,7 +51,6 @@ class Clip:
     fps: float = 0
     gain: int = 1
     unmeasured: str = ""
-    files: tuple[str, ...] = ()
     seed: int | None = None
     runs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,6 +58,11 @@ class Clip:
     def is_latents(self) -> bool:
         """True if the clip is latents, so that no video shows it."""
         return self.height == 0
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The pictures and videos in its folder."""
+        return () if self.is_latents else CLIP_FILES
 
     @property
     def frames(self) -> int:
@@ -97,7 +92,7 @@ class Clip:
                 return None
             drifts = {run: record[run] for run in ("patched", "control")}
             drifts = {run: values and Drift.from_dict(values) for run, values in drifts.items()}
-            clip = cls(**record | drifts | {"files": tuple(record["files"])})
+            clip = cls(**record | drifts)
         complete = all((store.folder(key) / file).is_file() for file in clip.files)
         return clip if complete else None
 
@@ -114,7 +109,6 @@ def measure(
     *,
     label: str = "patched",
     latents: bool = False,
-    single_videos: bool = False,
     **identity: Any,
 ) -> Clip:
     """Measure a clip, and write the videos and the sheet of pictures that show it.
@@ -127,7 +121,6 @@ def measure(
         fps: Frames a second.
         label: The word for "patched" in pictures.
         latents: True if they are latents, which no picture shows.
-        single_videos: Write the `SINGLE_VIDEOS` too.
         **identity: The fields of the clip that say which one it is.
     """
     truth = clips["baseline"]
@@ -142,11 +135,7 @@ def measure(
         drifts[run] = replace(drifts[run], vmaf=score)
         missing |= {why} - {""}
     gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
-    shown = _write_pictures(store, identity["key"], clips, label, gain, fps)
-    files = ["panes.mp4", "side_by_side.mp4", "sheet.png"]
-    for file, run in SINGLE_VIDEOS.items() if single_videos else ():
-        write_mp4(shown[run], store.folder(identity["key"]) / file, fps)
-        files.append(file)
+    _write_pictures(store, identity["key"], clips, label, gain, fps)
     return Clip(
         **identity,
         **drifts,
@@ -155,7 +144,6 @@ def measure(
         fps=fps,
         gain=gain,
         unmeasured="; ".join(sorted(missing)),
-        files=tuple(files),
     )
 
 
@@ -166,8 +154,8 @@ def _write_pictures(
     label: str,
     gain: int,
     fps: float,
-) -> dict[str, np.ndarray]:
-    """Write the joined videos and the sheet; return the enlarged videos and differences."""
+) -> None:
+    """Write the joined videos and the sheet."""
     folder, truth = store.folder(key), clips["baseline"]
     shown = {run: enlarge(clip) for run, clip in clips.items()}
     rows = {"baseline": shown["baseline"], label: shown["patched"]}
@@ -179,4 +167,3 @@ def _write_pictures(
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     contact_sheet(rows, folder / "sheet.png")
-    return shown

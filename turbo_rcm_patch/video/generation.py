@@ -286,7 +286,7 @@ def _check_settings(pipe: Any, settings: Settings) -> None:
         raise ConfigError(what, expected="'scheduler'", got=got, remedy=remedy)
     if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
         what, got = f"guidance_scale_2 of a {name}", repr(settings.guidance_scale_2)
-        expected, remedy = "none, because it has no second expert", "Leave guidance_scale_2 out"
+        expected, remedy = "none, because it has no second expert", "Leave `guidance_scale_2=` out"
         raise ConfigError(what, expected=expected, got=got, remedy=remedy)
 
 
@@ -298,7 +298,7 @@ def _check_size(pipe: VideoPipeline, settings: Settings) -> None:
         value = getattr(settings, name)
         if not least <= (frames if name == "num_frames" else value) <= most:
             expected = str(most) if least == most else f"at most {most}, the model's positions"
-            got, remedy = str(value), f"Choose {name}={most}"
+            got, remedy = str(value), f"Choose `{name}={most}`"
             raise ConfigError(f"{name} of this model", expected=expected, got=got, remedy=remedy)
     if frames != asked:
         above = next(n for n in itertools.count(asked) if frames_made(pipe, n) == n)

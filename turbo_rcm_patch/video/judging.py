@@ -35,7 +35,7 @@ from turbo_rcm_patch.video.report import without_places, write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
-from turbo_rcm_patch.video.verdict import agreement, judge
+from turbo_rcm_patch.video.verdict import judge
 from turbo_rcm_patch.video.video import (
     MOST_FRAMES,
     MOST_VALUES,
@@ -169,13 +169,24 @@ def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
     clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
     if clip.ndim != 4:
         raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
-    axis = next((i for i in (3, 1, 0) if clip.shape[i] == 3), None)
-    if name == "latents" or axis is None and clip.is_floating_point():
+    threes = [i for i in (3, 1, 0) if clip.shape[i] == 3]
+    if name == "latents" or not threes and clip.is_floating_point():
         return Media(clip.float(), latents=True)
-    if axis is None:
+    if not threes:
         raise _wrong(path, "a dimension of 3 colours", list(tensor.shape))
-    frames = clip.movedim(axis, 3).float() / (255 if clip.dtype == torch.uint8 else 1)
-    low, high = map(float, frames.nan_to_num(0.5).aminmax())
+    # Of [3, H, W, 3] the last dimension has the colours: no picture is three pixels wide.
+    axes = [i for i in threes if 3 not in (clip.shape[1:3] if i == 3 else clip.shape[2:])]
+    if len(axes) > 1:
+        raise _wrong(
+            path,
+            "frames whose shape says where the colours are",
+            f"{list(tensor.shape)}: three frames of three colours, in either order",
+            'Save it as [F, H, W, 3], or save latents as {"latents": tensor}',
+        )
+    frames = clip.movedim((axes or threes)[0], 3).float()
+    frames = frames / (255 if clip.dtype == torch.uint8 else 1)
+    # A number that is not finite is a fault of the video, and not of its scale.
+    low, high = map(float, frames.nan_to_num(0.5, 0.5, 0.5).aminmax())
     if not 0 <= low <= high <= 1:
         remedy = 'Scale them, or save latents as {"latents": tensor}'
         raise _wrong(path, "frames in 0..1", f"numbers from {low:.4g} to {high:.4g}", remedy)
@@ -261,13 +272,13 @@ def judge_folders(
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
-                paths = _paired(name, clips)
-                inputs = {which: _digest(path) for which, path in paths.items()}
+                pair = _paired(name, clips)
+                inputs = {which: _digest(path) for which, path in pair.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measure(store, name, paths, inputs, fps)
+                clip = kept or _measure(store, name, pair, inputs, fps)
                 if results and clip.is_latents != results[0].is_latents:
                     expected = f"frames or latents as in {results[0].prompt!r}"
-                    raise _wrong(paths["candidate"], expected, "the other")
+                    raise _wrong(pair["candidate"], expected, "the other")
                 results.append(clip)
                 measured_clips += kept is None
                 if kept is None and measured_clips == 1:
@@ -280,9 +291,21 @@ def judge_folders(
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
         folders = {name: str(Path(place).absolute()) for name, place in places.items()}
-        result = conclude(store, results, command=command, places=folders, refused=refused)
-        write_report(result)
-    return result
+        paths = [path for named in clips.values() for files in named.values() for path in files]
+        notes = _of_coding({path.suffix.lower() for path in paths if path.is_file()})
+        more: dict[str, Any] = {"places": folders, "refused": refused, "notes": notes}
+        return conclude(store, results, command=command, **more)
+
+
+def _of_coding(endings: set[str]) -> list[str]:
+    """Return what a verdict on files with these endings is of."""
+    if not (coded := sorted(endings & {*VIDEO_ENDINGS})):
+        return []
+    return [
+        f"Clips are {', '.join(coded)} files: unless these were coded without loss, their coding "
+        "is what is measured (h264 alone takes a video some 45 dB away). Save .png, .pt or "
+        ".safetensors"
+    ]
 
 
 def conclude(
@@ -293,9 +316,10 @@ def conclude(
     model: ModelFacts | None = None,
     places: Mapping[str, str] = MappingProxyType({}),
     refused: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
     **numbers: Any,
 ) -> Judged:
-    """Give the verdict on measured clips.
+    """Give the verdict on measured clips, and write the report.
 
     Args:
         store: The folder.
@@ -304,26 +328,24 @@ def conclude(
         model: What `compare` knows of the model.
         places: Where the clips of others came from.
         refused: Name of each clip that could not be judged -> why.
+        notes: More that a reader has to know.
         **numbers: What `verdict.judge` takes beside the drifts.
     """
-    patched = [clip.patched for clip in results]
     controls = [clip.control for clip in results if clip.control] or None
-    latents = results[0].is_latents
-    judgement = judge(patched, controls, latents=latents, **numbers)
-    same = None
-    if model is None:
-        same = agreement(judgement.word, patched, controls, latents=latents)
-    return Judged(
-        judgement=judgement,
+    patched, latents = [clip.patched for clip in results], results[0].is_latents
+    judged = Judged(
+        judgement=judge(patched, controls, latents=latents, **numbers),
         results=tuple(results),
         command=command,
         out=store.out,
         versions=versions(),
         model=model,
         refused=dict(refused),
-        agreement=same,
         places={name: without_places(place) for name, place in places.items()},
+        notes=tuple(notes),
     )
+    write_report(judged)
+    return judged
 
 
 def _of_place(place: Path) -> str:
@@ -388,7 +410,7 @@ def _measure(
     clips["patched"] = clips.pop("candidate")
     if control is not None and not _differs(control.values, truth.values):
         finite = bool(control.values.isfinite().all())
-        got = "a control that " + ("is equal to it" if finite else "holds NaN")
+        got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
         remedy = "Make it with another exact attention backend, and save it without loss"
         raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
     clip = measure(

@@ -178,8 +178,8 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     """Load a pipeline from a folder, and attach the `proj_l` of its transformers."""
     import diffusers
 
-    # diffusers finds a scheduler only in modules that are imported. Folders of an older version
-    # name `RCMScheduler`'s, which is imported above, newer ones the package.
+    # diffusers finds a scheduler only in modules that are imported. Folders name the package, or
+    # `RCMScheduler`'s module, which is imported above.
     asked = check_folder(folder)
     with _loading_from(folder):
         parts = [folder / name for name in find.COMPONENTS]
@@ -288,7 +288,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         expected = f"one of the {count} GPUs that torch can see, from 'cuda:0' on"
-        remedy = "Run `python -m turbo_rcm_patch doctor`, or use device='cpu'"
+        remedy = "Run `python -m turbo_rcm_patch doctor`, or use `device='cpu'`"
         raise DeviceError("device", expected=expected, got=repr(str(device)), remedy=remedy)
     return chosen
 

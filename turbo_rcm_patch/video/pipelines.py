@@ -101,7 +101,7 @@ def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
             expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
             + ("it" if needed else "a prompt alone"),
             got="none" if needed else "one",
-            remedy="Give image=FILE" if needed else f"Leave it out, or load a {others}",
+            remedy="Give `image=FILE`" if needed else f"Leave it out, or load a {others}",
         )
 
 

@@ -173,7 +173,7 @@ class Settings:
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:
                 expected = "1 with sampler='rcm', whose students have guidance distilled in"
-                got, remedy = str(self.guidance_scale), "Use sampler='scheduler' for guidance"
+                got, remedy = str(self.guidance_scale), "Use `sampler='scheduler'` for guidance"
                 raise ConfigError("guidance_scale", expected=expected, got=got, remedy=remedy)
         elif self.sampler in SCHEDULES and self.steps != len(SCHEDULES[self.sampler].times):
             what = f"steps of sampler={self.sampler!r}"
