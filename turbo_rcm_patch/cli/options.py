@@ -123,7 +123,8 @@ class Generate(Run):
           --model PATH --prompts prompts.txt --out outputs/many --resume
 
     Attributes:
-        out: An .mp4 file, which is replaced if it is there, or a folder.
+        out: An .mp4 file, which is replaced if it is there, or a folder. Videos in a folder that
+            were made with other settings are not replaced.
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
