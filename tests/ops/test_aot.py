@@ -121,7 +121,7 @@ def asked(call: Callable[[], object]) -> set[tuple[str, str]]:
         return True  # not to be compiled
 
     with mock.patch.object(triton.knobs.runtime, "jit_cache_hook", hook):
-        compile_ahead(call)
+        compile_ahead(call, torch.device("cpu"))
     return found
 
 
@@ -149,7 +149,7 @@ def test_what_a_video_launches_is_compiled_by_several_threads_before() -> None:
 
     before = asked(call)
     with mock.patch.object(triton.knobs.compilation, "listener", compiled_here):
-        compile_ahead(call)
+        compile_ahead(call, torch.device("cpu"))
     assert len(before) == 2
     assert threads and threading.get_ident() not in threads
     assert not asked(call)

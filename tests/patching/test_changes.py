@@ -692,7 +692,6 @@ def test_a_cache_of_diffusers_caches_what_it_would_unpatched(
         if not hooked:
             assert calls.total() < 8
             skipped = [calls[index] < calls[0] for index in range(2)]
-            assert [form == "cached" for form in report.forms().values()] == skipped
             assert len(words) == 2 - sum(skipped)
         assert not hooked or all("attn1 has " in one for one in words)
         unpatch_model(model)
@@ -855,8 +854,7 @@ def test_what_is_not_turbodiffusions_is_called(name: str, change: Any, words: st
         change(each.blocks[0]._checkpoint_wrapped_module)
     expected = run(unpatched, inputs)
     assert relative_l2(expected, before) > 10 * TIGHT
-    with pytest.raises(NothingToPatchError, match=words):
-        patch_model(model)
+    assert words in str(patch_model(model))
     assert torch.equal(run(model, inputs), expected)
 
 

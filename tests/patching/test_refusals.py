@@ -98,8 +98,12 @@ def other_signature(model: Any) -> None:
 
 def every_block_replaced(model: Any) -> None:
     for block in model.blocks:
-        block.attn1.processor = SimpleNamespace()
-    patch_model(model)
+        block.forward = SimpleNamespace()
+    try:
+        patch_model(model)
+    finally:
+        for block in model.blocks:
+            del block.forward
 
 
 CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
@@ -122,7 +126,7 @@ CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
      "patch_model(pipe.vae)"),
     ("SLA without its proj_l", lost_proj_l, CheckpointError, "load_extra"),
     ("another signature", other_signature, FamilyError, "Install a version of diffusers"),
-    ("nothing to fuse", every_block_replaced, NothingToPatchError, "processor of attn1"),
+    ("nothing to fuse", every_block_replaced, NothingToPatchError, "replaced by other"),
     ("a report of no patch", report_of, NotPatchedError, "same model"),
     ("a report of no family", lambda m: report_of(nn.Linear(2, 2)), UnknownArchitectureError,
      "WanTransformer3DModel"),

@@ -102,7 +102,6 @@ class PatchedBlock(Replacement):
         copies: The int8 copies of the model's weights; None without any.
         model_forwards: Counts the forwards of the model.
         forward: The number of the forward in which the block ran last.
-        calls: The number of calls outside a compiler since the report was told to forget.
         last: Why the last call outside a compiler ran the original forward, or the numbers of
             queries and of keys of a fused call.
         backends: The attention backends that were chosen and not used on that call.
@@ -136,7 +135,7 @@ class PatchedBlock(Replacement):
         self.int8: list[Int8Forward] = []
         self.copies: Int8Copies | None = None
         self.model_forwards = Forwards()
-        self.forward = self.calls = 0
+        self.forward = 0
         self.last: str | tuple[int, int] | None = None
 
     @property
@@ -167,7 +166,6 @@ class PatchedBlock(Replacement):
         x = self.streams(inputs)[0]
         begins = self.model_forwards.begins(self.index)
         self.forward = self.model_forwards.count
-        self.calls += 1
         if self.copies is not None:
             self.renew_copies(why, begins and not capturing(x))
         if why:

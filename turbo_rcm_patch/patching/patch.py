@@ -112,6 +112,8 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
         known = find_known(model)
         if not config.vae and not isinstance(model, nn.Module):
             known = [one for one in known if one.path != VAE]
+        patched_before = [one for one in known if _is_vae_patched_alike(model, one, config)]
+        known = [one for one in known if one not in patched_before]
         for one in known:
             _refuse_patched(one, known, "patch_model")
             _check_device(config, execution_device(one.module))
@@ -123,10 +125,11 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
             count = _drop_originals(records)
             records[:] = _records_for(model, known, config)  # with the new Linears
             records[0].dropped = count
+        records[0].keeps_vae = bool(patched_before)
         try:
             for record in records:
                 record.install()
-            return _report(model, records)
+            return _report(model, _records(model))
         except BaseException:
             for record in records:
                 record.undo()
@@ -135,6 +138,8 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
 
 def unpatch_model(model: object) -> None:
     """Restore a patched model or pipeline exactly as it was.
+
+    A VAE that was patched before its pipeline, as part of another one for instance, stays patched.
 
     Weights that were dropped (`linear="int8-only"`) do not come back: these Linears go on with the
     product of int8 and scale, and a warning in the log says so. Context parallelism stays enabled.
@@ -147,8 +152,12 @@ def unpatch_model(model: object) -> None:
         # Patched blocks that were copied into this model are not in its record.
         if not is_patched(model):
             _refuse_unpatched(model, "unpatch_model")
-        _undo_all(_records(model))
-        for part in parts_of(model).values():
+        records, parts = _records(model), parts_of(model)
+        if any(record.keeps_vae for record in records):
+            vae = parts.pop(VAE)
+            records = [record for record in records if record.model is not vae]
+        _undo_all(records)
+        for part in parts.values():
             undo_replacements(part)
 
 
@@ -278,8 +287,13 @@ def _records_for(
     log = GuardLog()
     records = [_record(model, one, config, log) for one in known]
     pairs = [pair for record in records for pair in record.pairs()]
-    if not any(pair.fused for pair in pairs):
-        reasons = sorted({pair.reason for pair in pairs if pair.reason})
+    fused, reasons = (
+        any(pair.fused for pair in pairs),
+        sorted({pair.reason for pair in pairs} - {""}),
+    )
+    if not fused and any(record.entries for record in records):
+        _log.warning("No pair runs fused at present: %s", "; ".join(reasons))
+    elif not fused:
         raise NothingToPatchError(
             "model",
             expected="at least one pair that can run fused",
@@ -374,6 +388,15 @@ def _refuse_shared(records: list[PatchRecord]) -> None:
             expected="networks and blocks that share no patched module",
             remedy="Patch one of the networks by itself, or give the other a copy",
         )
+
+
+def _is_vae_patched_alike(model: object, one: KnownModule, config: PatchConfig) -> bool:
+    """Return True for the VAE of a pipeline that is patched as `config` says."""
+    record = record_of(one.module)
+    if isinstance(model, nn.Module) or one.path != VAE or record is None:
+        return False
+    options = "conv", "guard", "impl"
+    return all(getattr(record.config, name) == getattr(config, name) for name in options)
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:

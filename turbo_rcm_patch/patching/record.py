@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import WrappedError
+from turbo_rcm_patch.errors import ContextParallelError, WrappedError
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS
@@ -114,6 +114,19 @@ class Entry:
                 setattr(*slot, own)
 
 
+def refuse_replicas() -> NoReturn:
+    """Replaces a patched model's function that makes the replicas of `nn.DataParallel`.
+
+    A replica's modules would hold our functions of the first GPU's modules.
+    """
+    raise ContextParallelError(
+        "a patched model",
+        expected="one that runs on one GPU, or on several by turbo_rcm_patch.parallel",
+        got="nn.DataParallel, which copies it for each GPU",
+        remedy="Start a process for each GPU, or unpatch the model first",
+    )
+
+
 @dataclass(slots=True, eq=False)
 class PatchRecord:
     """All that is needed to restore one patched model and to report on it.
@@ -127,6 +140,7 @@ class PatchRecord:
         entries: The functions that are replaced.
         guard: Its guard, or None.
         dropped: Number of Linears that lost their original weights (int8-only).
+        keeps_vae: True if the VAE of the pipeline was patched before, by another call.
     """
 
     model: nn.Module
@@ -137,6 +151,7 @@ class PatchRecord:
     entries: list[Entry] = field(default_factory=list)
     guard: Guard | None = None
     dropped: int = 0
+    keeps_vae: bool = False
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"
@@ -166,6 +181,7 @@ class PatchRecord:
     def install(self) -> None:
         """Install all entries. After an exception, `undo` removes those that were installed."""
         setattr(self.model, ATTRIBUTE, self)  # first, so that `unpatch_model` always finds it
+        self.replace(self.model, "_replicate_for_data_parallel", refuse_replicas)
         for entry in self.entries:
             entry.install()
 

@@ -113,23 +113,14 @@ class PatchReport:
         return dict(self._live().ran)
 
     def forms(self) -> dict[str, str]:
-        """Return in which form each block ran since `forget`, by its path: "asked", "cached" where
-        a cache left some of the model's forwards out, or another word of `PatchedBlock.form`."""
-        blocks, most = self._blocks(), Counter[int]()
-        for block in blocks:
-            most[id(block.model_forwards)] = max(most[id(block.model_forwards)], block.calls)
-        forms = {}
-        for block in blocks:
-            form = block.form()
-            if block.calls < most[id(block.model_forwards)] and form in ("", "asked"):
-                form = "cached"
-            forms[block.path] = form
-        return {path: form for path, form in forms.items() if form}
+        """Return in which form each block ran since `forget`, by its path: "asked", or another
+        word of `PatchedBlock.form`."""
+        return {block.path: form for block in self._blocks() if (form := block.form())}
 
     def forget(self) -> None:
         """Forget how blocks ran, so that `ran` and `forms` describe only later forwards."""
         for block in self._blocks():
-            block.last, block.calls = None, 0
+            block.last = None
 
     @property
     def last_forward(self) -> dict[str, int]:
