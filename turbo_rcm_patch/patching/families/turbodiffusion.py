@@ -8,7 +8,7 @@ imports none of it, and recognises it by names, layout and signatures.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -204,9 +204,9 @@ class TurboBlock(PatchedBlock):
         name = "scaled_dot_product_attention"
         return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         replaced = self.replaced_attention()
-        return {replaced} if replaced and self.config.attention != "exact" else set()
+        return {replaced} if replaced and self.config.attention != "exact" else ()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)

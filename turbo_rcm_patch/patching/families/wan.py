@@ -14,7 +14,7 @@ against diffusers 0.42.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -331,9 +331,9 @@ class WanBlock(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         if self.config.attention == "exact":
-            return set()
+            return ()
         block = self.block
         return parts.chosen_backends(block.attn1, block.attn2)
 
