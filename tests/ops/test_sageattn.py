@@ -153,6 +153,9 @@ TORCH_ALONE: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "five dimensions": ("tensors of 5 dimensions", of_shapes((2, *SHAPE)), {"is_causal": True}),
     "three, with a mask": ("a mask", of_shapes(SHAPE[1:]), {"attn_mask": SEEN}),
     "fp64": ("fp64", [x.double() for x in of_shapes(SHAPE)], {}),
+    "a negative factor": (
+        "a factor on the logits that is not over 0", of_shapes(SHAPE), {"scale": -0.1},
+    ),
     "dropout": ("dropout", of_shapes(SHAPE), {"dropout_p": 0.5}),
     "fewer channels of v": ("shapes that differ", of_shapes(SHAPE, SHAPE, (2, 2, 33, 32)), {}),
     "one sample of k": ("shapes that differ", of_shapes(SHAPE, (1, 2, 65, 64)), {}),

@@ -316,8 +316,9 @@ def _sage(
     if attn_mask is not None and return_lse:
         raise MaskError("attn_mask", expected="no mask", got=f"{return_lse=}")
     reason = reason_for_torch(
-        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), dropout_p=dropout_p
-    )
+        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), sm_scale=sm_scale,
+        dropout_p=dropout_p,
+    )  # fmt: skip
     if reason is not None and not return_lse:
         out = _through_torch(
             q, k, v, layout, mask=attn_mask, dropout_p=dropout_p, causal=bool(is_causal),
@@ -405,6 +406,7 @@ def reason_for_torch(
     *,
     mask: object = None,
     causal: bool = False,
+    sm_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> str | None:
     """Return why torch computes an attention, or None if our kernels do or nothing takes it."""
@@ -412,6 +414,8 @@ def reason_for_torch(
         return MASK
     if dropout_p:
         return "dropout"
+    if sm_scale is not None and sm_scale <= 0.0:
+        return "a factor on the logits that is not over 0"
     rank = q.dim()
     if rank < 2 or not rank == k.dim() == v.dim():
         return None
