@@ -191,7 +191,6 @@ _OF_TARGETS: Final = {
 @cache
 def tile_for(kernel: str, variant: str, target: Target) -> Tile:
     """Return the tile of a kernel variant on a target: the target's own, or the safe default."""
-    kernel = "attention" if kernel == "one_launch" else kernel
     own = _OF_TARGETS.get(target.key, {}).get(kernel, {})
     return own.get(variant) or _DEFAULT[kernel][variant]
 
@@ -209,23 +208,9 @@ def pad_head(head_dim: int) -> int:
     return max(32, triton.next_power_of_2(head_dim))
 
 
-#: Most rows of a tile. `near_rows` copies rows that are further apart than 2**31 / this.
-_MOST_ROWS = 256
-
-
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x if its last dimension is contiguous, else a dense copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def near_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a dense copy if needed by a kernel whose offsets inside a tile have 32 bits.
-
-    It copies for the reason of `dense_rows`, and if rows are so far apart that the offsets of a
-    tile would overflow.
-    """
-    near = x.shape[-2] == 1 or x.stride(-2) < 2**31 // _MOST_ROWS
-    return dense_rows(x) if near else x.contiguous()
 
 
 def in_whole_copies(x: torch.Tensor) -> bool:

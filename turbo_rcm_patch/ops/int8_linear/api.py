@@ -227,7 +227,6 @@ class Product(NamedTuple):
 
     y: Tensor
     weight: Tensor
-    scale: Tensor
 
 
 #: Writes the product of rows into its first argument.
@@ -288,7 +287,7 @@ def launch_linear(
     linear = linear._replace(weight=weight.contiguous(), bias=bias)
     y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
     if y.numel():  # Triton refuses a descriptor without rows.
-        choose(KERNELS, y.device, Product(y, linear.weight, linear.scale))(y, rows, linear)
+        choose(KERNELS, y.device, Product(y, linear.weight))(y, rows, linear)
     return y
 
 
