@@ -161,15 +161,15 @@ def test_what_is_compiled_ahead_is_neither_started_nor_recorded(
         return [tokens(n) for n in (96, 160, 160)]
 
     for _ in range(3):
-        compile_ahead(lambda: attention()(make()))
+        compile_ahead(lambda: attention()(make()), torch.device("cpu"))
     assert len(asked) == 9 and not log
     with pytest.raises(KeyError):
-        compile_ahead(lambda: {}["an error of the call"])
+        compile_ahead(lambda: {}["an error of the call"], torch.device("cpu"))
     assert compare(log, attention(), make) == 3
     # Triton 3.5 knows no option for errors.
     name = "triton.runtime._async_compile.AsyncCompileMode"
     monkeypatch.setattr(name, lambda pool: pytest.fail())
-    compile_ahead(lambda: pytest.fail("each launch compiles its own"))
+    compile_ahead(lambda: pytest.fail("each launch compiles its own"), torch.device("cpu"))
     assert len(asked) == 9
 
 

@@ -225,26 +225,40 @@ def test_a_function_put_over_ours_is_refused() -> None:
 # --- on a patched model ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["model", "context"])
-@pytest.mark.parametrize("name", ["t2v", "cogvideox-5b"])
+@pytest.mark.parametrize("order", ["chosen first", "patched first"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("t2v", "model"), ("t2v", "context"), ("t2v", "attn1"), ("t2v", "attn2"),
+     ("anyflow-far", "attn2"), ("cogvideox-5b", "model"), ("cogvideox-5b", "context")],
+)  # fmt: skip
 def test_a_backend_chosen_for_a_patched_model_is_used_or_named(
-    name: str, form: str, registered: str
+    name: str, form: str, order: str, registered: str
 ) -> None:
-    """Wan asks for a backend with attention="exact", CogVideoX never does."""
+    """Of a model, or of one attention. Wan asks for a backend with attention="exact", CogVideoX
+    never does."""
     one = named(name)
+
+    def choose(model: Any) -> None:
+        if form == "model":
+            model.set_attention_backend(registered)
+        elif form != "context":
+            getattr(model.blocks[0], form).set_attention_backend(registered)
+
     for attention in ("int8", "exact"):
         model, inputs = one.make(), one.inputs()
+        if order == "chosen first":
+            choose(model)
         report = patch_model(model, attention=attention, guard=False)
+        choose(model)
         with mock.patch.object(ours, "sageattn", mock.Mock(side_effect=ours.sageattn)) as used:
-            if form == "model":
-                model.set_attention_backend(registered)
+            if form != "context":
                 run(model, inputs)
             else:
                 with attention_backend(registered):
                     run(model, inputs)
         said = f"the attention backend {registered!r} is chosen and not used" in str(report)
         assert said is not bool(used.call_count)
-        assert said is (attention == "int8" or name != "t2v")
+        assert said is (attention == "int8" or name == "cogvideox-5b")
         if form == "context":  # the other form changes the process's default, too
             run(model, inputs)
             assert "is chosen" not in str(report)
