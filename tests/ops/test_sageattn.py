@@ -83,6 +83,15 @@ def test_short_attention_is_exact_and_long_attention_int8(
         )
 
 
+def test_keys_are_smoothed_unless_the_caller_says_no() -> None:
+    q, k, v = inputs("HND", n_kv=LONG)
+    k += 20 * torch.randn(64)
+    truth = exact(q, k, v, "HND")
+    smoothed, plain = (sageattn(q, k, v, smooth_k=smooth) for smooth in (True, False))
+    assert relative_l2(smoothed, truth) < INT8_FLOOR
+    assert relative_l2(plain, truth) > 3 * INT8_FLOOR
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [32, 72, 128])
 def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
@@ -307,6 +316,11 @@ def test_packed_sequences() -> None:
     truths = [exact(*(x[None] for x in one), "NHD")[0] for one in zip(*parts, strict=True)]
     assert 1e-5 < relative_l2(out[:20], truths[0]) < INT8_FLOOR
     assert relative_l2(out[20:], truths[2]) < 1e-6
+    more: dict[str, Any] = {"is_causal": True, "sm_scale": 0.2}
+    out = names.sageattn_varlen(q, q, q, ends_q, ends_q, 33, 33, **more)
+    for part in (slice(0, 20), slice(20, 53)):
+        own = [q[None, part]] * 3
+        assert relative_l2(out[part], exact(*own, "NHD", is_causal=True, scale=0.2)[0]) < 1e-6
     with pytest.raises(errors.ShapeError, match="cu_seqlens"):
         names.sageattn_varlen(q, k, v, ends_q, ends_k[:-1], 33, LONG)
 
