@@ -239,17 +239,20 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             self.last = f"{self.caller} is compiled"
             return self.run_original(self.vae, x, *args, **kwargs)
-        why = self.why_original(x)
-        self.last = why or (0, 0)
-        if why:
-            out = self.run_original(self.vae, x, *args, **kwargs)
-        else:
-            self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
-            expected = self._expected_start(x, *args, **kwargs)
-            self.ran = Counter()
-            out = self.run_video(x, *args, **kwargs)
-            if expected is not None and not self._fits(_tensor(out), expected, x):
+        ranks = self.decode_group()
+        with ranks.lock:
+            why, compares = ranks.agree(self, x, self.why_original(x), self._is_due(x))
+            self.last = why or (0, 0)
+            if why:
                 out = self.run_original(self.vae, x, *args, **kwargs)
+            else:
+                self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
+                expected = self._expected_start(x, *args, **kwargs) if compares else None
+                self.ran = Counter()
+                out = self.run_video(x, *args, **kwargs)
+                fits = expected is None or self._fits(_tensor(out), expected, x)
+                if compares and not ranks.all_agree(fits, x):
+                    out = self.run_original(self.vae, x, *args, **kwargs)
         if (how := self.describe_last_run()) != self.logged:
             self.logged = how
             _log.info("%s: %s", self.path, how)
@@ -392,19 +395,23 @@ class PatchedCoder(PatchedBlock):
 
     # --- the guard -------------------------------------------------------------------------------
 
+    def _is_due(self, x: Tensor) -> bool:
+        """Return True if the guard compares a call."""
+        requests = self.compared.get((x.dtype, x.device.type))
+        return self.guard is not None and requests != self.guard.requests
+
     @torch.no_grad()
     def _expected_start(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the author's result of the first frames, or None if the guard does not compare
-        this call, or if the author's code fails."""
-        key = x.dtype, x.device.type
-        if self.guard is None or self.compared.get(key) == self.guard.requests:
+        """Return the author's result of the first frames; None without a guard, or if the author's
+        code fails."""
+        if self.guard is None:
             return None
-        self.compared[key] = self.guard.requests
+        self.compared[x.dtype, x.device.type] = self.guard.requests
         try:
             x = x[:, :, : self.first_frames(x)]
             return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
-            reason = f"its author's code failed: {type(error).__name__}: {error}"
+            reason = f"the original code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", reason)
             return None
 
@@ -447,7 +454,8 @@ class PatchedCoder(PatchedBlock):
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
         reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
+        left = bool(why) or self.level == Level.ORIGINAL
+        how: dict[str, Residual] = {"convolution": "in-kernel", "self": "two-launch"}
         return [
             SkipPair(
                 path=f"{self.path}.{name}",
@@ -457,7 +465,7 @@ class PatchedCoder(PatchedBlock):
                 streams=(Stream("video", "1", "1"),),
                 cast="model",
                 projection=kind == "self",
-                runs=runs,
+                runs="as-written" if left else how[kind],
                 reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()
