@@ -910,7 +910,7 @@ def test_two_pipelines_share_a_vae() -> None:
     with patched(second):
         assert is_patched(second.transformer)
     assert error(decode(vae, z), expected) < FUSION and is_patched(vae)
-    with pytest.raises(AlreadyPatchedError, match="vae"):
+    with pytest.raises(AlreadyPatchedError, match="vae=False"):
         patch_model(second, conv="bf16")
     unpatch_model(first)
     assert not is_patched(vae) and torch.equal(decode(vae, z), expected)
