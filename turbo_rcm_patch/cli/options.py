@@ -123,7 +123,8 @@ class Generate(Run):
           --model PATH --prompts prompts.txt --out outputs/many --resume
 
     Attributes:
-        out: An .mp4 file, which is replaced if it is there, or a folder.
+        out: An .mp4 file, which is replaced if it is there, or a folder. Videos in a folder that
+            were made with other settings are not replaced.
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
@@ -156,8 +157,8 @@ class Compare(Run):
     Generates every prompt three times from the same noise: unpatched, patched, and unpatched with
     another exact attention backend. Judges whether anything visible changed. The verdict is a
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
-    blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
-    metrics.json, report.html and report.md. If it was interrupted, the same command continues.
+    blocks did not run what was asked for (the guard made them more exact). Writes videos,
+    metrics.json and report.html. If it was interrupted, the same command continues.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\
@@ -195,7 +196,7 @@ class Judge(Command):
     """Give the verdict of compare on videos that you have, without a model.
 
     Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
-    folders of .png, and .pt or .safetensors files of frames or latents. The control holds videos
+    folders of .png, and .pt or .safetensors files of frames. The control holds videos
     of the baseline's model under another exact attention; without it there are numbers and no
     verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
     is a median over clips: give ten. Clips that do not fit together or cannot be read are named,
