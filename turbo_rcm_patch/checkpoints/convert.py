@@ -24,7 +24,7 @@ _SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
 _FROM_BASE: Final = ("eps", "rope_max_seq_len")
 #: Settings copied from the base; the rest belong to the sampler.
 _KEPT: Final = (
-    *("form", "height", "width", "num_frames", "fps"),
+    *("height", "width", "num_frames", "fps"),
     *("negative_prompt", "max_sequence_length"),
 )
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
