@@ -172,7 +172,7 @@ DEVIATIONS: dict[str, Row] = {
     "unpatched": ("the patch of transformer", other_patch, {}),
     "vae-options": ("the patch of vae", lambda pipe, _: (
         unpatch_model(pipe.vae), patch_model(pipe.vae, conv="bf16", guard=False)), {}),
-    "guard": ("the guard of transformer", other_level, {}),
+    "guard": ("the patch of transformer", other_level, {}),
 }  # fmt: skip
 #: Those of CogVideoX, whose pipeline calls its network once a step.
 BATCHED = ["seed", "prompt", "negative-prompt", "guidance", "steps", "latents-of-a-callback",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -79,11 +79,16 @@ def _refuse(of_ranks: list[dict[str, tuple[str, list[int]]]], ranks: list[int]) 
             )
 
 
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one, as torch's functions expect."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_objects(group: Any, value: _T, device: torch.device) -> list[_T]:
     """Return a value of each rank of a group."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         dist.all_gather_object(values, value, group=group)
     return values
 

@@ -76,7 +76,7 @@ class DecodeGroup:
 
     def all_agree(self, fits: bool, x: Tensor) -> bool:
         """Return True if a result fits on all ranks."""
-        return self.size == 1 or all(gather_objects(self.group, fits, x.device))
+        return fits if self.size == 1 else all(gather_objects(self.group, fits, x.device))
 
 
 class HaloExchange:
