@@ -61,7 +61,7 @@ mutants: $(VENV)/.installed-dev ## Break the library in many places and see whet
 
 record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, into results/gpu
 	for one in attention network pipeline vae; do \
-		$(BIN)/python -m benchmarks $$one --limit 3600 --out results/gpu || exit 1; done
+		$(BIN)/python -m benchmarks $$one --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types
 	$(LINT)

@@ -44,10 +44,7 @@ def parser() -> argparse.ArgumentParser:
         add("--base", metavar="TREE",
             help="folder of another checkout, or a commit: measure every case there and here, in "
             "turn, and print both")  # fmt: skip
-        add("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
-        add("--limit", type=float, default=540.0, metavar="SECONDS",
-            help="begin no measurement after this, and name what was left out "
-            "(default: %(default)s)")  # fmt: skip
+        add("--device", default="cuda", choices=("cuda", "cpu"), help='"cpu" only with --micro')
         add("--micro", action="store_true", help="toy sizes, to try the command itself")
     return top
 

@@ -7,14 +7,14 @@ Cases whose name ends in a share of key blocks measure a whole self-attention, s
 and dense: it begins with q, k and v as the Linears leave them and ends before the output
 projection, so norm, rotary embedding, quantisation, block map and linear branch are in the time.
 
-`ms` is of calls queued one after another, smoothing and quantisation included; `TOPS` is
+`ms` is the median of calls by `triton.testing.do_bench`, which clears the L2 before each,
+smoothing and quantisation included; `TOPS` is
 4 N^2 D H / ms. `error` is relative L2 to softmax(q k^T / sqrt(D)) v in fp64, of some rows; of SLA
 to its definition in fp32, of some blocks of queries.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,24 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import (
-    ERROR,
-    MS,
-    Benchmark,
-    Call,
-    Column,
-    Measure,
-    Plan,
-    Record,
-    Wrong,
-    checked_error,
-    generator,
-    seconds_of,
-    time_calls,
-)
+from benchmarks import runner
+from benchmarks.runner import ERROR, MS, Benchmark, Call, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import MissingPackageError
-from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.sageattn import sageattn
 from turbo_rcm_patch.ops.sparse_linear import reference
@@ -74,8 +59,6 @@ _SPARSE: Final = {"H12-N32760-D128-k0.1": Case(12, 32760, 128, 0.1)}
 WRONG: Final = 0.1
 #: Rows of the output that are compared, and blocks of queries of a sparse attention.
 _ROWS, _BLOCKS = 256, 3
-#: Inputs of several calls in turn are together larger than the L2 of any card (H200: 50 MB).
-_L2_BYTES: Final = 128 * 2**20
 
 Inputs = Sequence[Tensor]
 
@@ -84,51 +67,32 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
     case = {**_DENSE, **_SPARSE}[name]
     if plan.micro:
         case = Case(2, 70, 64) if case.topk is None else Case(2, 300, 64, 0.5)
-    sets = _input_sets(case, plan, device)
-    kind = _Dense(case, sets[0]) if case.topk is None else _Sparse(case, sets[0])
+    random, size = runner.generator(device), (1, case.tokens, case.heads * case.dim)
+    inputs = [torch.randn(size, generator=random, device=device).bfloat16() for _ in "qkv"]
+    kind = _Dense(case, inputs) if case.topk is None else _Sparse(case, inputs)
 
     def measure(method: str, record: Record) -> None:
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with cudnn if method == "torch cuDNN" else nullcontext():
-            calls = [kind.call(method, *inputs) for inputs in sets]
-            output = calls[0]()
+            call = kind.call(method)
+            output = call()
             if not output.isfinite().all():
                 raise Wrong("wrong: not finite")
             rows, right = kind.truth(method)
-            record["error"] = checked_error(output[:, rows], right, WRONG)
-            turn = itertools.cycle(calls)
-            count = plan.most(_calls_within(calls[0], device))
-            record["ms"] = time_calls(lambda: next(turn)(), device, count)
+            record["error"] = runner.checked_error(output[:, rows], right, WRONG)
+            record["ms"] = runner.time_queued(call, device)
         if case.topk is None:
             operations = 4 * case.tokens**2 * case.dim * case.heads
-            record["tops"] = operations / record["ms"]["median"] / 1e9
+            record["tops"] = operations / record["ms"] / 1e9
 
     return measure
-
-
-def _input_sets(case: Case, plan: Plan, device: torch.device) -> list[Inputs]:
-    """Draw sets of q, k and v [1, N, H*D], at least two and more than fit into L2."""
-    channels = case.heads * case.dim
-    count = 2 if plan.micro else max(2, min(12, -(-_L2_BYTES // (6 * case.tokens * channels))))
-    random = generator(device)
-
-    def draw() -> Tensor:
-        return torch.randn(1, case.tokens, channels, generator=random, device=device).bfloat16()
-
-    return [tuple(draw() for _ in "qkv") for _ in range(count)]
-
-
-def _calls_within(call: Call, device: torch.device) -> int:
-    """Return how many calls take about 0.3 s, 5 to 100."""
-    call()
-    return max(5, min(100, int(0.3 / seconds_of(call, device))))
 
 
 class _Dense:
     """Attention alone. The truth is softmax(q k^T / sqrt(D)) v of some rows in fp64."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        self._heads = case.heads
+        self._heads, self._inputs = case.heads, inputs
         q, k, v = inputs
         count, device = min(_ROWS, case.tokens), q.device
         self._rows = torch.linspace(0, case.tokens - 1, count, device=device).long()
@@ -139,9 +103,9 @@ class _Dense:
             outputs.append(logits.softmax(-1) @ v_h.double())
         self._exact = torch.cat(outputs, -1)[None]
 
-    def call(self, method: str, *inputs: Tensor) -> Call:
+    def call(self, method: str) -> Call:
         """Return the call to be timed."""
-        return METHODS[method](self._heads, *inputs)
+        return METHODS[method](self._heads, *self._inputs)
 
     def truth(self, method: str) -> tuple[Tensor, Tensor]:
         """Rows [R] and their right output [1, R, H*D]."""
@@ -164,8 +128,9 @@ class _Sparse:
         self.bias = torch.randn(dim, device=device)
         self.sparsity = ops.Sparsity.sage(case.topk, device)
 
-    def call(self, method: str, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    def call(self, method: str) -> Call:
         """Return the call to be timed."""
+        q, k, v = self._inputs
         spec = ops.AttentionSpec(heads=self.heads)
         if "dense" in method:
             return lambda: ops.attention_skip(q, k, v, spec, **self.options)
@@ -220,8 +185,6 @@ def _sdpa(heads: int, *inputs: Tensor) -> Call:
 
 
 def _sage(heads: int, *inputs: Tensor) -> Call:
-    if not version_of("sageattention"):
-        raise MissingPackageError("sageattention", expected="the package", got="none installed")
     peer = import_module("sageattention").sageattn
     q, k, v = _with_heads(heads, *inputs)
     k = k.clone()  # Release 1 writes into it.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Final, Unpack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
 
 import diffusers
 import torch
@@ -13,10 +12,8 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from benchmarks.runner import Call, Plan, Record, generator
-from turbo_rcm_patch import PatchConfig, PatchReport, patched
+from turbo_rcm_patch import PatchReport, patched
 from turbo_rcm_patch.config import PatchOptions
-from turbo_rcm_patch.errors import ConfigError, MissingPackageError
-from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: The Wan whose self-attention is sparse-linear: each one holds a `proj_l`.
@@ -174,33 +171,40 @@ def make_call(
 
 # --- ways to run a network -----------------------------------------------------------------------
 
-#: Changes how a network runs for the length of a `with` block; takes a backend of torch.compile.
-Way = Callable[[Any, str], AbstractContextManager[object]]
 
+class Way(NamedTuple):
+    """A way to run a network.
 
-def as_written(network: Any, backend: str) -> AbstractContextManager[object]:
-    """Change nothing."""
-    return nullcontext()
+    Attributes:
+        options: Of its patch, or None without one.
+        compiles: "blocks" as diffusers' `compile_repeated_blocks` does, "graphs" for the whole
+            network with mode="reduce-overhead", which captures CUDA graphs, or "" for neither.
+        sage: Run diffusers' attentions on sageattention 2 (a CUDA build).
+    """
 
-
-def both(first: Way, second: Way) -> Way:
-    """Return the second way inside the first; entering gives what the first gives."""
+    options: PatchOptions | None = None
+    compiles: str = ""
+    sage: bool = False
 
     @contextmanager
-    def enter(network: Any, backend: str) -> Iterator[object]:
-        with first(network, backend) as entered, second(network, backend):
-            yield entered
-
-    return enter
-
-
-def patch(**options: Unpack[PatchOptions]) -> Way:
-    """Return the patch, without the guard unless the options say so; entering gives the report."""
-
-    def enter(network: Any, backend: str) -> AbstractContextManager[PatchReport]:
-        return patched(network, PatchConfig(guard=False), **options)
-
-    return enter
+    def entered(self, network: Any, backend: str) -> Iterator[PatchReport | None]:
+        """Run the network so in the block, by a backend of torch.compile; gives the report."""
+        with ExitStack() as stack:
+            if self.sage:
+                stack.enter_context(attention_backend("sage"))
+            report = None
+            if self.options is not None:
+                report = stack.enter_context(patched(network, **self.options))
+            if self.compiles == "blocks":
+                # CogVideoX names no repeated blocks. Sage breaks the graph at every attention.
+                blocks = getattr(network, "blocks", None) or network.transformer_blocks
+                options = {"fullgraph": not self.sage, "backend": backend}
+                stack.enter_context(_compiled(blocks, **options))
+            elif self.compiles == "graphs":
+                inductor = backend == "inductor"  # Other backends have no modes.
+                how = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
+                stack.enter_context(_compiled([network], fullgraph=True, **how))
+            yield report
 
 
 @contextmanager
@@ -216,56 +220,21 @@ def _compiled(modules: Sequence[Any], **options: Any) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def compiled(
-    network: Any, backend: str, *, fullgraph: bool = True
-) -> AbstractContextManager[object]:
-    """Compile every block, as diffusers' `compile_repeated_blocks` does.
-
-    CogVideoX names no repeated blocks, so the blocks are compiled here.
-    """
-    blocks = getattr(network, "blocks", None) or network.transformer_blocks
-    return _compiled(blocks, fullgraph=fullgraph, backend=backend)
-
-
-def reduce_overhead(network: Any, backend: str) -> AbstractContextManager[object]:
-    """Compile the whole network with mode="reduce-overhead", which captures CUDA graphs."""
-    inductor = backend == "inductor"  # Other backends have no modes.
-    options = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
-    return _compiled([network], fullgraph=True, **options)
-
-
-@contextmanager
-def sage(network: Any, backend: str) -> Iterator[None]:
-    """Run diffusers' attentions on sageattention 2 (a CUDA build)."""
-    if not hasattr(network, "blocks"):
-        raise ConfigError(
-            "sageattention", got=f"{type(network).__name__}, which calls torch's attention",
-            expected="a network that asks diffusers for its attention backend",
-        )  # fmt: skip
-    release = version_of("sageattention") or ""
-    if not release.startswith("2."):
-        expected = "release 2.x, a CUDA build"
-        raise MissingPackageError("sageattention", expected=expected, got=release or "no package")
-    with attention_backend("sage"):
-        yield
-
-
+#: What others are compared with.
 EAGER: Final = "eager"
-#: Method -> how it runs the network. `EAGER` is what others are compared with.
+#: Method -> how it runs the network.
 WAYS: Final[dict[str, Way]] = {
-    EAGER: as_written,
-    "compile": compiled,
-    "sage": sage,
-    # Its CUDA build breaks the graph at every attention.
-    "compile sage": both(sage, partial(compiled, fullgraph=False)),
-    "patched": patch(),
-    "patched int8 Linears": patch(linear="int8"),
-    "patched guard on": patch(guard=True),
-    "patched int8 Linears guard on": patch(guard=True, linear="int8"),
-    "patched exact guard on": patch(guard=True, attention="exact"),
-    "patched compile": both(patch(), compiled),
+    EAGER: Way(),
+    "sage": Way(sage=True),
+    "compile sage": Way(compiles="blocks", sage=True),
+    "patched": Way({"guard": False}),
+    "patched int8 Linears": Way({"guard": False, "linear": "int8"}),
+    "patched guard on": Way({}),
+    "patched int8 Linears guard on": Way({"linear": "int8"}),
+    "patched exact guard on": Way({"attention": "exact"}),
+    "patched compile": Way({"guard": False}, compiles="blocks"),
     # This takes longest to begin with.
-    "patched reduce-overhead": both(patch(), reduce_overhead),
+    "patched reduce-overhead": Way({"guard": False}, compiles="graphs"),
 }
 
 

@@ -31,23 +31,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks import runner
 from benchmarks.models import build_network, make_call, record_report
 from benchmarks.network import BROKEN
 from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
-from benchmarks.runner import (
-    ERROR,
-    MS,
-    Benchmark,
-    Column,
-    Measure,
-    Plan,
-    Record,
-    Wrong,
-    checked_error,
-    seconds_of,
-    summary,
-    time_forwards,
-)
+from benchmarks.runner import ERROR, MS, Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import PatchConfig, PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
 from turbo_rcm_patch.diffusers_backend import BACKEND
@@ -165,7 +153,7 @@ def _check_and_time(
     record["ranks"] = dist.get_world_size()
     with _entered(way, pipe, device) as report:
         output = call()
-        record["error"] = checked_error(output, outputs["truth"], BROKEN)
+        record["error"] = runner.checked_error(output, outputs["truth"], BROKEN)
         if not way.split:
             outputs[method] = output
         elif not _same_on_all_ranks(output):
@@ -179,7 +167,7 @@ def _check_and_time(
             _time_video(pipe, call, plan, device, record)
         else:
             call()
-            record["ms"] = time_forwards(call, device, plan.most(5), ready=dist.barrier, queued=2)
+            record["ms"] = runner.time_forwards(call, device, ready=dist.barrier, queued=2)
         record_report(record, report)
 
 
@@ -190,10 +178,10 @@ def _time_video(
 
     def seconds(output: str) -> float:
         dist.barrier()
-        return seconds_of(lambda: call(output), device)
+        return runner.seconds_of(lambda: call(output), device)
 
     record["video_seconds"] = seconds("pt")
-    record["ms"] = summary([1e3 * seconds("latent") / pipe.num_timesteps for _ in range(2)])
+    record["ms"] = min(1e3 * seconds("latent") / pipe.num_timesteps for _ in range(2))
 
 
 @contextmanager

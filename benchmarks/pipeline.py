@@ -9,8 +9,8 @@ values.
 `first s` is the video before the measured one, `patch s` is `patch_model` itself. Denoising ends
 when the VAE's decoder is called and the device is idle; the rest is decoding, frames included.
 `same bits` says that two videos of one seed have the same frames. `GiB` is allocated memory at the
-peak of the second video. Unpatched, the network is in bf16 and the VAE of Wan in fp32 with TF32,
-as diffusers' pages load it.
+peak of the second video. The network is in bf16 and the VAE in the dtype that the method names:
+fp32 with TF32 is how diffusers' pages load Wan, bf16 how they load CogVideoX.
 """
 
 from __future__ import annotations
@@ -25,28 +25,17 @@ from unittest import mock
 import diffusers
 import torch
 
+from benchmarks import runner
 from benchmarks.models import (
     SLA,
     WAYS,
     Way,
-    as_written,
     build_network,
     build_vae,
     record_report,
     text_tokens,
 )
-from benchmarks.runner import (
-    Benchmark,
-    Column,
-    Measure,
-    Plan,
-    Record,
-    Wrong,
-    generator,
-    idle_at,
-    is_patched,
-    peak_gib,
-)
+from benchmarks.runner import Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions
 
@@ -66,7 +55,7 @@ class _Method(NamedTuple):
 
     vae: torch.dtype
     options: PatchOptions | None = None
-    way: Way = as_written
+    way: Way = Way()
 
 
 SIZE_480P: Final = (480, 832, 81)
@@ -79,13 +68,24 @@ _CASES: Final = {
     "wan2.2-5b-3-steps": Case("wan2.2-5b", 3, 1.0, (704, 1280, 121)),
     "cogvideox-5b-50-steps": Case("cogvideox-5b", 50, 6.0, (480, 720, 49)),
 }
-_METHODS: Final = {
-    "unpatched": _Method(torch.float32),
+METHODS: Final = {
+    "unpatched fp32 VAE": _Method(torch.float32),
+    "patched fp32 VAE": _Method(torch.float32, {}),
+    "patched fp32 VAE conv=bf16": _Method(torch.float32, {"conv": "bf16"}),
     "unpatched bf16 VAE": _Method(torch.bfloat16),
+    "patched bf16 VAE": _Method(torch.bfloat16, {}),
+    "patched int8 Linears bf16 VAE": _Method(torch.bfloat16, {"linear": "int8"}),
     "compile sage bf16 VAE": _Method(torch.bfloat16, way=WAYS["compile sage"]),
-    "patched": _Method(torch.bfloat16, {}),
-    "patched int8 Linears": _Method(torch.bfloat16, {"linear": "int8"}),
 }
+
+
+class _CogVideoX(diffusers.CogVideoXPipeline):  # type: ignore[misc]
+    """Casts latents to the VAE's dtype, as `WanPipeline` does; diffusers' own hands on bf16."""
+
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents of the network's dtype."""
+        frames: torch.Tensor = super().decode_latents(latents.to(self.vae.dtype))
+        return frames
 
 
 def _prepare(case: str, plan: Plan, device: torch.device) -> Measure:
@@ -94,8 +94,8 @@ def _prepare(case: str, plan: Plan, device: torch.device) -> Measure:
 
 def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
     """Measure in a fresh process; where kernels are compiled another one caches them before."""
-    how = _METHODS[method]
-    compiles = how.options is not None or how.way is not as_written
+    how = METHODS[method]
+    compiles = how.options is not None or how.way != Way()
     for measured in (False, True) if compiles else (True,):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -107,37 +107,36 @@ def _fresh(plan: Plan, case: str, method: str, record: Record) -> None:
 @torch.no_grad()
 def _videos(plan: Plan, name: str, method: str, measured: bool) -> Record:
     """Make a video of one step, or with `measured` two whole ones, and return what is known."""
-    device, how, case = plan.torch_device(), _METHODS[method], _CASES[name]
+    device, how, case = plan.torch_device(), METHODS[method], _CASES[name]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     record: Record = {}
     case = case if measured else case._replace(steps=1)
-    # diffusers' pages load Wan with a VAE in fp32, and CogVideoX wholly in bf16.
-    vae_dtype = torch.bfloat16 if case.network.startswith("cog") else how.vae
-    pipe, video = build_pipeline(case, plan, vae_dtype, device)
+    pipe, video = build_pipeline(case, plan, how.vae, device)
+    record["vae_dtype"] = str(pipe.vae.dtype).removeprefix("torch.")
     report = None
     if how.options is not None:
-        begin = idle_at(device)
+        begin = runner.idle_at(device)
         report = patch_model(pipe, **how.options)
-        record["patch_seconds"] = idle_at(device) - begin
+        record["patch_seconds"] = runner.idle_at(device) - begin
     decode, times, second = pipe.vae.decode, list[float](), list[torch.Tensor]()
 
     def decoding(*args: Any, **kwargs: Any) -> Any:
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
         return decode(*args, **kwargs)
 
     def again() -> None:
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
         with mock.patch.object(pipe.vae, "decode", decoding):
             second.append(video())
-        times.append(idle_at(device))
+        times.append(runner.idle_at(device))
 
-    with how.way(pipe.transformer, plan.compiler):
-        begin = idle_at(device)
+    with how.way.entered(pipe.transformer, plan.compiler):
+        begin = runner.idle_at(device)
         frames = video()
-        record["first_seconds"] = idle_at(device) - begin
+        record["first_seconds"] = runner.idle_at(device) - begin
         if measured:
             frames = frames.cpu()  # The peak of the second video is its own.
-            record["peak_gib"] = peak_gib(again, device)
+            record["peak_gib"] = runner.peak_gib(again, device)
             begin, denoised, end = times
             record["second_seconds"] = end - begin
             record["denoise_seconds"] = denoised - begin
@@ -171,9 +170,7 @@ def build_pipeline(
     }  # fmt: skip
     if cogvideox:
         channels = network.config.text_embed_dim
-        pipe: Any = diffusers.CogVideoXPipeline(
-            **parts, scheduler=diffusers.CogVideoXDDIMScheduler()
-        )
+        pipe: Any = _CogVideoX(**parts, scheduler=diffusers.CogVideoXDDIMScheduler())
     else:
         channels = network.config.text_dim
         scheduler = diffusers.UniPCMultistepScheduler(
@@ -187,7 +184,7 @@ def build_pipeline(
     options |= {"height": height, "width": width, "num_frames": frames}
     names = ["prompt_embeds"] + ["negative_prompt_embeds"] * (case.guidance > 1.0)
     for index, name in enumerate(names):
-        random = generator(device, index)
+        random = runner.generator(device, index)
         size = 1, text_tokens(network, plan), channels
         options[name] = torch.randn(size, generator=random, device=device).bfloat16()
 
@@ -211,7 +208,7 @@ pipeline: Final = Benchmark(
         Column("GiB", "peak_gib", ".1f"), Column("patch s", "patch_seconds", ".2f"),
     ),
     cases={  # Unpatched, SLA is dense attention, another function.
-        name: [method for method in _METHODS if case.network != SLA or is_patched(method)]
+        name: [method for method in METHODS if case.network != SLA or runner.is_patched(method)]
         for name, case in _CASES.items()
     },
     prepare=_prepare,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from turbo_rcm_patch.errors import ConfigError, DeviceError, OutputExistsError
 from turbo_rcm_patch.files import check_writable, write_json
@@ -38,9 +37,8 @@ class Plan:
 
     Attributes:
         out: Folder of the JSON file.
-        device: "cuda", "cuda:1", or "cpu" with `micro`.
+        device: "cuda", or "cpu" with `micro`.
         only: Names of cases and of methods; empty for the default ones.
-        limit: Seconds after which no further measurement begins.
         micro: Toy sizes, to try a command.
         command: The command line, for the file.
     """
@@ -48,46 +46,31 @@ class Plan:
     out: Path
     device: str = "cuda"
     only: tuple[str, ...] = ()
-    limit: float = 540.0
     micro: bool = False
     command: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.limit >= 0:
-            raise ConfigError("--limit", expected="seconds, 0 or more", got=str(self.limit))
 
     @property
     def compiler(self) -> str:
         """The backend of torch.compile."""
         return "eager" if self.micro else "inductor"
 
-    def most(self, calls: int) -> int:
-        """The number of timed calls; two of toy sizes."""
-        return 2 if self.micro else calls
-
     def torch_device(self) -> torch.device:
-        """Return the device, made the current one, after checking that it is there.
+        """Return the device, after checking that it is there.
 
         Raises:
-            ConfigError: It is no CUDA device, and the sizes are real.
-            DeviceError: torch does not see it.
+            ConfigError: The sizes are real, and the device is a CPU.
+            DeviceError: torch sees no CUDA device.
         """
-        if self.device == "cpu" and self.micro:
+        if self.device == "cpu":
+            if not self.micro:
+                raise ConfigError("--device", expected="cuda, or --micro with cpu", got="cpu")
             return torch.device("cpu")
-        if self.device.split(":")[0] != "cuda":
-            raise ConfigError(
-                "--device", expected='"cuda" or "cuda:1"', got=self.device,
-                remedy="--device cpu --micro tries the command without a GPU",
-            )  # fmt: skip
-        index = torch.device(self.device).index or 0  # set_device wants a number
-        if index >= torch.cuda.device_count():
+        if not torch.cuda.is_available():
             raise DeviceError(
-                "--device", expected="a CUDA device that torch sees",
-                got=f"{self.device}, and torch sees {torch.cuda.device_count()}",
+                "--device", expected="a CUDA device that torch sees", got="none",
                 remedy="`turbo-rcm-patch doctor` says why; --device cpu --micro needs none",
             )  # fmt: skip
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
+        return torch.device("cuda", 0)
 
 
 # --- clocks and errors ---------------------------------------------------------------------------
@@ -115,45 +98,28 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def summary(times: Sequence[float]) -> Record:
-    """Median of times, and how many there are."""
-    return {"median": statistics.median(times), "calls": len(times)}
-
-
-def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> Record:
-    """Milliseconds of each of so many calls, queued one after another, after one to warm up.
-
-    CUDA events measure on a GPU, the wall clock on a CPU.
-    """
-    call()
-    wait(device)
+def time_queued(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a short call: the median of as many as take 0.3 s, with cold caches."""
     if device.type != "cuda":
-        return summary([1e3 * seconds_of(call, device) for _ in range(calls)])
-    events: list[tuple[Any, Any]] = []
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
         call()
-        end.record()
-        events.append((start, end))
-    wait(device)
-    return summary([start.elapsed_time(end) for start, end in events])
+        return 1e3 * seconds_of(call, device)
+    from triton.testing import do_bench
+
+    return float(do_bench(call, warmup=50, rep=300, return_mode="median"))
 
 
 def time_forwards(
     call: Callable[[], object],
     device: torch.device,
-    rounds: int,
     *,
     ready: Callable[[], object] = lambda: None,
     queued: int | None = None,
-) -> Record:
-    """Time queued forwards by the wall clock; milliseconds of one.
+) -> float:
+    """Time queued forwards by the wall clock; milliseconds of one, the median of some rounds.
 
     Args:
         call: The forward.
         device: Where it runs.
-        rounds: How often they are measured.
         ready: Called before each round, so that several ranks begin together.
         queued: Forwards in a round; by default one long or three short ones. Ranks that exchange
             must make the same number.
@@ -161,24 +127,27 @@ def time_forwards(
     # A long forward hides its launches by itself.
     queued = queued or (1 if seconds_of(call, device) > 0.15 else 3)
     times = []
-    for _ in range(rounds):
+    for _ in range(_rounds(device)):
         ready()
         begin = idle_at(device)
         for _ in range(queued):
             call()
         times.append(1e3 * (idle_at(device) - begin) / queued)
-    return summary(times)
+    return statistics.median(times)
 
 
-def time_on_cpu(call: Callable[[], object], device: torch.device, rounds: int) -> Record:
-    """Milliseconds until a forward returns that began on an idle device."""
+def time_on_cpu(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds until a forward returns that began on an idle device; the median."""
     times = []
-    for _ in range(rounds):
+    for _ in range(_rounds(device)):
         begin = idle_at(device)
         call()
         times.append(1e3 * (time.perf_counter() - begin))
-    wait(device)
-    return summary(times)
+    return statistics.median(times)
+
+
+def _rounds(device: torch.device) -> int:
+    return 5 if device.type == "cuda" else 2
 
 
 def idle_at(device: torch.device) -> float:
@@ -222,43 +191,30 @@ def free(device: torch.device) -> None:
 
 
 class Column(NamedTuple):
-    """A column of the table: its title, the number's path in a method's record, and its format."""
+    """A column of the table: its title, its number's key in a method's record, and its format."""
 
     title: str
-    path: str
+    key: str
     form: str
 
     def cell(self, record: Record) -> str:
         """The number of a record in this column."""
-        value: Any = record
-        for key in self.path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
+        value = record.get(self.key)
         if isinstance(value, bool):
             return "yes" if value else "no"
-        return f"{value:{self.form}}" if isinstance(value, (int, float)) else str(value or "")
+        return "" if value is None else f"{value:{self.form}}"
 
 
-MS: Final = Column("ms", "ms.median", ".3f")
+MS: Final = Column("ms", "ms", ".3f")
 ERROR: Final = Column("error", "error", ".4f")
 
 
 def machine(device: torch.device) -> Record:
-    """Name, memory and driver of a device."""
+    """Name and driver of a device."""
     if device.type != "cuda":
         return {"device": device_name(device)}
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return {
-        "device": device_name(device), "memory_gib": round(memory / 2**30, 1), "driver": _driver()
-    }  # fmt: skip
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return said.stdout.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
+    driver = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
+    return {"device": device_name(device), "driver": driver}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +256,7 @@ class Benchmark:
         return {case: [name for name in self.cases[case] if name in named] for case in cases}
 
     def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
-        """Measure one case after the other, as long as the time allows, and write the file.
+        """Measure one case after the other, and write the file.
 
         Args:
             plan: What was asked for.
@@ -314,21 +270,16 @@ class Benchmark:
         journal = Journal(self, plan, device or plan.torch_device(), rank)
         try:
             for case, methods in chosen.items():
-                if not journal.late(case):
-                    self._measure_case(case, methods, journal)
-                    free(journal.device)
+                with torch.no_grad():
+                    measure = self.prepare(case, plan, journal.device)
+                    for method in methods:
+                        journal.measure(case, method, measure)
+                    del measure
+                free(journal.device)
         finally:
             journal.write()
-        for name in journal.left_out:
-            journal.say(f"left out, no time: {name}")
         journal.say(str(journal.path))
         return int(journal.failed)
-
-    @torch.no_grad()
-    def _measure_case(self, case: str, methods: Sequence[str], journal: Journal) -> None:
-        measure = self.prepare(case, journal.plan, journal.device)
-        for method in methods:
-            journal.measure(case, method, measure)
 
 
 class Journal:
@@ -350,15 +301,15 @@ class Journal:
     ) -> None:
         self.plan, self.device, self.failed = plan, device, False
         self.path = plan.out / f"{benchmark.name}.json"
-        self._columns, self._rank, self._begin = benchmark.columns, rank, time.monotonic()
+        self._columns, self._rank = benchmark.columns, rank
         if not rank:
             check_new(self.path)
-        self.left_out, self._cases = list[str](), dict[str, Record]()
+        self._cases = dict[str, Record]()
         self._document: Record = {
             "benchmark": benchmark.name, "command": plan.command, "micro": plan.micro,
             "machine": machine(device), "versions": versions(), "code": code_digest(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "left_out": self.left_out, "cases": self._cases,
+            "cases": self._cases,
         }  # fmt: skip
         known = self._document["versions"]
         self.say(f"{device_name(device)}, torch {known['torch']}, triton {known['triton']}")
@@ -370,24 +321,11 @@ class Journal:
         if not self._rank:
             print(line, flush=True)
 
-    def late(self, what: str) -> bool:
-        """Return True if the time is up, by the clock of rank 0, and note what is left out."""
-        late = time.monotonic() >= self._begin + self.plan.limit
-        if dist.is_available() and dist.is_initialized():
-            flag = torch.tensor(int(late), device=self.device)
-            dist.broadcast(flag, 0)
-            late = bool(flag)
-        if late:
-            self.left_out.append(what)
-        return late
-
     def measure(self, case: str, method: str, measure: Measure) -> None:
         """Measure one method, print its row and write the file.
 
         The command fails if a method of this library cannot run or is wrong.
         """
-        if self.late(f"{case}, {method}"):
-            return
         record: Record = {}
         try:
             measure(method, record)

@@ -69,7 +69,6 @@ def _run(name: str, plan: Plan, only: str, tree: Path) -> tuple[int, Record]:
 
 def _command(name: str, plan: Plan) -> list[str]:
     command = [sys.executable, "-m", "benchmarks", name, "--device", plan.device]
-    command += ["--limit", str(plan.limit)]
     return command + ["--micro"] * plan.micro
 
 

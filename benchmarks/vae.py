@@ -10,24 +10,14 @@ without TF32, over the first frames, because that one is slow.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from benchmarks import runner
 from benchmarks.models import build_vae
-from benchmarks.runner import (
-    ERROR,
-    Benchmark,
-    Column,
-    Measure,
-    Plan,
-    Record,
-    checked_error,
-    free,
-    generator,
-    peak_gib,
-    seconds_of,
-)
+from benchmarks.runner import ERROR, Benchmark, Column, Measure, Plan, Record
 from turbo_rcm_patch import patched
 from turbo_rcm_patch.config import PatchOptions
 
@@ -66,7 +56,7 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
     model = build_vae(case.vae, plan, device).to(torch.bfloat16).float()
     micro = (1, 3, 9, 32, 48) if case.encodes else (1, case.size[1], 5, 4, 6)
     size = micro if plan.micro else case.size
-    x = torch.randn(*size, generator=generator(device), device=device)
+    x = torch.randn(*size, generator=runner.generator(device), device=device)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         coded: Any = model.encode(x).latent_dist.parameters if case.encodes else None
@@ -82,11 +72,14 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         video = x.to(dtype)
         patch = nullcontext() if options is None else patched(model, **options)
         with patch as report:
-            record["error"] = checked_error(call(video[:, :, : case.first]).float(), truth, _WRONG)
-            free(device)
+            first = call(video[:, :, : case.first]).float()
+            record["error"] = runner.checked_error(first, truth, _WRONG)
+            runner.free(device)
             call(video)
-            record["seconds"] = min(seconds_of(lambda: call(video), device) for _ in range(2))
-            record["peak_gib"] = peak_gib(lambda: call(video), device)
+            record["seconds"] = min(
+                runner.seconds_of(partial(call, video), device) for _ in range(2)
+            )
+            record["peak_gib"] = runner.peak_gib(partial(call, video), device)
             if report is not None:
                 record["ran"] = report.ran()
 

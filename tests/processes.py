@@ -29,7 +29,6 @@ PRELOAD = (
     "diffusers.schedulers.scheduling_flow_match_euler_discrete",
     "imageio",
     "jinja2",
-    "matplotlib.figure",
     "peft",
     "pytest",
     "torch.distributed.device_mesh",

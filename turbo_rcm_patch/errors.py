@@ -6,8 +6,9 @@ says which argument is wrong, what was expected, what was given, and what to do 
 
 from __future__ import annotations
 
-import re
 import textwrap
+
+from turbo_rcm_patch.text import as_typed, printable
 
 __all__ = [
     "AlreadyPatchedError",
@@ -41,19 +42,12 @@ __all__ = [
 ]
 
 
-#: Control characters but the end of a line, and those that change the direction of writing.
-_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
 class TurboRCMError(Exception):
     """Base class of all errors of this library."""
 
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         # Names from files may hold what a terminal would obey.
-        what, expected, got, remedy = (
-            _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-            for text in (what, expected, got, remedy)
-        )
+        what, expected, got, remedy = map(printable, (what, expected, got, remedy))
         parts = [what.rstrip(".")]
         if expected:
             parts.append(f"expected {expected}")
@@ -66,10 +60,11 @@ class TurboRCMError(Exception):
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
 
     def block(self) -> str:
-        """Return the error on several lines, for a terminal."""
+        """Return the error on several lines, with the remedy as the command line takes it."""
         lines = [f"{type(self).__name__}: {self.what}"]
         for name in ("expected", "got", "remedy"):
             text = getattr(self, name)
+            text = as_typed(text) if name == "remedy" else text
             if text:
                 lines.append(
                     textwrap.fill(

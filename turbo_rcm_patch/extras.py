@@ -22,7 +22,7 @@ EXTRAS: Final = {
         *("transformers", "tokenizers", "accelerate", "ftfy"),
         *("imageio", "imageio_ffmpeg", "numpy", "PIL", "rich"),
     ),
-    "report": ("jinja2", "matplotlib"),
+    "report": ("jinja2",),
     "lora": ("peft",),
     "sage": ("sageattention",),
 }

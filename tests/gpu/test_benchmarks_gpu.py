@@ -19,7 +19,7 @@ MAY_BE_MISSING = ("sage", "cuDNN")
 ONLY = {
     "attention": "H12-N2048-D128,H12-N32760-D128-k0.1",
     "network": "1.3b-780,1.3b-live-x8",
-    "pipeline": "1.3b-4-steps,patched",
+    "pipeline": "1.3b-4-steps,patched bf16 VAE",
 }
 
 

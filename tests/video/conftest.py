@@ -48,10 +48,9 @@ def one_thread():
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Plots are made but not drawn, videos and contact sheets are digests of their frames, and the
-    page is compiled once. These take most of the time of a comparison of small videos."""
+    """Videos and contact sheets are digests of their frames, and the page is compiled once. These
+    take most of the time of a comparison of small videos."""
     from jinja2 import Environment
-    from matplotlib.figure import Figure
 
     empty, compiled = b"\x89PNG\r\n\x1a\n", {}
 
@@ -62,9 +61,6 @@ def undrawn() -> Iterator[None]:
         with atomic(path) as temporary:
             temporary.write_bytes(empty + sha256(b"".join(x.tobytes() for x in rows)).digest())
 
-    def savefig(figure: object, file: Any, **how: object) -> None:
-        file.write(empty)
-
     def compile_once(jinja: Environment, source: str, name: str, *file: str) -> Any:
         if source not in compiled:
             compiled[source] = really_compile(jinja, source, name, *file)
@@ -74,14 +70,13 @@ def undrawn() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("contact_sheet", "write_mp4"):
             patch.setattr(clips, name, digest)
-        patch.setattr(Figure, "savefig", savefig)
         patch.setattr(Environment, "compile", compile_once)
         yield
 
 
 @pytest.fixture
 def no_pictures() -> Iterator[None]:
-    """For a test that looks at no plot, no contact sheet and no video of a comparison."""
+    """For a test that looks at no contact sheet and no video of a comparison."""
     with undrawn():
         yield
 

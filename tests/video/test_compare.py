@@ -109,14 +109,13 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     for clip in finished.results:
         folder = out / "prompts" / clip.key
         shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
-        assert {*shapes, "sheet.png"} == {*clip.files} and len(shapes) == 5
+        assert {*shapes} == {"side_by_side.mp4", "panes.mp4"}
         assert all(s[0] == settings.num_frames for s in shapes.values())
         assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
-        assert shapes["baseline.mp4"][1] >= 256, "small videos are enlarged to be seen"
+        assert shapes["side_by_side.mp4"][1] >= 256, "small videos are enlarged to be seen"
         assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
     links = re.findall(r'<a href="([^"]*)"', page)
-    assert len(links) == 8 and all((out / link).is_file() for link in links)
-    assert {path.name for path in (out / "plots").iterdir()} == {"frames.png", "prompts.png"}
+    assert len(links) == 4 and all((out / link).is_file() for link in links)
     assert hidden(out) == [] and not list(out.glob("clips/*")), "frames go once they are measured"
     assert str(out / "report.html") in str(finished)
     assert str(out) not in page and finished.model.identity["model"] not in page
@@ -155,14 +154,14 @@ def test_finished_work_is_kept(pipe, settings, finished) -> None:
 def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
     quick(pipe, tmp_path)
     before = written(tmp_path)
-    own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "plots/thesis.png")]
+    own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "runs/thesis.png")]
     own.append(next(tmp_path.glob("prompts/*/sheet.png")).with_name("mine.mp4"))
     for path in own:
         path.write_text("mine")
     for other in (
         {"steps": 2}, {"config": PatchConfig(guard=False)}, {"attention_backend": "_native_math"}
     ):  # fmt: skip
-        with pytest.raises(SamplingError, match=r"same (settings|config|att).*--fresh"):
+        with pytest.raises(SamplingError, match=r"same (settings|config|att).*`fresh=True`"):
             quick(pipe, tmp_path, **other)
     assert before.items() <= written(tmp_path).items()
     found = quick(pipe, tmp_path, steps=2, fresh=True)
@@ -323,7 +322,8 @@ def test_what_the_guard_made_exact_is_not_judged(pipe, tmp_path: Path) -> None:
     found = quick(pipe, tmp_path, **given)
     ran = found.judgement.ran
     assert found.verdict == "not judged" and ran.share == 0
-    assert "verdict: not judged\n  All 2 blocks ran exact attention" in str(found)
+    assert "verdict: not judged, over 1 prompt\n" in str(found)
+    assert "  All 2 blocks ran exact attention" in str(found)
     assert [len(steps) for steps in ran.calls.values()] == [3, 3]
     assert json.loads(found.metrics.read_text())["ran"]["part"] == ["length", "wide-values"]
     again = quick(pipe, tmp_path, PROMPTS, **given)
@@ -472,7 +472,7 @@ def test_the_network_number_is_left_out_where_somebody_asked(pipe, tmp_path: Pat
         found = quick(pipe, tmp_path, network_number=wanted, **given)
         assert (found.model.network is not None) == wanted
         assert ("not measured, as you asked" in str(found)) != wanted
-        assert ("not measured: as you asked" in found.report.read_text()) != wanted
+        assert ("not measured, as you asked" in found.report.read_text()) != wanted
 
 
 def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monkeypatch) -> None:
@@ -488,7 +488,7 @@ def test_a_number_that_cannot_be_measured_is_not_unchanged(pipe, tmp_path, monke
     assert found.verdict == "undecided"
     words = "not measured: the network number (an offloaded transformer)"
     assert words in str(found) and words in found.report.read_text()
-    with pytest.raises(SamplingError, match="Leave out --network-number"):
+    with pytest.raises(SamplingError, match="Leave `network_number=True` out"):
         quick(pipe, tmp_path / "new", network_number=True)
     assert not (tmp_path / "new").exists()
 

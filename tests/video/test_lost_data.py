@@ -14,8 +14,8 @@ import pytest
 from tests.files import everything
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli import demo as demo_module
+from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.comparison import RUNS, compare
@@ -28,7 +28,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this was to be refused before a model is loaded")
 
     monkeypatch.setattr(demo_module, "load_pipeline", load)
-    monkeypatch.setattr(commands, "load_pipeline", load)
+    monkeypatch.setattr(inputs, "load_pipeline", load)
 
 
 COMPARING = [
@@ -132,7 +132,7 @@ def test_an_output_that_cannot_be_written_is_told_before_a_model_is_loaded(
 # `compare --fresh`: what an earlier comparison wrote goes, other files stay.
 
 #: Under names that no comparison writes, in the folders that one does write.
-FOREIGN = ("mine.txt", "clips/mine.txt", f"prompts/{Store.key('b', 1)}/notes.txt", "plots/a.txt")
+FOREIGN = ("mine.txt", "clips/mine.txt", f"prompts/{Store.key('b', 1)}/notes.txt", "runs/a.txt")
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +220,8 @@ def test_mistakes_remove_nothing(earlier: Path, command: list[str], tmp_path, ca
     said = " ".join(capsys.readouterr().err.split())
     assert "other settings" in said and "Start again with --fresh" in said
     assert everything(tmp_path) == before
-    (out / "plots").rename(tmp_path / "pictures")
-    (out / "plots").symlink_to(tmp_path / "pictures")
+    (out / "runs").rename(tmp_path / "records")
+    (out / "runs").symlink_to(tmp_path / "records")
     before = everything(tmp_path)
     assert main([*command, "--fresh", "--out", str(out)]) == 2
     assert "holds links that no comparison made" in capsys.readouterr().err

@@ -25,11 +25,11 @@ from tests.video.micro import SMALL
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video import report, verdict
-from turbo_rcm_patch.video.clips import SINGLE_VIDEOS, Clip
+from turbo_rcm_patch.video.clips import Clip
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.environment import KernelCheck
 from turbo_rcm_patch.video.judging import judge_folders
-from turbo_rcm_patch.video.measures import Drift, NetworkNumber, latent_drift
+from turbo_rcm_patch.video.measures import Drift, NetworkNumber
 from turbo_rcm_patch.video.report import without_places, write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings
@@ -49,7 +49,7 @@ MODEL = ModelFacts(
     times={
         run: {"first_call_seconds": 9.0, "median_seconds": seconds, "decode_seconds": 1.0,
               "peak_bytes": None}
-        for run, seconds in (("baseline", 2.0), ("patched", 1.0), ("control", 200.0))
+        for run, seconds in (("baseline", 2.0), ("patched", 1.0))
     },
     identity={
         "model": str(TINY_WAN), "device": "a processor", "dtype": "bfloat16",
@@ -61,16 +61,15 @@ MODEL = ModelFacts(
 
 
 def drift(psnr: float) -> Drift:
-    return Drift(psnr, 0.998, (psnr + 2, psnr - 1, psnr), (0.99,) * 3, flicker=0.05, vmaf=98.5)
+    return Drift(psnr, 0.998, (psnr + 2, psnr - 1, psnr), (0.99,) * 3, vmaf=98.5)
 
 
 def clips(lower: float = 3.0, control: bool = True, **more: Any) -> tuple[Clip, ...]:
     """Two clips, so far below a control of 50 and 52 dB."""
-    of_model = {"files": ("panes.mp4", "side_by_side.mp4", *SINGLE_VIDEOS)} | more
     return tuple(
         Clip(
             key=f"key-{i}", prompt=prompt, seed=7 + i, height=32, width=48, fps=16, gain=8,
-            patched=drift(psnr - lower), control=drift(psnr) if control else None, **of_model,
+            patched=drift(psnr - lower), control=drift(psnr) if control else None, **more,
         )
         for i, (prompt, psnr) in enumerate({"a red circle": 50.0, HOSTILE: 52.0}.items())
     )  # fmt: skip
@@ -99,18 +98,11 @@ def of_model(out: Path, lower: float = 3.0, **changes: Any) -> Judged:
 
 def of_folders(out: Path, results: tuple[Clip, ...], controls: Any, **changes: Any) -> Judged:
     drifts = [one.patched for one in results]
-    latents = results[0].is_latents
     return Judged(
-        judgement=verdict.judge(drifts, controls, latents=latents), results=results, out=out,
+        judgement=verdict.judge(drifts, controls), results=results, out=out,
         command="", places={"baseline": "…/before", "candidate": "…/after"},
         **{"refused": {}, "versions": {"torch": "2.13.0"}} | changes,
     )  # fmt: skip
-
-
-def latent_clips() -> tuple[Clip, ...]:
-    truth = torch.linspace(-1, 1, 64)
-    drifts = [latent_drift(truth + by, truth) for by in (0.01, 0.02)]
-    return (Clip(key="a", prompt="a", fps=16, patched=drifts[1], control=drifts[0]),)
 
 
 #: Name -> the result that it shows. Of the first of each kind the whole page is in the file.
@@ -118,9 +110,9 @@ CASES: dict[str, Callable[[Path], Judged]] = {
     "unchanged": of_model,
     "clips of others": lambda out: of_folders(
         out,
-        clips(lower=-math.inf, control=False, files=("side_by_side.mp4",)),  # equal
+        clips(lower=-math.inf, control=False),  # equal
         None,
-        refused={"c": "/home/me/c.pt is incomplete"},
+        refused={"c": "/home/me/c.pt is incomplete"}, notes=("Clips are .mp4 files",),
     ),
     "similar": lambda out: of_model(out, 8.0),
     "changed": lambda out: of_model(out, 25.0),
@@ -131,14 +123,11 @@ CASES: dict[str, Callable[[Path], Judged]] = {
     ),
     "left out": lambda out: of_model(out, network=None),
     "not judged": lambda out: of_model(out, ran=ran(exact=3, author=1)),
-    "latents": lambda out: of_folders(
-        out, latent_clips(), [latent_clips()[0].control], agreement=0.875
-    ),
 }  # fmt: skip
 
 
 def written(name: str, out: Path) -> str:
-    """The page of a case without pictures, style and script, or its head; and the short form."""
+    """The page of a case without pictures, style and script, or its head; and the terminal's."""
     judged = CASES[name](out)
     for clip in judged.results:
         folder = out / "prompts" / clip.key
@@ -152,7 +141,7 @@ def written(name: str, out: Path) -> str:
     page = re.sub(r'"data:[^"]*"', '"data:"', page)
     if name not in ("unchanged", "clips of others"):
         page = page[page.index('<section class="verdict') : page.index('<div class="cards"')]
-    return f"{page}\n{judged.short_report.read_text()}"
+    return f"{page}\n{judged}".replace(str(out), "OUT")
 
 
 def everything() -> str:
@@ -163,21 +152,50 @@ def everything() -> str:
     return "\n".join(parts)
 
 
-def test_the_page_and_its_short_form_say_what_they_said() -> None:
+def test_the_page_and_the_terminal_say_what_they_said() -> None:
     found = everything()
     assert found.splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
-    assert "/home/me" not in found and str(TINY_WAN) not in found, "a report is sent to others"
-    assert "onerror=alert(1)>" not in re.sub(r"`{2}.*?`{2}", "", found), "a prompt is text"
+    pages = re.sub("^verdict:.*?^report:", "", found, flags=re.M | re.S)
+    assert "/home/me" not in pages and str(TINY_WAN) not in pages, "a report is sent to others"
+    assert "onerror=alert(1)>" not in pages, "a prompt is text"
 
 
-def test_the_short_form_is_markdown_without_surprises(tmp_path: Path) -> None:
-    text = written("unchanged", tmp_path).rpartition("</main>")[2].strip()
-    assert text.startswith("**turbo_rcm_patch: unchanged**") and len(text) < 6_000
-    # A table needs an empty line before it, its rule, and as many cells as its head.
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        lines = [line.replace("\\|", "") for line in block.splitlines()]
-        assert re.fullmatch(r"\|(---\|)+", lines[1])
-        assert len({line.count("|") for line in lines}) == 1
+def test_a_measure_that_no_clip_has_is_left_out(tmp_path: Path) -> None:
+    why = "VMAF needs 64 pixels a side"
+    unmeasured = [
+        replace(clip, patched=replace(clip.patched, vmaf=None), unmeasured=why)
+        for clip in clips(control=False)
+    ]
+    judged = of_folders(tmp_path, tuple(unmeasured), None)
+    for clip in judged.results:
+        (tmp_path / "prompts" / clip.key).mkdir(parents=True)
+        (tmp_path / "prompts" / clip.key / "panes.mp4").write_bytes(b"a video")
+    write_report(judged)
+    page = judged.report.read_text()
+    assert ">VMAF</th>" not in page and ">SSIM</th>" in page
+    assert f"Not measured: {why}" in page
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("", "(`guard=False` judges it)"), ("turbo-rcm-patch compare", "(--no-guard judges it)")],
+)
+def test_an_option_has_the_name_that_the_reader_can_type(command, said, tmp_path: Path) -> None:
+    judged = replace(of_model(tmp_path, ran=ran(exact=3)), command=command)
+    assert said in str(judged) and said in judged.sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({"patched": 1.0}, "3 s a video unpatched, 2 s patched, after a first one"),
+        ({"patched": 1.0, "peak_bytes": 2**30}, "2 s patched (1.50 times as fast), after"),
+    ],
+)
+def test_a_ratio_is_of_a_gpu_alone(times: dict[str, Any], said: str, tmp_path: Path) -> None:
+    peak = {"peak_bytes": times.get("peak_bytes")}
+    both = {run: MODEL.times[run] | peak for run in ("baseline", "patched")}
+    assert said in str(of_model(tmp_path, times=both, patch=MODEL.patch | {"impl": "triton"}))
 
 
 def test_the_map_of_what_ran_has_a_colour_for_every_form() -> None:
@@ -218,21 +236,19 @@ PLAYER = "document.querySelector('figure').player"
 
 @pytest.fixture(scope="module")
 def pages(pipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
-    """A comparison of 9 frames, and the same clips judged without a control, and as latents."""
+    """A comparison of 9 frames, and clips judged without a control."""
     out = tmp_path_factory.mktemp("report")
     size = SMALL | {"height": 64, "width": 96, "num_frames": 9}
     settings = Settings(sampler="rcm", steps=2, guidance_scale=1.0, **size)
     config = PatchConfig(attention="int8", guard=False)
     given: dict[str, Any] = {"settings": settings, "config": config, "network_number": False}
     found = {"compare": compare(pipe, ["a red circle", HOSTILE], out=out / "compare", **given)}
-    for kind, named in (("frames", "frames"), ("latents", "latents")):
-        for noise, which in ((0.0, "baseline"), (0.01, "candidate")):
-            (out / kind / which).mkdir(parents=True)
-            random = torch.rand(9, 64, 96, 3, generator=torch.Generator().manual_seed(0))
-            torch.save({named: random * 0.9 + noise}, out / kind / which / "a.pt")
-        places = [out / kind / which for which in ("baseline", "candidate")]
-        found[kind] = judge_folders(*places, out=out / f"{kind} judged")
-    return found
+    places = [out / "frames" / which for which in ("baseline", "candidate")]
+    for noise, place in zip((0.0, 0.01), places, strict=True):
+        place.mkdir(parents=True)
+        random = torch.rand(9, 64, 96, 3, generator=torch.Generator().manual_seed(0))
+        torch.save(random * 0.9 + noise, place / "a.pt")
+    return found | {"frames": judge_folders(*places, out=out / "judged")}
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +266,12 @@ def becomes(tab: Browser, expression: str, value: object) -> None:
 
 @in_a_browser
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (800, True), (400, False)])
-@pytest.mark.parametrize(("page", "panes"), [("compare", 10), ("frames", 3), ("latents", 0)])
+@pytest.mark.parametrize(("page", "panes"), [("compare", 10), ("frames", 3)])
 def test_the_page_fits_and_asks_the_network_for_nothing(
     pages, tab, tmp_path, page: str, panes: int, width: int, dark: bool
 ) -> None:
     tab.open(pages[page].report, width=width, dark=dark)
-    if panes:
-        tab.wait_for(f"{PLAYER}.video.readyState >= 2")
+    tab.wait_for(f"{PLAYER}.video.readyState >= 2")
     assert tab.complaints == []
     assert [url.partition(":")[0] for url in tab.requests if url[:5] != "data:"] == ["file"]
     assert tab.js("document.documentElement.scrollWidth") <= width, "nothing sticks out"
@@ -273,6 +288,18 @@ def test_the_page_fits_and_asks_the_network_for_nothing(
             && a.bottom > b.top + 2 && b.bottom > a.top + 2));
         })"""
     )
+    # No table is cut off; only the map of what ran and the patch's report may scroll.
+    assert not tab.js(
+        "[...document.querySelectorAll('.scroll')].filter((e) => !e.querySelector('.map, pre'))"
+        ".some((e) => e.scrollWidth > e.clientWidth)"
+    )
+    tab.click("[data-part=slider]")
+    tab.wait_for(f"{PLAYER}.view === 'slider'")
+    assert tab.js(
+        """(() => { const card = document.querySelector('figure').getBoundingClientRect();
+        return [...document.querySelectorAll('figure:first-of-type select')].every((e) =>
+          e.getBoundingClientRect().right <= card.right); })()"""
+    ), "a select leaves its card"
     assert len(tab.screenshot(tmp_path / "page.png", whole=True)) > 20_000, "not an empty page"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from PIL import Image
 
 from tests.video.cases import CASES, IMAGE, loaded, picture, settings_of
@@ -113,18 +115,49 @@ def test_any_pipeline_is_compared_with_a_function_that_calls_it(name, tmp_path, 
     )
     assert found.results[0].patched.psnr > 25, str(found)
     blocks = 4 if name == "vace" else 2
-    assert str(found.judgement.ran) == f"All {blocks} blocks ran int8 attention in every step"
+    assert str(found.judgement.ran) == f"All {blocks} blocks ran int8 attention in every forward"
     assert found.model.control_backend in str(found)
     metrics = json.loads(found.metrics.read_text())
     assert metrics["identity"]["settings"] == {"fps": 8, "made by": "a function of the caller"}
-    page = found.short_report.read_text().partition("<details>")[0]
-    assert f"{len(before)} frames of 32 × 32" in page and "steps" not in page
+    page = found.report.read_text()
+    assert f"{len(before)} frames of 32 × 32" in page and "4 steps" not in page
+    assert "as you asked" not in page + str(found), "nobody did"
     assert np.array_equal(make(7), before), "the pipeline is unpatched again"
     count = len(seeds)
     again = compare(pipe, prompts, **asked, fps=8)
     assert again.verdict == found.verdict and len(seeds) == count, "finished videos are kept"
     with pytest.raises(SamplingError, match="fps"):
         compare(pipe, prompts, **asked, fps=9)
+
+
+@pytest.mark.parametrize("how", ["make", "generate"])
+def test_a_block_that_a_cache_skipped_did_not_run(how: str, tmp_path: Path) -> None:
+    """FirstBlockCache runs the first block alone where that changes little."""
+    pipe = loaded("wan")
+
+    def make(seed: int) -> np.ndarray:
+        generator = torch.Generator().manual_seed(seed)
+        call = PIPELINE | {"num_inference_steps": 4, "num_frames": 5, "guidance_scale": 1.0}
+        frames: np.ndarray = pipe(**call, generator=generator, output_type="np").frames[0]
+        return frames
+
+    given = {"make": make} if how == "make" else {"settings": settings_of("wan")}
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=100.0))
+    try:
+        found = compare(pipe, PROMPT, out=tmp_path, network_number=False, **given)
+    finally:
+        pipe.transformer.disable_cache()
+    ran = found.judgement.ran
+    assert ran.calls == {
+        "transformer.blocks.0": [Counter(asked=1)] * 4,
+        "transformer.blocks.1": [Counter(asked=1)] + [Counter(skipped=1)] * 3,
+    }
+    assert ran.share == 1 and str(ran) == (
+        "1 of 2 blocks were skipped by a cache or another hook in 75% of the forwards; the rest "
+        "ran int8 attention"
+    )
+    calls = json.loads(found.metrics.read_text())["ran"]["calls"]
+    assert calls["transformer.blocks.1"] == [{"asked": 1}] + [{"skipped": 1}] * 3
 
 
 def test_what_make_does_not_take_or_return_is_told(tmp_path: Path) -> None:
@@ -141,7 +174,7 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     pipe, settings = loaded("wan-two-experts"), settings_of("wan-two-experts", steps=1)
     given = {"out": tmp_path, "settings": settings, "network_number": False}
     compare(pipe, PROMPT, images=picture(), **given)
-    with pytest.raises(SamplingError, match=r"same inputs.*--fresh"):
+    with pytest.raises(SamplingError, match=r"same inputs.*`fresh=True`"):
         compare(pipe, PROMPT, images=picture(1), **given)
     more = compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert (
@@ -152,6 +185,23 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     monkeypatch.setattr(comparison, "generate", lambda *a, **k: calls.append(1) or real(*a, **k))
     compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert calls == [], "all of it is there"
+
+
+@pytest.mark.parametrize("after", ["baseline", "patched"])
+def test_an_image_that_changes_between_two_passes_is_told(after: str, tmp_path: Path) -> None:
+    image = tmp_path / "image.png"
+    picture().save(image)
+
+    def replace(stage: str, done: int, total: int) -> None:
+        if stage == after and done == total:
+            picture(1).save(image)
+
+    given = {"settings": settings_of("wan-clip", steps=1), "network_number": False}
+    with pytest.raises(SamplingError, match="changed during the comparison"):
+        compare(
+            loaded("wan-clip"), PROMPT, images=[image], out=tmp_path / "out", progress=replace,
+            **given,
+        )  # fmt: skip
 
 
 def test_each_prompt_has_an_image(tmp_path: Path) -> None:

@@ -187,25 +187,31 @@ def ran(*forms: str, asked: str = "int8 attention", part: tuple[str, ...] = ("le
 GUARD = "by the guard's decision"
 SHORT = "exact attention, because there are few tokens"
 NOT_INT8 = "this is not a verdict on int8 attention"
-OFF = "(guard=False judges it)"
+OFF = "(`guard=False` judges it)"
 
 
 @pytest.mark.parametrize(
     ("given", "word", "said"),
     [
-        (ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every step"),
+        (ran(*["asked"] * 5), "unchanged", "All 5 blocks ran int8 attention in every forward"),
         (ran("exact", *["asked"] * 4), "unchanged",
          f"1 of 5 blocks ran exact attention, {GUARD}; the rest ran int8 attention"),
         (ran("author", "asked"), "unchanged",
-         "1 of 2 blocks ran its author's code; the rest ran int8 attention"),
+         "1 of 2 blocks ran their author's code; the rest ran int8 attention"),
         (ran("exact|asked", "exact"), "not judged",
-         f"All 2 blocks ran exact attention, {GUARD} in 75% of their calls: {NOT_INT8} {OFF}"),
+         f"All 2 blocks ran exact attention, {GUARD} in 75% of the forwards: {NOT_INT8} {OFF}"),
         (ran(*["exact"] * 4, "asked"), "not judged",
          f"4 of 5 blocks ran exact attention, {GUARD}: {NOT_INT8} {OFF}"),
         (ran("exact-16bit", "exact-16bit", asked="exact attention and int8 Linears"),
          "not judged",
          f"All 2 blocks ran exact attention and Linears in 16 bits, {GUARD}: this is not a "
          f"verdict on exact attention and int8 Linears {OFF}"),
+        (ran("asked", "asked|skipped"), "unchanged",
+         "1 of 2 blocks were skipped by a cache or another hook in 50% of the forwards; the rest "
+         "ran int8 attention"),
+        (ran("exact", "exact|skipped", "asked|skipped"), "not judged",
+         f"2 of 3 blocks were skipped by a cache or another hook in 50% of the forwards; 2 of 3 "
+         f"blocks ran exact attention, {GUARD} in 75% of the forwards: {NOT_INT8} {OFF}"),
         # "auto" takes exact attention for few tokens, so that is what was asked for.
         (ran("length", "length"), "unchanged", f"All 2 blocks ran {SHORT}: {NOT_INT8}"),
         (ran("length", "length", part=()), "not judged",

@@ -64,7 +64,20 @@ class Model(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Model):
+class Patched(Model):
+    """dtype
+
+    Attributes:
+        dtype: dtype of transformer and text encoder; the VAE has float32.
+        config: How the model is patched.
+    """
+
+    dtype: DType = "bfloat16"
+    config: PatchConfig = field(default_factory=PatchConfig, metadata=_HIDDEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Patched):
     """prompts, inputs and device
 
     Attributes:
@@ -72,23 +85,19 @@ class Run(Model):
         prompts: File with one prompt per line.
         seed: Seed of the first prompt; the next one uses one more.
         image: First frame of every video, for an image-to-video model.
-        dtype: dtype of transformer and text encoder; the VAE has float32.
         device: cpu, cuda or cuda:N. Without it a GPU if there is one.
         offload: Keep only one component (model), one block of a transformer and one layer of the
             rest (group), or one layer (sequential) on the GPU at a time.
         settings: The fields of `Settings` that were given.
-        config: How the model is patched.
     """
 
     prompt: tuple[str, ...] = field(default=(), metadata={"metavar": "TEXT"})
     prompts: Path | None = field(default=None, metadata=_FILE)
     seed: int = 0
     image: Path | None = field(default=None, metadata=_FILE)
-    dtype: DType = "bfloat16"
     device: str | None = None
     offload: Literal["none", "model", "group", "sequential"] = "none"
     settings: Mapping[str, Any] = field(default_factory=dict, metadata=_HIDDEN)
-    config: PatchConfig = field(default_factory=PatchConfig, metadata=_HIDDEN)
 
     def __post_init__(self) -> None:
         if not self.prompt and self.prompts is None:
@@ -114,7 +123,8 @@ class Generate(Run):
           --model PATH --prompts prompts.txt --out outputs/many --resume
 
     Attributes:
-        out: An .mp4 file, which is replaced if it is there, or a folder.
+        out: An .mp4 file, which is replaced if it is there, or a folder. Videos in a folder that
+            were made with other settings are not replaced.
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
@@ -147,8 +157,8 @@ class Compare(Run):
     Generates every prompt three times from the same noise: unpatched, patched, and unpatched with
     another exact attention backend. Judges whether anything visible changed. The verdict is a
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
-    blocks did not run what was asked for (the guard made them more exact). Writes videos, plots,
-    metrics.json, report.html and report.md. If it was interrupted, the same command continues.
+    blocks did not run what was asked for (the guard made them more exact). Writes videos,
+    metrics.json and report.html. If it was interrupted, the same command continues.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\
@@ -186,7 +196,7 @@ class Judge(Command):
     """Give the verdict of compare on videos that you have, without a model.
 
     Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
-    folders of .png, and .pt or .safetensors files of frames or latents. The control holds videos
+    folders of .png, and .pt or .safetensors files of frames. The control holds videos
     of the baseline's model under another exact attention; without it there are numbers and no
     verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
     is a median over clips: give ten. Clips that do not fit together or cannot be read are named,
@@ -262,8 +272,7 @@ class Convert(Command):
         dtype: dtype of the weights that diffusers does not keep in fp32. Without it the
             checkpoint's.
         heads: Number of attention heads, if a head does not have 128 channels.
-        network: The network to take from a file with several, e.g. net_ema. Without it the one
-            that is not an average.
+        network: The network to take from a file with several, e.g. net_ema.
         int8_only: Write the int8 weights of a -quant checkpoint as they are: OUT is about as large
             as SOURCE; this package loads it, and stock classes refuse it. Without it they are
             multiplied by their scales.
@@ -291,6 +300,38 @@ class Convert(Command):
     def interrupted(self) -> str:
         """The text to print on Ctrl-C."""
         return f"Interrupted. Nothing was written to {self.out}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precompile(Patched):
+    """Fill Triton's cache with the kernels of a model, without a GPU.
+
+    For the image of a container: the first video then compiles nothing. Only configurations are
+    read. A cache serves machines with the same release of Triton and of this package, which find
+    it at ~/.triton/cache or where TRITON_CACHE_DIR says. What is there is not compiled again.
+
+    examples:
+      turbo-rcm-patch precompile --model PATH --gpu sm_90
+      turbo-rcm-patch precompile --model PATH --linear int8 --out /opt/triton
+
+    Attributes:
+        gpu: Architecture of the GPU: sm_80, sm_86, sm_89, sm_90 (H100, H200), sm_100 or sm_120.
+        out: The cache folder. Without it Triton's own.
+        height: Height of the videos. Without it the model's usual one, like the next two.
+        width: Width of the videos.
+        num_frames: Number of frames.
+    """
+
+    gpu: str = "sm_90"
+    out: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+
+    @property
+    def interrupted(self) -> str:
+        """The text to print on Ctrl-C."""
+        return "Interrupted. What is compiled is kept; the same command goes on from there."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,5 +382,5 @@ class Demo(Command):
 #: Name of a command -> its options.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     command.__name__.lower(): command
-    for command in (Generate, Compare, Judge, Pairs, Convert, Doctor, Demo)
+    for command in (Generate, Compare, Judge, Pairs, Convert, Precompile, Doctor, Demo)
 }

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.ops.launch import Target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+#: The GPU for which tensors on the meta device stand, as (backend, architecture), or None.
+_stand_in: Target | None = None
 
 #: Least number of queries and of keys for which attention="auto" is int8 on a GPU. On an H200,
 #: with values in bf16 and norms counted, int8 has four times the error of exact attention. It is
@@ -149,6 +153,49 @@ def chosen() -> list[str]:
     return [f"{what}: {', '.join(names)}" for what, names in lines.items()]
 
 
+@contextmanager
+def meta_stands_for(target: Target) -> Iterator[None]:
+    """Let tensors on the meta device stand for those of a GPU, so that what would run there can be
+    compiled where it is not. For a process that does nothing else."""
+    global _stand_in
+    _stand_in = target
+    _forget_choices()
+    try:
+        yield
+    finally:
+        _stand_in = None
+        _forget_choices()
+
+
+def _forget_choices() -> None:
+    for choice in (resolve_impl, resolved):
+        choice.cache_clear()
+
+
+def stand_in(device: torch.device) -> Target | None:
+    """Return the GPU for which tensors on a device stand, or None where they are what they say."""
+    return _stand_in if device.type == "meta" else None
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Return True if a device is a GPU (CUDA or HIP), or stands for one."""
+    return device.type == "cuda" or stand_in(device) is not None
+
+
+def without_data(x: torch.Tensor) -> bool:
+    """Return True if a tensor lies on the meta device and stands for nothing."""
+    return x.is_meta and _stand_in is None
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, or None of any other device."""
+    if target := stand_in(device):
+        return divmod(int(target.arch), 10)
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 @cache
 def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "reference"]:
     """Return the implementation that runs on a device.
@@ -161,7 +208,7 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
         ConfigError: `impl` is none of these words.
     """
     if impl == "auto":
-        if device.type != "cuda":
+        if not on_gpu(device):
             return "reference"
         if find_spec("triton") is not None:
             return "triton"
@@ -181,7 +228,7 @@ def compile_ahead(impl: str, device: torch.device, call: Callable[[], object]) -
     if device.type == "cuda" and resolve_impl(impl, device) == "triton":
         from turbo_rcm_patch.ops import launch
 
-        launch.compile_ahead(call)
+        launch.compile_ahead(call, device)
 
 
 def resolve_pv(
@@ -202,22 +249,22 @@ def resolve_pv(
     """
     if pv in ("bf16", "fp16"):
         return pv
-    if device.type != "cuda":
+    if not on_gpu(device):
         return "fp8" if pv == "fp8" else "bf16"
     if pv == "auto" and n_kv is not None and n_kv < fp8_min_keys(device):
         return "bf16"
-    if torch.version.hip is not None:
+    capability = capability_of(device)
+    if capability is not None:
+        has_fp8, name = capability >= (8, 9), f"compute capability {capability[0]}.{capability[1]}"
+    elif torch.version.hip is not None:
         has_fp8, name = False, "a HIP device, whose e4m3 is another format"
     else:
-        if not torch.cuda.is_available():
-            raise DeviceError(
-                "pv",
-                expected="a visible CUDA device",
-                got=str(device),
-                remedy="Name pv explicitly",
-            )
-        capability = torch.cuda.get_device_capability(device)
-        has_fp8, name = capability >= (8, 9), f"compute capability {capability[0]}.{capability[1]}"
+        raise DeviceError(
+            "pv",
+            expected="a visible CUDA device",
+            got=str(device),
+            remedy="Name pv explicitly",
+        )
     if pv == "fp8" and not has_fp8:
         raise Fp8UnsupportedError(
             'pv="fp8"',
@@ -230,8 +277,7 @@ def resolve_pv(
 
 def fp8_min_keys(device: torch.device) -> int:
     """Return the number of keys from which pv="auto" takes fp8 on a device that has it."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
-    if not hopper or find_spec("triton") is None:
+    if capability_of(device) != (9, 0) or find_spec("triton") is None:
         return FP8_MIN_KEYS
     from turbo_rcm_patch.ops.gluon import has_hopper_kernels
 
@@ -259,7 +305,7 @@ def resolved(
     attention, pv = spec.attention, spec.pv
     if attention == "auto":
         # The exact path computes the logsumexp slowly, in plain torch.
-        short = min(n_q, n_kv) < INT8_AUTO_TOKENS and device.type == "cuda" and not want_lse
+        short = min(n_q, n_kv) < INT8_AUTO_TOKENS and on_gpu(device) and not want_lse
         attention = "exact" if short else "int8"
     if attention in QMAX:
         pv = resolve_pv(pv, device, n_kv)

@@ -7,10 +7,10 @@ is another object or has another version, address, dtype or device. The model's 
 write weights drop all copies, and so does a forward with gradients.
 
 Writes through `.data`, fused optimizers, `EMAModel.copy_to` and collectives leave the version of a
-weight as it was. So the first forward of each video compares some elements of every weight with
-those of the forward before, and makes the copies of weights that moved again. A model that was
-patched without its pipeline does not know which forward begins a video, and compares on every one.
-A write into a few elements needs `refresh(model)`.
+weight as it was. So every forward compares some elements of every weight with those of the forward
+before, and makes the copies of changed weights again. That takes 0.3 ms, and no other sign is
+safe: a scheduler's step index stays where an interrupted video left it. A write into a few
+elements needs `refresh(model)`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight
+from turbo_rcm_patch.ops.dispatch import without_data
 from turbo_rcm_patch.ops.formats import Int8Tensor
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples, layout
@@ -33,9 +34,11 @@ from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
     Replacement,
+    casts_itself,
     compiling,
     hooked,
     installed,
+    original_class,
     own_function,
     owner,
 )
@@ -58,8 +61,6 @@ WRITERS: Final = (
 class _Thread(threading.local):
     #: True to run Linears as their authors wrote them.
     wide = False
-    #: The copies and the index of the block that ran last.
-    last = (0, 0)
 
 
 _thread: Final = _Thread()
@@ -180,13 +181,13 @@ def _dtype(linear: Any) -> torch.dtype:
 
 
 def holds_plainly(linear: nn.Module) -> bool:
-    """Return True if weight and bias are a Linear's own parameters.
+    """Return True if a module is a Linear whose weight and bias are its own parameters.
 
     A quantised or sharded weight is a subclass of Tensor, and a normalised one no parameter.
     """
-    held = linear._parameters
-    whole = type(linear) is Int8Linear or type(held.get("weight")) is nn.Parameter
-    return whole and "bias" in held
+    held, cls = linear._parameters, original_class(linear)
+    plain = cls is nn.Linear and type(held.get("weight")) is nn.Parameter
+    return (plain or cls is Int8Linear) and "bias" in held
 
 
 def _serves(linear: Any, x: Tensor) -> bool:
@@ -195,9 +196,9 @@ def _serves(linear: Any, x: Tensor) -> bool:
         return False
     held = [p for p in linear._parameters.values() if p is not None]
     dtype, device = x.dtype, x.device
-    if x.is_meta or dtype != _dtype(linear) or dtype not in FLOATS:
+    if without_data(x) or dtype != _dtype(linear) or dtype not in FLOATS:
         return False
-    if torch.is_autocast_enabled(device.type):
+    if casts_itself(device):
         return False
     if any([p.device != device for p in held]):
         return False
@@ -221,17 +222,19 @@ def takes_rows(modules: Iterable[Any]) -> bool:
     return all([int8_forward(module) is not None for module in modules])
 
 
-def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
+def shared_rows(modules: tuple[Any, ...], x: Any) -> Any:
     """Quantise the input of several Linears once for all of them.
 
     Args:
         modules: Linears, or the modules that replaced them.
-        x: [B, N, K].
+        x: [B, N, K], or `Int8Tensor` already.
 
     Returns:
         `Int8Tensor` if all of the modules run in int8 on x, else x.
     """
     impl = ""
+    if isinstance(x, Int8Tensor):
+        return x
     for module in modules:
         forward = int8_forward(module)
         if forward is None or x.dim() != 3 or not forward.serves(x):
@@ -245,11 +248,13 @@ def why_not_int8(module: nn.Module) -> str:
     if type(module) is Int8Linear:
         return ""
     if type(module) is not nn.Linear:
-        return f"it is a {type(module).__module__.split('.')[0]} {type(module).__qualname__}"
-    if type(module.weight) is not nn.Parameter:
-        return f"its weight is a {type(module.weight).__qualname__}"
+        return f"{type(module).__qualname__} keeps its own forward"
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        kind = "is no parameter" if weight is None else f"is a {type(weight).__qualname__}"
+        return f"a weight that {kind} is left as it is"
     if module.in_features > MAX_CHANNELS:
-        return f"its {module.in_features} channels overflow an int32 sum"
+        return f"{module.in_features} channels overflow an int32 sum"
     return ""
 
 
@@ -274,12 +279,6 @@ class Int8Copies:
         for forward in self._forwards:
             forward.forget()
 
-    def begins(self, index: int) -> bool:
-        """Return True if a block is the first in a forward of this thread; blocks run in order."""
-        owner, before = _thread.last
-        _thread.last = id(self), index
-        return owner != id(self) or index <= before
-
     @torch.inference_mode()
     def follow(self) -> None:
         """Drop the copies of weights that moved since the last call. This waits for the device."""
@@ -288,9 +287,9 @@ class Int8Copies:
         forwards, weights = [], []
         for forward in self._forwards:  # hundreds, so each is a few look-ups
             weight = forward.linear._parameters.get("weight")
-            if type(weight) is nn.Parameter and not weight.is_meta:
+            if type(weight) is nn.Parameter and not without_data(weight):
                 forwards.append(forward)
-                weights.append(weight)
+                weights.append(weight.data)  # stays as it is if another thread casts the model
         (known, readers), now = self._readers, (forwards, layout(weights))
         if now != known:
             readers = _readers(forwards, weights)

@@ -18,6 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from turbo_rcm_patch.ops.dispatch import without_data
+
 #: The dtypes that the kernels take.
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -278,6 +280,11 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def casts_itself(device: torch.device) -> bool:
+    """Return True if autocast is on for a device. The meta device has none, and torch raises."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 #: Return True while torch.compile traces. All of `patching` asks here.
 compiling = torch.compiler.is_compiling
 
@@ -292,9 +299,9 @@ def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> s
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"
-    if x.is_meta:
+    if without_data(x):
         return "the input is on the meta device"
-    if torch.is_autocast_enabled(x.device.type):
+    if casts_itself(x.device):
         return "autocast is on"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "a transform of torch.func or forward-mode differentiation is active"

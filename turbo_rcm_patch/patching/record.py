@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -139,6 +140,7 @@ class PatchRecord:
         entries: The functions that are replaced.
         guard: Its guard, or None.
         dropped: Number of Linears that lost their original weights (int8-only).
+        keeps_vae: True if the VAE of the pipeline was patched before, by another call.
     """
 
     model: nn.Module
@@ -149,6 +151,7 @@ class PatchRecord:
     entries: list[Entry] = field(default_factory=list)
     guard: Guard | None = None
     dropped: int = 0
+    keeps_vae: bool = False
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"
@@ -196,26 +199,23 @@ class PatchRecord:
         vars(self.model).pop(ATTRIBUTE, None)
 
 
-def _replaced(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Yield every place that holds a replacement of a module's function, with the name of that."""
-    for name in ("forward", *WRITERS):
+def _installed(model: nn.Module) -> Iterator[Entry]:
+    """Yield every replacement in a model, also those that were copied with their blocks."""
+    for module, name in product(model.modules(), ("forward", *WRITERS)):
         for slot in _slots(module, name):
             if isinstance(getattr(_held(slot), "__self__", None), Replacement):
-                yield name, slot
+                yield Entry(module, name, _held(slot), slot, absent=True)
 
 
 def holds_patch(model: nn.Module) -> bool:
-    """Return True if a model, or one inside, is patched, or a module inside holds a replacement,
-    perhaps one that was copied with its block."""
-    modules = model.modules()
-    return any(record_of(module) is not None or any(_replaced(module)) for module in modules)
+    """Return True if a model, or one inside, is patched or holds a replacement."""
+    return any(map(record_of, model.modules())) or any(True for _ in _installed(model))
 
 
 def undo_replacements(model: nn.Module) -> None:
-    """Remove every replacement in a model, also in blocks that were copied from elsewhere."""
-    for module in model.modules():
-        for name, slot in list(_replaced(module)):
-            Entry(module, name, _held(slot), slot, absent=True).undo()
+    """Remove every replacement in a model."""
+    for entry in list(_installed(model)):
+        entry.undo()
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from turbo_rcm_patch.video.filters import vmaf
-from turbo_rcm_patch.video.measures import Drift, frame_drift, latent_drift
-from turbo_rcm_patch.video.store import Store, reading
+from turbo_rcm_patch.video.measures import Drift, frame_drift
+from turbo_rcm_patch.video.store import CLIP_FILES, Store, reading
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
@@ -24,13 +23,6 @@ from turbo_rcm_patch.video.video import (
     write_mp4,
 )
 
-#: Videos of a clip that stand alone, by the run that they show; `compare` writes them.
-SINGLE_VIDEOS: Final = {
-    "baseline.mp4": "baseline",
-    "patched.mp4": "patched",
-    "difference.mp4": "patched difference",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
@@ -41,12 +33,11 @@ class Clip:
         prompt: The prompt, or the name of its files.
         patched: Distance of the judged video from the baseline.
         control: Distance of the control from the baseline, None without a control.
-        height: Of the frames, 0 for latents.
+        height: Of the frames.
         width: The same.
         fps: Frames a second.
         gain: Amplification of the videos of differences.
         unmeasured: Why a measure is missing, else empty.
-        files: The files in its folder.
         seed: The seed, if `compare` made the video.
         runs: How `compare` made each of its videos (`StoredClip.note`), by the name of the run.
     """
@@ -55,19 +46,13 @@ class Clip:
     prompt: str
     patched: Drift
     control: Drift | None = None
-    height: int = 0
-    width: int = 0
-    fps: float = 0
-    gain: int = 1
+    height: int
+    width: int
+    fps: float
+    gain: int
     unmeasured: str = ""
-    files: tuple[str, ...] = ()
     seed: int | None = None
     runs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_latents(self) -> bool:
-        """True if the clip is latents, so that no video shows it."""
-        return self.height == 0
 
     @property
     def frames(self) -> int:
@@ -97,8 +82,8 @@ class Clip:
                 return None
             drifts = {run: record[run] for run in ("patched", "control")}
             drifts = {run: values and Drift.from_dict(values) for run, values in drifts.items()}
-            clip = cls(**record | drifts | {"files": tuple(record["files"])})
-        complete = all((store.folder(key) / file).is_file() for file in clip.files)
+            clip = cls(**record | drifts)
+        complete = all((store.folder(key) / file).is_file() for file in CLIP_FILES)
         return clip if complete else None
 
     def record(self, store: Store, inputs: object) -> None:
@@ -113,8 +98,6 @@ def measure(
     fps: float,
     *,
     label: str = "patched",
-    latents: bool = False,
-    single_videos: bool = False,
     **identity: Any,
 ) -> Clip:
     """Measure a clip, and write the videos and the sheet of pictures that show it.
@@ -122,31 +105,21 @@ def measure(
     Args:
         store: The folder; the files are panes.mp4 for the report's player, side_by_side.mp4 to
             look at, and sheet.png.
-        clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1, or
-            latents of any shape.
+        clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1.
         fps: Frames a second.
         label: The word for "patched" in pictures.
-        latents: True if they are latents, which no picture shows.
-        single_videos: Write the `SINGLE_VIDEOS` too.
         **identity: The fields of the clip that say which one it is.
     """
     truth = clips["baseline"]
     runs = {run: clip for run, clip in clips.items() if run != "baseline"}
-    distance = latent_drift if latents else frame_drift
-    drifts: dict[str, Any] = {run: distance(clip, truth) for run, clip in runs.items()}
-    if latents:
-        return Clip(**identity, **drifts, fps=fps)
+    drifts: dict[str, Any] = {}
     missing = set()
     for run, clip in runs.items():
         score, why = vmaf(clip, truth, fps)
-        drifts[run] = replace(drifts[run], vmaf=score)
+        drifts[run] = replace(frame_drift(clip, truth), vmaf=score)
         missing |= {why} - {""}
     gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
-    shown = _write_pictures(store, identity["key"], clips, label, gain, fps)
-    files = ["panes.mp4", "side_by_side.mp4", "sheet.png"]
-    for file, run in SINGLE_VIDEOS.items() if single_videos else ():
-        write_mp4(shown[run], store.folder(identity["key"]) / file, fps)
-        files.append(file)
+    _write_pictures(store, identity["key"], clips, label, gain, fps)
     return Clip(
         **identity,
         **drifts,
@@ -155,7 +128,6 @@ def measure(
         fps=fps,
         gain=gain,
         unmeasured="; ".join(sorted(missing)),
-        files=tuple(files),
     )
 
 
@@ -166,8 +138,8 @@ def _write_pictures(
     label: str,
     gain: int,
     fps: float,
-) -> dict[str, np.ndarray]:
-    """Write the joined videos and the sheet; return the enlarged videos and differences."""
+) -> None:
+    """Write the joined videos and the sheet."""
     folder, truth = store.folder(key), clips["baseline"]
     shown = {run: enlarge(clip) for run, clip in clips.items()}
     rows = {"baseline": shown["baseline"], label: shown["patched"]}
@@ -179,4 +151,3 @@ def _write_pictures(
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     contact_sheet(rows, folder / "sheet.png")
-    return shown

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Unpack
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from turbo_rcm_patch.patching import PatchReport, sla_as_defined
 from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
-from turbo_rcm_patch.video.judged import BackendCalls, check_judged, judged
+from turbo_rcm_patch.video.judged import BackendCalls, Forwards, check_judged, judged
 from turbo_rcm_patch.video.judging import conclude
 from turbo_rcm_patch.video.measures import (
     CapturedCalls,
@@ -46,9 +46,8 @@ from turbo_rcm_patch.video.pipelines import (
     network_of,
     networks_of,
 )
-from turbo_rcm_patch.video.report import write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
-from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.settings import Settings, SettingsOptions
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, StoredClip, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import Ran
@@ -88,7 +87,7 @@ def compare(
     fresh: bool = False,
     progress: Progress | None = None,
     command: str = "",
-    **overrides: object,
+    **overrides: Unpack[SettingsOptions],
 ) -> Judged:
     """Make every video three times and judge whether patching changed anything visible.
 
@@ -104,8 +103,8 @@ def compare(
             0..1. `prompts` are then the names of the videos in the report, and of the settings
             only `fps` is taken.
         images: For image to video the first frame, one for all prompts or one for each.
-        out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
-            it are kept, and so are files that no comparison wrote.
+        out: Folder for videos, metrics.json and report.html. Finished prompts in it are kept, and
+            so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
         attention_backend: Judge the unpatched model on this attention backend of diffusers
@@ -147,7 +146,7 @@ def compare(
             "the network number",
             expected="a transformer that stays on one device",
             got=why,
-            remedy="Leave out --network-number, or load without offloading",
+            remedy="Leave `network_number=True` out, or load without `offload=`",
         )
     with lock_folder(out):
         check_judged(pipe, config, attention_backend)
@@ -164,8 +163,7 @@ def compare(
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
-        device = pipe._execution_device
-        passes = _Passes(store, keys, missing, make_clip, steps, device, progress)
+        passes = _Passes(store, keys, missing, make_clip, steps, pipe, progress)
         networks = () if network_number is False else networks_of(pipe).values()
         calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
@@ -194,10 +192,10 @@ def compare(
             patch_report=note.get("table")
             or f"nothing: the unpatched model, attention backend {attention_backend}",
             patch=note.get("report", {}),
-            times={run: _times(store, results, run) for run in RUNS},
+            times={run: _times(store, results, run) for run in RUNS[:2]},
             identity=identity,
         )
-        result = conclude(
+        return conclude(
             store,
             results,
             command=command,
@@ -207,8 +205,6 @@ def compare(
             missing=[f"the network number ({why})"] if why else [],
             ran=_ran(results, config, attention_backend),
         )
-        write_report(result)
-    return result
 
 
 def _only_fps(overrides: Mapping[str, object], **left_out: object) -> int:
@@ -305,7 +301,7 @@ class _Passes:
         missing: The numbers of those that are not measured.
         make_clip: Makes a video.
         steps: Steps of a video.
-        device: The pipeline's.
+        pipe: The pipeline.
         progress: As for `compare`.
     """
 
@@ -314,7 +310,7 @@ class _Passes:
     missing: Sequence[int]
     make_clip: _MakeClip
     steps: int
-    device: torch.device
+    pipe: VideoPipeline
     progress: Progress
 
     def run(
@@ -355,21 +351,14 @@ class _Passes:
         self.progress(run, total, total)
 
     def _clip(self, run: Run, i: int, done: int, watched: _Watched) -> StoredClip:
-        """Make a video, and note how the blocks ran in each step."""
-        forms: list[dict[str, str]] = []
+        """Make a video, and note how the blocks ran in each forward."""
 
-        def on_step(step: int, steps: int) -> None:
-            if watched is not None:
-                # A VAE has no form that was asked for.
-                ran = watched.forms().items()
-                forms.append({name: form for name, form in ran if not name.startswith("vae.")})
-                if step < steps:  # The report shows how the last step ran.
-                    watched.forget()
+        def on_step(step: int, _: int) -> None:
             self.progress(run, done + step, len(self.keys) * self.steps)
 
-        if watched is not None:
-            watched.forget()
-        clip = replace(self.make_clip(i, on_step), forms=forms)
+        with Forwards(self.pipe, watched) as forwards:
+            clip = self.make_clip(i, on_step)
+        clip = replace(clip, forms=forwards.forms())
         if run == "baseline" and not _is_finite(clip.frames):
             raise SamplingError(
                 "the unpatched model gave NaN or infinity",
@@ -391,14 +380,14 @@ class _Passes:
             if step != min(2, steps):  # The prompt is encoded before the first step.
                 return
             count, seconds = 3 * len(self.keys), times[-1] - times[-2]
+            device = self.pipe._execution_device
             left = timedelta(seconds=round(seconds * count * self.steps))
-            cuda = self.device.type == "cuda"
-            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
                 f"{left} at this pace, and decoding is added to that. {self.store.out} gets "
-                "report.html, report.md, metrics.json and a folder of videos for each prompt.",
+                "report.html, metrics.json and a folder of videos for each prompt.",
                 0,
                 0,
             )
@@ -426,7 +415,7 @@ def _choose_control(
     i, refused = min(passes.missing, default=0), []
     key = passes.keys[i]
     baseline = passes.store.load_clip(key, "baseline").frames
-    for name in candidates(passes.device):
+    for name in candidates(passes.pipe._execution_device):
         try:
             with unpatched(name):
                 clip = passes.make_clip(i, _ignore)
@@ -596,7 +585,6 @@ def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: i
         store,
         {run: stored.frames for run, stored in runs.items()},
         fps,
-        single_videos=True,
         key=key,
         prompt=prompt,
         seed=seed,

@@ -14,20 +14,12 @@ from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
-from turbo_rcm_patch.patching.find import execution_device
+from turbo_rcm_patch.patching.find import VAE, execution_device
 from turbo_rcm_patch.video.pipelines import networks_of
 
 
 class BackendCalls(list[str]):
-    """The forms in which the self-attentions of a model ran on "turbo_rcm_int8", in order.
-
-    Args:
-        blocks: The number of blocks.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self._blocks = blocks
+    """The forms in which self-attentions ran on "turbo_rcm_int8" since `forget`, in order."""
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of the backend, which counts its calls by the rule of `sageattn`. A
@@ -44,14 +36,52 @@ class BackendCalls(list[str]):
         return call
 
     def forms(self) -> dict[str, str]:
-        """Return the form of each block; of two calls under guidance one that was not asked."""
-        forms: dict[str, str] = {}
-        for i, form in enumerate(self):
-            name = f"blocks.{i % self._blocks}"
-            forms[name] = form if form != "asked" else forms.get(name, form)
-        return forms
+        """Return the form of each block."""
+        return {f"blocks.{i}": form for i, form in enumerate(self)}
 
     forget = list.clear
+
+
+class Forwards:
+    """Context manager that notes in which form each block runs in each forward of a network.
+
+    Args:
+        model: A pipeline.
+        watched: Says in which form the blocks ran; None if nothing does.
+    """
+
+    def __init__(self, model: object, watched: PatchReport | BackendCalls | None) -> None:
+        self._watched, self._hooks = watched, ExitStack()
+        self._networks = [] if watched is None else [*networks_of(model).values()]
+        self._forwards: list[tuple[Any, dict[str, str]]] = []
+
+    def __enter__(self) -> Forwards:
+        for network in self._networks:
+            self._hooks.enter_context(network.register_forward_pre_hook(self._before))
+            self._hooks.enter_context(network.register_forward_hook(self._after))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _before(self, *_: object) -> None:
+        assert self._watched is not None
+        self._watched.forget()
+
+    def _after(self, network: Any, *_: object) -> None:
+        assert self._watched is not None
+        # A VAE has no form that was asked for.
+        ran = self._watched.forms().items()
+        forms = {block: form for block, form in ran if not block.startswith(f"{VAE}.")}
+        self._forwards.append((network, forms))
+
+    def forms(self) -> list[dict[str, str]]:
+        """Return the forms of each forward. A block that did not run in one of them, but in
+        another of the same network, was skipped there."""
+        skipped: dict[Any, dict[str, str]] = {}
+        for network, forms in self._forwards:
+            skipped.setdefault(network, {}).update(dict.fromkeys(forms, "skipped"))
+        return [skipped[network] | forms for network, forms in self._forwards]
 
 
 @contextmanager
@@ -150,7 +180,7 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
             raise _unusable(name, str(error)) from error
         calls = None
         if name == BACKEND:
-            member, calls = registry._active_backend, BackendCalls(networks[0].config.num_layers)
+            member, calls = registry._active_backend, BackendCalls()
             original = registry._backends[member]
             undo.callback(registry._backends.__setitem__, member, original)
             registry._backends[member] = calls.counted(original)
@@ -160,7 +190,7 @@ def _on_backend(model: object, name: str) -> Iterator[BackendCalls | None]:
 def _names() -> set[str]:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-    return {one.value for one in AttentionBackendName.__members__.values()}
+    return {name.value for name in AttentionBackendName.__members__.values()}
 
 
 def _unusable(name: str, why: str) -> ConfigError:

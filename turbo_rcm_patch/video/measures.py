@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final
 
@@ -51,20 +50,14 @@ class Drift:
         ssim: Mean SSIM over frames.
         frame_psnr: PSNR of each frame.
         frame_ssim: SSIM of each frame.
-        latents: Relative L2 of latents, None of frames.
-        flicker: See `flicker`.
         vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
-        cosine: Cosine between latents, None of frames.
     """
 
     psnr: float
     ssim: float
     frame_psnr: tuple[float, ...]
     frame_ssim: tuple[float, ...]
-    latents: float | None = None
-    flicker: float = math.nan
     vmaf: float | None = None
-    cosine: float | None = None
 
     @property
     def worst_frame(self) -> int:
@@ -117,26 +110,6 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([_ssim_frame(x, y) for x, y in zip(a, b, strict=True)])
 
 
-def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the change of the difference from another video, from frame to frame.
-
-    The mean absolute difference of consecutive frames is the "temporal flickering" of VBench
-    (Huang et al. 2024, arXiv 2311.17982; their score is 1 minus it). Motion counts there as well.
-    So it is taken here of `frames - truth`, from which the motion that both share is gone.
-
-    Args:
-        frames: [F, H, W, 3] in 0..1.
-        truth: The same.
-
-    Returns:
-        In steps of an 8-bit pixel; 0 if the difference is the same in every frame.
-    """
-    _check(frames, truth)
-    differences = (a.double() - b.double() for a, b in zip(frames, truth, strict=True))
-    changes = [float((b - a).abs().mean()) for a, b in pairwise(differences)]
-    return 255.0 * fmean(changes) if changes else 0.0
-
-
 def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
     """Return |value - truth| / |truth| over all elements, computed in fp64."""
     truth64 = truth.double()
@@ -152,22 +125,7 @@ def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
         ssim=float(similarity.mean()),
         frame_psnr=tuple((-10.0 * torch.log10(of_frames)).tolist()),
         frame_ssim=tuple(similarity.tolist()),
-        flicker=flicker(frames, truth),
     )
-
-
-def latent_drift(latents: torch.Tensor, truth: torch.Tensor) -> Drift:
-    """Return the distances of latents. In the place of the PSNR is the SNR in dB, because latents
-    have no largest value; twice the error is 6 dB for both. SSIM says nothing about latents.
-
-    Args:
-        latents: Any shape.
-        truth: The same shape, not all zero.
-    """
-    far = relative_l2(latents, truth)
-    snr = math.inf if far == 0.0 else -20.0 * math.log10(far)
-    cosine = F.cosine_similarity(latents.double().flatten(), truth.double().flatten(), dim=0)
-    return Drift(snr, math.nan, (snr,), (), latents=far, cosine=float(cosine))
 
 
 def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`Judged`: the result of `compare` and of `judge`, in words and as data."""
+"""`Judged`: the result of `compare` and of `judge`, as facts for a terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from turbo_rcm_patch import tiny
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.text import as_typed, one_line
 from turbo_rcm_patch.video.clips import Clip
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.measures import NetworkNumber
 from turbo_rcm_patch.video.report import shown_command, without_places
-from turbo_rcm_patch.video.verdict import FUSION_LIMIT, Verdict, Word, interval
+from turbo_rcm_patch.video.verdict import FEW, FUSION_LIMIT, Verdict, Word, interval
 
 #: Said beside the time of a patched model whose kernels did not run.
 EMULATED: Final = "On a CPU the patch is no faster: plain torch stands in for its kernels"
@@ -31,8 +32,8 @@ class ModelFacts:
         baseline: The model that the other two runs are compared with, in words.
         patch_report: The report of the patched model, as a table.
         patch: The same for JSON.
-        times: Of each run ("baseline", "patched", "control") the seconds of the first call, of
-            the median one and of the median decoding, and peak memory.
+        times: Of "baseline" and "patched" the seconds of the first call, of the median later one
+            and of its decoding, and peak memory.
         identity: Everything but prompts and seeds that decides what is generated, for JSON.
     """
 
@@ -57,16 +58,6 @@ class ModelFacts:
         return model_in_words(self.identity["model"])
 
     @property
-    def made_by_caller(self) -> bool:
-        """True if a function of the caller made the videos (`compare(..., make=)`)."""
-        return "made by" in self.identity["settings"]
-
-    @property
-    def guarded(self) -> bool:
-        """True if a guard compared blocks while the judged videos were made."""
-        return self.attention_backend is None and bool(self.identity["config"]["guard"])
-
-    @property
     def emulated(self) -> bool:
         """True if plain torch ran in the place of the kernels, so that its time means nothing."""
         our_backend = self.attention_backend == "turbo_rcm_int8"
@@ -77,48 +68,49 @@ class ModelFacts:
     def judged_model(self) -> str:
         """The judged model in a few sentences."""
         if not self.patch:
-            return f"The unpatched model on the attention backend {self.attention_backend}."
+            return f"the unpatched model on the attention backend {self.attention_backend}"
         options = str(PatchConfig(**self.identity["config"])).removeprefix("PatchConfig")
         return (
-            f"The model after patch_model with {options.strip('()') or 'its defaults'}: "
+            f"the model after patch_model with {options.strip('()') or 'its defaults'}: "
             f"{self.patch['fused']} of its {len(self.patch['pairs'])} branches run fused with the "
-            "sum into the residual."
+            "sum into the residual"
         )
 
     @property
     def speed(self) -> str:
-        """Seconds a video and peak memory, unpatched and changed, in words."""
+        """Seconds a video and peak memory, unpatched and changed, in words. The ratio is of a GPU
+        alone."""
         runs = [self.times[name] for name in ("baseline", "patched")]
         old, new = (
             (run["median_seconds"] or 0.0) + (run["decode_seconds"] or 0.0) for run in runs
         )
-        text = f"{old:.3g} s a video unpatched, {new:.3g} s {self.name} ({old / new:.2f} times "
-        text += f"as fast), denoised and decoded on {self.identity['device']}"
         peaks = [run["peak_bytes"] / 2**30 for run in runs if run["peak_bytes"]]
-        if len(peaks) == len(runs):
+        on_gpu = len(peaks) == len(runs)
+        ratio = f" ({old / new:.2f} times as fast)" if on_gpu else ""
+        text = f"{old:.3g} s a video unpatched, {new:.3g} s {self.name}{ratio}, after a first one,"
+        text += f" denoised and decoded on {self.identity['device']}"
+        if on_gpu:
             text += f"; peak memory while denoising {peaks[0]:.2f} and {peaks[1]:.2f} GiB"
-        if self.emulated:
-            text += f". {EMULATED}"
-        return text
+        return text + f". {EMULATED}" * self.emulated
 
     @property
     def facts(self) -> dict[str, str]:
         """How the videos were made."""
-        identity, backend = self.identity, self.attention_backend
-        patch = ", ".join(f"{name}={value}" for name, value in identity["config"].items())
+        identity = self.identity
         sampler = ", ".join(
             f"{name}={value}"
             for name, value in identity["settings"].items()
             if value not in (None, "", ()) and name not in ("height", "width", "num_frames")
         )
+        by_caller = "made by" in identity["settings"]  # `compare(..., make=)`
         return {
             "model": self.title,
             "machine": identity["device"],
             "sampler": sampler,
-            "transformer": identity["dtype"] + "; VAE in float32" * (not self.made_by_caller),
+            "transformer": identity["dtype"] + "; VAE in float32" * (not by_caller),
             "baseline": self.baseline,
             "control": f"scaled_dot_product_attention on its {self.control_backend} backend",
-            "judged": f"attention backend {backend}, unpatched" if backend else f"patch: {patch}",
+            "judged": self.judged_model,
         }
 
     def as_dict(self) -> dict[str, object]:
@@ -147,8 +139,8 @@ class Judged:
         versions: Of the packages.
         model: What `compare` knows of the model; None for videos that others have made.
         refused: Name of each clip that could not be judged -> why.
-        agreement: See `verdict.agreement`; None if `compare` made the videos.
         places: "baseline", "candidate" and "control" -> the folder, without those it lies in.
+        notes: More that a reader has to know, a sentence each.
     """
 
     judgement: Verdict
@@ -158,18 +150,13 @@ class Judged:
     versions: dict[str, str]
     model: ModelFacts | None = None
     refused: Mapping[str, str]
-    agreement: float | None = None
     places: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Word:
         """ "unchanged", "similar", "changed", "undecided" or "not judged" (see `Verdict`)."""
         return self.judgement.word
-
-    @property
-    def latents(self) -> bool:
-        """True if the clips are latents, so that no video shows them."""
-        return self.results[0].is_latents
 
     @property
     def name(self) -> str:
@@ -182,14 +169,28 @@ class Judged:
         return "prompt" if self.model else "clip"
 
     @property
+    def scope(self) -> str:
+        """How many clips the verdict is over, in words."""
+        count = len(self.results)
+        return f"over {count} {self.noun}{'s' * (count > 1)}"
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a terminal and the page say beside the verdict."""
+        model, sentences = self.model, []
+        if len(self.results) < FEW:
+            sentences += [f"The PSNR of single {self.noun}s scatters by some 5 dB: give ten"]
+        sentences += [str(self.judgement.ran)] if self.judgement.ran else []
+        sentences += [model.speed] if model else []
+        if model and model.network is None and not self.judgement.missing:
+            sentences += ["The error of the network was not measured, as you asked"]
+        sentences += self.notes
+        return [as_typed(text) for text in sentences] if self.command else sentences
+
+    @property
     def report(self) -> Path:
         """The HTML page."""
         return self.out / "report.html"
-
-    @property
-    def short_report(self) -> Path:
-        """The short form of the page in Markdown, to paste."""
-        return self.out / "report.md"
 
     @property
     def metrics(self) -> Path:
@@ -204,7 +205,7 @@ class Judged:
             for clip in self.results
         }
         several = f"clips of {len(sizes)} lengths, sizes or frame rates"
-        return "latents" if self.latents else sizes.pop() if len(sizes) == 1 else several
+        return sizes.pop() if len(sizes) == 1 else several
 
     @property
     def facts(self) -> dict[str, str]:
@@ -216,35 +217,19 @@ class Judged:
         facts["versions"] = ", ".join(f"{name} {text}" for name, text in self.versions.items())
         return {name: without_places(text) for name, text in facts.items()}
 
-    @property
-    def chips(self) -> list[str]:
-        """The most important facts, in a few words each."""
-        if (model := self.model) is None:
-            count = f"{len(self.results)} clip{'s' * (len(self.results) > 1)}"
-            places = [f"{name}: {place}" for name, place in self.places.items()]
-            return [*places, count, self.sizes]
-        chips = [model.title]
-        if model.attention_backend:
-            chips.append(f"attention backend {model.attention_backend}")
-        chips += [model.identity["device"], self.sizes]
-        if steps := model.identity["settings"].get("steps"):
-            chips.append(f"{steps} steps")
-        packages = [name for name in ("torch", "triton") if name in self.versions]
-        return chips + [f"{name} {self.versions[name]}" for name in packages]
-
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
         ran = self.judgement.ran
         psnrs = {"patched": [clip.patched.psnr for clip in self.results]}
         psnrs["control"] = [clip.control.psnr for clip in self.results if clip.control]
-        names = ("verdict", "agreement", "latents", "refused", "places", "versions", "command")
+        names = ("verdict", "refused", "places", "notes", "versions", "command")
         return {
             "schema": 1,
             **{name: getattr(self, name) for name in names},
             **(self.model.as_dict() if self.model else {}),
             "checks": self.judgement.numbers,
             "missing": self.judgement.missing,
-            "ran": ran and asdict(ran) | {"share_as_asked": ran.share, "words": str(ran)},
+            "ran": ran and ran.as_dict(),
             "median_interval": {run: interval(values) for run, values in psnrs.items()},
             f"{self.noun}s": [
                 {name: value for name, value in clip.as_dict().items() if name != "runs"}
@@ -253,32 +238,20 @@ class Judged:
         }
 
     def __str__(self) -> str:
-        lines = [f"verdict: {self.verdict}"]
-        lines += [f"  {self.judgement.ran}"] if self.judgement.ran else []
-        lines += [f"  {self.model.speed}"] if self.model else []
-        if self.agreement is not None:
-            lines += [f"  the same word in {self.agreement:.0%} of resamples of the clips"]
+        facts = self.facts
+        lines = [f"verdict: {self.verdict}, {self.scope}"]
+        lines += [f"  {sentence}" for sentence in self.sentences]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
-        lines += self._model_lines(self.model) if self.model else self._clip_lines()
-        lines += [f"could not be judged: {why}" for why in self.refused.values()]
-        return "\n".join([*lines, f"report:  {self.report}", f"short:   {self.short_report}"])
-
-    def _model_lines(self, model: ModelFacts) -> list[str]:
-        lines = []
-        if model.network is None and not self.judgement.missing:
-            lines += ["  --  not measured, as you asked: the network number"]
-        if model.attention_backend:
-            lines += [f"judged: the unpatched model, attention backend {self.name!r}"]
-        lines += [f"baseline: {model.baseline}"]
-        return [*lines, f"control: exact attention on the {model.control_backend!r} backend"]
-
-    def _clip_lines(self) -> list[str]:
-        unit, lines = "SNR" if self.latents else "PSNR", []
         for clip in self.results:
             control = f", control {clip.control.psnr:.1f}" if clip.control else ""
-            lines += [f"  {clip.prompt}: {unit} {clip.patched.psnr:.1f} dB{control}"]
-        return lines
+            lines += [f"  {clip.prompt}: PSNR {clip.patched.psnr:.1f} dB{control}"]
+        models = ("judged", "baseline", "candidate", "control")
+        lines += [f"{name}: {facts[name]}" for name in models if name in facts]
+        lines += [f"could not be judged: {why}" for why in self.refused.values()]
+        lines += [f"report: {self.report}"]
+        # A name with a line end would write a line of its own, for instance another verdict.
+        return "\n".join(map(one_line, lines))
 
 
 def model_in_words(model: str) -> str:

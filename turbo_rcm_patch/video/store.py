@@ -3,8 +3,7 @@
 A video is finished when a JSON file beside it says how it was made. A comparison has a folder:
 settings.json (what the folder belongs to, and the mark of such a folder), clips/ (frames of each
 prompt and run, until they are measured), prompts/ (videos and record of each finished prompt),
-runs/ (one file a run), plots/, metrics.json, report.html and report.md. Every file is written
-whole or not at all.
+runs/ (one file a run), metrics.json and report.html. Every file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ from turbo_rcm_patch.files import atomic, check_writable, remove_leftovers, try_
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.video.video import find_ffmpeg
 
-#: Files of a finished prompt; the record comes last.
-PROMPT_FILES: Final = (
-    *("baseline.mp4", "patched.mp4", "difference.mp4", "side_by_side.mp4", "panes.mp4"),
-    *("sheet.png", "record.json"),
-)
+#: Pictures and videos of a finished clip; its record.json comes last.
+CLIP_FILES: Final = ("side_by_side.mp4", "panes.mp4", "sheet.png")
 #: The file that marks the folder of a comparison; it is written first.
 _SETTINGS: Final = "settings.json"
-_FOLDERS: Final = ("clips", "prompts", "runs", "plots")
-#: What a comparison writes, so that --fresh removes nothing else.
+_FOLDERS: Final = ("clips", "prompts", "runs")
+#: What a comparison writes, so that a new start removes nothing else.
 _PATTERNS: Final = (
-    *("metrics.json", "report.html", "report.md", "runs/*.json"),
-    *("plots/prompts.png", "plots/frames.png", "clips/*.safetensors"),
-    *(f"prompts/*/{name}" for name in PROMPT_FILES),
+    *("metrics.json", "report.html", "runs/*.json", "clips/*.safetensors"),
+    *(f"prompts/*/{name}" for name in (*CLIP_FILES, "record.json")),
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
-_AGAIN: Final = "Start again with --fresh (from Python fresh=True), or choose another folder"
+_AGAIN: Final = "Start again with `fresh=True`, or choose another folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +50,7 @@ class StoredClip:
         seconds: Time of the pipeline's call; of a caller's function all of its time.
         decode_seconds: Time of the VAE, 0 if it is in `seconds`.
         peak_bytes: Peak memory of the call, None on a CPU.
-        forms: Of each step the form in which each block ran, if that was watched.
+        forms: Of each forward of a network the form of each block, if that was watched.
     """
 
     frames: torch.Tensor
@@ -196,14 +191,14 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
         others = [name for name in _FOLDERS if fresh and (folder / name).is_symlink()]
     else:
         what = "is not the folder of a comparison, and holds files with the names of one"
-        names = (_SETTINGS, "metrics.json", "report.html", "report.md", *_FOLDERS)
+        names = (_SETTINGS, "metrics.json", "report.html", *_FOLDERS)
         others = [name for name in names if os.path.lexists(folder / name)]
     if others:
         raise OutputExistsError(
             f"{folder} {what}",
             expected="a new folder, or one that a comparison has made",
             got=", ".join(others),
-            remedy="Choose another --out, or remove these files yourself if you do not need them",
+            remedy="Choose another `out=`, or remove these files yourself if you do not need them",
         )
     find_ffmpeg()
     return folder
@@ -283,7 +278,7 @@ def is_made(video: Path, identity: Mapping[str, object]) -> bool:
         return False
     found, wanted = try_json(note), json.loads(json.dumps(identity))
     found = {name: value for name, value in found.items() if name != "frames"}
-    remedy = "Leave --resume out to replace it, or choose another --out"
+    remedy = "Choose another `out=`, or remove it if you do not need it"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True
 

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Final, Literal
 
 from turbo_rcm_patch.errors import SamplingError
@@ -40,14 +41,17 @@ FUSION_LIMIT: Final = 3e-6
 ASKED_SHARE: Final = 0.5
 #: Form in which a block ran (`PatchedBlock.form`) -> words. "asked" is as it was asked for.
 FORMS: Final = {
-    "length": "exact attention, because there are few tokens",
-    "mask": "exact attention, because of a mask",
-    "wide-values": "quantised attention with values in 16 bits, by the guard's decision",
-    "exact": "exact attention, by the guard's decision",
-    "exact-16bit": "exact attention and Linears in 16 bits, by the guard's decision",
-    "author": "its author's code",
+    "skipped": "were skipped by a cache or another hook",
+    "length": "ran exact attention, because there are few tokens",
+    "mask": "ran exact attention, because of a mask",
+    "wide-values": "ran quantised attention with values in 16 bits, by the guard's decision",
+    "exact": "ran exact attention, by the guard's decision",
+    "exact-16bit": "ran exact attention and Linears in 16 bits, by the guard's decision",
+    "author": "ran their author's code",
 }
 
+#: With fewer videos a report says how far single ones scatter.
+FEW: Final = 5
 #: Resamples of the videos, from which intervals come, and the share of them that one holds.
 RESAMPLES: Final = 1000
 CONFIDENCE: Final = 0.95
@@ -56,17 +60,10 @@ NO_CONTROL: Final = (
     "how far is too far, because no control was given: videos of the same model under another "
     "exact attention, which differ from the baseline by rounding alone"
 )
-NO_FLOORS: Final = (
-    "the limits that hold whatever the control does, because they are for frames: decode the "
-    "latents, and judge the videos"
-)
 
 #: Names of the conditions.
 MEDIAN: Final = "median PSNR"
 WORST: Final = "worst frame"
-#: The same of latents, which have no range and therefore no PSNR.
-LATENTS_MEDIAN: Final = "median SNR of the latents"
-LATENTS_WORST: Final = "worst SNR of the latents"
 NETWORK: Final = "error of the network, patched / unpatched"
 FUSION: Final = "fused against unfused, relative L2"
 
@@ -125,13 +122,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """In which form the blocks of the judged model ran, over all prompts.
+    """In which form the blocks of the judged model ran, over all videos.
 
     Attributes:
         asked: The form that was asked for, in words.
         part: Forms that are part of it: "length" with attention="auto", "wide-values" with
             pv="auto".
-        calls: Block -> of each step how many calls ran in which form.
+        calls: Block -> of each forward of a network how many videos ran it in which form.
     """
 
     asked: str
@@ -142,42 +139,51 @@ class Ran:
     def of(
         cls, asked: str, part: Sequence[str], videos: Sequence[Sequence[Mapping[str, str]]]
     ) -> Ran | None:
-        """Count the forms of videos: of each video and step, block -> form. None if no block was
-        watched."""
-        blocks = dict.fromkeys(block for steps in videos for forms in steps for block in forms)
-        steps = list(zip(*videos, strict=True))
+        """Count the forms of videos: of each video and forward, block -> form. None if no block
+        was watched."""
+        blocks = dict.fromkeys(block for video in videos for forms in video for block in forms)
+        forwards = list(zip_longest(*videos, fillvalue={}))
         calls = {
-            b: [Counter(one[b] for one in step if b in one) for step in steps] for b in blocks
+            block: [Counter(forms[block] for forms in each if block in forms) for each in forwards]
+            for block in blocks
         }
         return cls(asked, part, calls) if calls else None
 
     @property
     def forms(self) -> Counter[str]:
         """How many calls ran in which form."""
-        return sum((one for steps in self.calls.values() for one in steps), Counter())
+        return sum((forms for calls in self.calls.values() for forms in calls), Counter())
 
     @property
     def share(self) -> float:
-        """The share of the calls that ran as it was asked for."""
+        """The share of the calls that ran as it was asked for, of those that ran at all."""
         forms = self.forms
-        return sum(forms[one] for one in ("asked", *self.part)) / forms.total()
+        ran = forms.total() - forms["skipped"]
+        return sum(forms[form] for form in ("asked", *self.part)) / ran
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        calls = {block: [*map(dict, forwards)] for block, forwards in self.calls.items()}
+        words = {"share_as_asked": self.share, "words": str(self)}
+        return {"asked": self.asked, "part": self.part, "calls": calls} | words
 
     def __str__(self) -> str:
-        blocks = [sum(steps, Counter[str]()) for steps in self.calls.values()]
+        blocks = [sum(forwards, Counter[str]()) for forwards in self.calls.values()]
         parts = []
         for form in [form for form in FORMS if self.forms[form]]:
-            its = [one for one in blocks if one[form]]
-            share = sum(one[form] for one in its) / sum(one.total() for one in its)
-            count = f"{len(its)} of {len(blocks)}" if len(its) < len(blocks) else f"All {len(its)}"
-            often = "" if share == 1 else f" in {share:.0%} of their calls"
-            parts.append(f"{count} blocks ran {FORMS[form]}{often}")
+            counts = [counts for counts in blocks if counts[form]]
+            share = sum(c[form] for c in counts) / sum(c.total() for c in counts)
+            all_of_them = len(counts) == len(blocks)
+            number = f"All {len(blocks)}" if all_of_them else f"{len(counts)} of {len(blocks)}"
+            often = "" if share == 1 else f" in {share:.0%} of the forwards"
+            parts.append(f"{number} blocks {FORMS[form]}{often}")
         if not parts:
-            return f"All {len(blocks)} blocks ran {self.asked} in every step"
+            return f"All {len(blocks)} blocks ran {self.asked} in every forward"
         rest, wide = self.forms["asked"], self.forms["wide-values"]
         if self.share >= ASKED_SHARE and (rest or wide):
             return "; ".join([*parts, f"the rest ran {self.asked}"] if rest else parts)
         by_guard = wide + self.forms["exact"] + self.forms["exact-16bit"]
-        how = " (guard=False judges it)" if by_guard else ""
+        how = " (`guard=False` judges it)" if by_guard else ""
         return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
 
 
@@ -227,7 +233,6 @@ def judge(
     patched: Sequence[Drift],
     control: Sequence[Drift] | None,
     *,
-    latents: bool = False,
     network_ratio: float | None = None,
     fusion: float | None = None,
     missing: Sequence[str] = (),
@@ -240,7 +245,6 @@ def judge(
         patched: Changed model against baseline, one entry per prompt.
         control: Control against baseline, same prompts; None if there is none, which leaves the
             verdict open.
-        latents: Both are of latents (`latent_drift`).
         network_ratio: e(changed)/e(unpatched) of the network, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
         missing: The numbers that could not be measured, and why. A number that was left out on
@@ -266,17 +270,13 @@ def judge(
             remedy="Choose another exact attention backend for the control",
         )
     margins, floors, counted = [], [], []
-    of_median, of_worst = (LATENTS_MEDIAN, LATENTS_WORST) if latents else (MEDIAN, WORST)
-    missing = [*missing, NO_FLOORS] if latents else missing
     for name, how, of, margin, wider, floor in (
-        (of_median, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
-        (of_worst, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
+        (MEDIAN, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
          WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
         value, other = (how([getattr(one, of) for one in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
-        if latents:
-            continue
         whatever = f"{name}, whatever the control does"
         floors.append(Check(whatever, value, floor, floor, True, " dB"))
         # Where the control is below a floor too, the change is not to blame for it.
@@ -300,34 +300,15 @@ def judge(
     return Verdict(word, checks, tuple(missing), ran)
 
 
-def resamples(count: int) -> list[list[int]]:
-    """Return places in a list of `count` videos, drawn with replacement; the same ones always."""
-    draw = random.Random(0)
-    return [draw.choices(range(count), k=count) for _ in range(RESAMPLES)]
-
-
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the interval that holds `CONFIDENCE` of the medians of resampled values (percentile
-    bootstrap); None for fewer than two, or where a value is NaN."""
+    bootstrap, always the same resamples); None for fewer than two, or where a value is NaN."""
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
-    medians = sorted(median([values[i] for i in one]) for one in resamples(len(values)))
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     left = round(RESAMPLES * (1 - CONFIDENCE) / 2)
     return medians[left], medians[-1 - left]
-
-
-def agreement(
-    word: Word, patched: Sequence[Drift], control: Sequence[Drift] | None, *, latents: bool
-) -> float | None:
-    """Return the share of resamples of the videos in which `judge` finds the same word; None for
-    fewer than two videos, or without a control."""
-    if control is None or len(patched) < 2:
-        return None
-    found = [
-        judge([patched[i] for i in one], [control[i] for i in one], latents=latents).word
-        for one in resamples(len(patched))
-    ]
-    return found.count(word) / len(found)
 
 
 def median(values: Sequence[float]) -> float:

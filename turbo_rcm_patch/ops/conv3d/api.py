@@ -14,7 +14,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops.conv3d.formats import Call, Stride
-from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolve_impl
+from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, on_gpu, resolve_impl
 from turbo_rcm_patch.ops.register import refuse_gradient
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def conv3d(
     refuse_gradient("conv3d", (x, weight, bias, residual))
     call = Call(x, weight, stride, padding, impl)
     kernel = _reference()
-    if x.is_cuda and resolve_impl(impl, x.device) == "triton":
+    if on_gpu(x.device) and resolve_impl(impl, x.device) == "triton":
         kernel = choose(KERNELS, x.device, call, counts)
     elif counts is not None:
         counts[KERNELS[-1].name] += 1

@@ -29,7 +29,7 @@ from turbo_rcm_patch.ops.checks import (
     check_same_device,
     rotary_parts,
 )
-from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolved
+from turbo_rcm_patch.ops.dispatch import Implementation, always, capability_of, choose, resolved
 from turbo_rcm_patch.ops.formats import NO_NORMS, QMAX, AttentionInputs, Norms, Rotary
 from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
 from turbo_rcm_patch.ops.replay import replayed
@@ -73,11 +73,7 @@ class Sparsity:
         They are 64 queries and 128 keys on Hopper (sm_90), and 128 and 64 elsewhere. SageSLA's
         other blocks on ROCm are not known here.
         """
-        hopper = (
-            device.type == "cuda"
-            and torch.version.hip is None
-            and torch.cuda.get_device_capability(device) == (9, 0)
-        )
+        hopper = capability_of(device) == (9, 0)
         return cls(topk=topk, block_q=64 if hopper else 128, block_k=128 if hopper else 64)
 
     def count(self, n_kv: int) -> int:
