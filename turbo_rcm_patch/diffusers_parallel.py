@@ -4,8 +4,9 @@ groups of ranks (CFG parallel), and within a group the sequence split by Ulysses
     with parallel(pipe, cfg=2, ulysses=2):
         video = pipe(prompt, generator=torch.Generator(device).manual_seed(0))
 
-Every rank runs the whole pipeline with the same inputs. Predictions are exchanged once a step, so
-every rank takes the same step:
+Every rank runs the whole pipeline with the same inputs, which every call of a network compares
+first (`patching/agreement.py`). Predictions are exchanged once a step, so every rank takes the
+same step:
 
 - Wan's pipelines call the network twice a step, with inputs that differ in the embedding of the
   prompt alone. `_NegativePrompt` keeps the negative one, so at the first call group 0 computes
@@ -80,7 +81,8 @@ def parallel(
 
     Call it on every rank, before or after `patch_model` or without it. Everything is checked
     before the first change. Then call the pipeline on every rank with the same inputs and seeds.
-    The first forward of a video compares them.
+    Every call of a network compares them, and raises a ContextParallelError on all ranks if they
+    differ.
 
     Args:
         pipe: A pipeline of diffusers. CFG parallelism knows Wan's (one or two experts) from a
@@ -376,6 +378,8 @@ class _ParallelNetwork:
                 would be mixed.
         """
         device = execution_device(self._network)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # The call before the capture was compared.
         timesteps = getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
         begins, self._timesteps = timesteps is not self._timesteps, _NO_VIDEO
         values = {f"{name} of {self.name}": x for name, x in (*enumerate(args), *named.items())}

@@ -101,6 +101,7 @@ def sample(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> list[
     names: list[str] = []
     elements: dict[torch.dtype, list[Tensor]] = {}
     for name, weight in weights:
+        name = name.replace("_orig_mod.", "")  # A compiled module has the same weights.
         names.append(f"{name} {type(weight).__name__} {weight.dtype} {[*weight.shape]}")
         integer = _INTEGERS.get(weight.element_size())
         if type(weight) in (Tensor, nn.Parameter) and not weight.is_meta and integer is not None:

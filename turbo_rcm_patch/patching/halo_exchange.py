@@ -63,11 +63,12 @@ class DecodeGroup:
             return why, compares
         vae = coder.vae
         sizes = {name: x for name, x in vars(vae).items() if name.startswith(("tile_", "use_"))}
+        weights = [item for item in vae.named_parameters() if not item[0].startswith("encoder.")]
         values = {
             "the latent": x,
             "the patch of the VAE": repr(coder.config),
             "the tiling of the VAE": sizes,
-            "the weights of the decoder": sample(coder.block.named_parameters(), x.device),
+            "the weights of the decoder": sample(weights, x.device),
         }
         agree(self.group, f"a call of {coder.path}", values, x.device)
         answers = gather_objects(self.group, (why, compares), x.device)
