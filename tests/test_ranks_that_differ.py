@@ -27,6 +27,7 @@ from tests.patching.models import named
 from tests.patching.test_threads import together
 from tests.patching.vae import WAN, conv_in_float64, decode
 from tests.ranks import on_ranks
+from tests.test_several_ranks import counted
 from tests.video.micro import SMALL, micro_pipe
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import parallel, patch_model, report_of, unpatch_model
@@ -233,7 +234,9 @@ def goes_on(rank: int) -> None:
         for count in (1, 2):
             with failing_at("uncond", count, wan), pytest.raises(ZeroDivisionError):
                 wan(**call())
-            assert torch.equal(wan(**call()).frames, expected)
+            with counted(wan) as counts:
+                assert torch.equal(wan(**call()).frames, expected)
+            assert counts == {"samples": 3, "exchanges": 3, "compared": 6}
     stochastic = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     for pipe, scheduler, more in (
         (micro_pipe(), stochastic, {"latents": latents()}),

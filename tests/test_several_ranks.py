@@ -223,21 +223,29 @@ def latents(pipe: Any, inputs: dict[str, Any], guidance: float = 5.0, **more: An
 
 @contextmanager
 def counted(pipe: Any) -> Iterator[dict[str, int]]:
-    """Count samples that the networks of this rank compute, and exchanges."""
-    counts = {"samples": 0, "exchanges": 0}
+    """Count samples that the networks of this rank compute, exchanges of predictions, and numbers
+    that ranks compare."""
+    counts = {"samples": 0, "exchanges": 0, "compared": 0}
 
     def count_samples(_: object, args: Any) -> None:
         counts["samples"] += len(args[0])
 
     networks = filter(None, (pipe.transformer, getattr(pipe, "transformer_2", None)))
     hooks = [one.proj_out.register_forward_pre_hook(count_samples) for one in networks]
-    gather = dist.all_gather
 
-    def count_exchanges(*args: Any, **kwargs: Any) -> Any:
-        counts["exchanges"] += 1
-        return gather(*args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
 
-    with mock.patch.object(dist, "all_gather", count_exchanges):
+        return call
+
+    with (
+        mock.patch.object(dist, "all_gather", counting("exchanges", dist.all_gather)),
+        mock.patch.object(
+            dist, "all_gather_into_tensor", counting("compared", dist.all_gather_into_tensor)
+        ),
+    ):
         yield counts
     for hook in hooks:
         hook.remove()
@@ -283,7 +291,8 @@ def guidance(device: torch.device, name: str, options: dict[str, Any] | None) ->
         assert (report.forms() if report else {}) == forms
     assert torch.equal(made, expected) and {*vars(pipe)} == before
     steps = STEPS - 1 if "video" in inputs and "mask" not in inputs else STEPS  # by its strength
-    assert counts == {"samples": steps, "exchanges": steps}
+    compared = steps if batched else 2 * steps
+    assert counts == {"samples": steps, "exchanges": steps, "compared": compared}
 
 
 def guidance_off_and_on(device: torch.device) -> None:
@@ -292,10 +301,10 @@ def guidance_off_and_on(device: torch.device) -> None:
     without, changed = latents(pipe, {}, 1.0), with_another_prompt(pipe)
     with parallel(pipe, cfg=2), counted(pipe) as counts:
         assert torch.equal(latents(pipe, {}, 1.0), without)
-        assert counts == {"samples": STEPS, "exchanges": 0}
+        assert counts == {"samples": STEPS, "exchanges": 0, "compared": STEPS}
         assert torch.equal(with_another_prompt(pipe), changed)
     # A step's second call has other inputs than were computed ahead.
-    assert counts == {"samples": 2 * STEPS + 1, "exchanges": STEPS}
+    assert counts == {"samples": 2 * STEPS + 1, "exchanges": STEPS, "compared": 3 * STEPS}
 
 
 def with_another_prompt(pipe: Any) -> Tensor:
