@@ -23,9 +23,11 @@ _T = TypeVar("_T")
 
 #: Bytes of a number -> an integer type of that size.
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Odd numbers of 64 bits (those of splitmix64), which spread bits over a hash.
-_SPREAD_PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-_SPREAD_BITS: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+#: Constants of splitmix64, as signed numbers: its step, and its shifts and factors.
+_STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX: Final = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))
+#: Elements that are hashed at once.
+_PART: Final = 1 << 22
 #: Least number of elements that are read of each weight.
 _SAMPLE: Final = 32
 
@@ -136,7 +138,13 @@ def _hash(x: Tensor) -> Tensor:
     """Return a number [] that depends on the bits of all elements and on their places."""
     x = x.detach()
     x = (torch.view_as_real(x) if x.is_complex() else x).flatten()
-    bits = x.view(_INTEGERS[x.element_size()]).to(torch.int64)
-    places = torch.arange(1, len(bits) + 1, device=x.device)
-    mixed = (bits + places * _SPREAD_PLACE) * _SPREAD_BITS
-    return (mixed ^ (mixed >> 29)).sum()
+    parts, place = [], 1
+    for part in torch.split(x.view(_INTEGERS[x.element_size()]), _PART):  # bounds the memory
+        places = torch.arange(place, place + len(part), device=x.device)
+        mixed = part.to(torch.int64) + places * _STEP
+        for shift, factor in _MIX:
+            shifted = (mixed >> shift) & ((1 << 64 - shift) - 1)  # without the sign
+            mixed = (mixed ^ shifted) * factor
+        parts.append(mixed.sum())
+        place += len(part)
+    return torch.stack(parts).sum()
