@@ -27,7 +27,7 @@ from turbo_rcm_patch.video.verdict import (
 
 def one(psnr: float, worst: float | None = None) -> Drift:
     worst = psnr if worst is None else worst
-    return Drift(psnr, 1.0, (psnr, worst), (1.0, 1.0))
+    return Drift(psnr, 1.0, (psnr, worst))
 
 
 CONTROL = [one(40.0, 38.0), one(41.0), one(45.0)]
