@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
-from turbo_rcm_patch.cli.exit_codes import of_verdict
-from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.tiny import DEMO_PROMPTS
 from turbo_rcm_patch.video import compare, generate, load_pipeline
-from turbo_rcm_patch.video.video import enlarge, write_mp4
 
 if "--help" in sys.argv or "-h" in sys.argv:
     print(__doc__)
@@ -23,14 +21,13 @@ out = Path("outputs/cogvideox")
 pipe = load_pipeline(model)  # any CogVideoXPipeline will do; this one has an fp32 VAE
 if model != "tiny-cogvideox":
     pipe.vae.enable_tiling()  # a large video is decoded in tiles
-print(patch_model(pipe.transformer))  # the one line
+print(patch_model(pipe))  # the one line
 
 video = generate(pipe, prompts[0], seed=0)
-write_mp4(enlarge(video.frames), out / "video.mp4", fps=video.settings.fps)
-print(f"{out / 'video.mp4'} in {video.seconds:.1f} s")
+print(video, video.save(out / "video.mp4"))
 
-unpatch_model(pipe.transformer)  # and it is as it was
+unpatch_model(pipe)  # and it is as it was
 
 found = compare(pipe, prompts, out=out / "compare", seed=0)
 print(found)
-sys.exit(of_verdict(found.verdict))  # 0 for "unchanged", as `compare` exits
+sys.exit(0 if found.verdict == "unchanged" else 1)

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.checkpoints.convert import convert_pipeline
+from turbo_rcm_patch.checkpoints import convert_pipeline
 from turbo_rcm_patch.video import generate, load_pipeline
-from turbo_rcm_patch.video.video import enlarge, write_mp4
 
 if len(sys.argv) < 3 or "--help" in sys.argv or "-h" in sys.argv:
     sys.exit(__doc__)
@@ -24,8 +23,7 @@ if not folder.exists():
     convert_pipeline(checkpoint, folder, base=base, int8_only=quantised)  # once
 
 pipe = load_pipeline(folder)  # with SLA's projection
-print(patch_model(pipe.transformer, linear="int8"))
+print(patch_model(pipe, linear="int8"))
 
 video = generate(pipe, prompt, seed=0)  # four steps of the rCM sampler
-write_mp4(enlarge(video.frames), out, fps=video.settings.fps)
-print(f"{out} in {video.seconds:.1f} s")
+print(video, video.save(out))

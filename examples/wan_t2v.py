@@ -8,29 +8,26 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
-from turbo_rcm_patch.cli.exit_codes import of_verdict
-from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import compare, generate, load_pipeline
-from turbo_rcm_patch.video.video import enlarge, write_mp4
+from turbo_rcm_patch.tiny import DEMO_PROMPTS
+from turbo_rcm_patch.video import SettingsOptions, compare, generate, load_pipeline
 
 if "--help" in sys.argv or "-h" in sys.argv:
     print(__doc__)
     sys.exit()
 model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
 prompts = sys.argv[2:] or DEMO_PROMPTS  # ten: the verdict is a median, and one prompt scatters
-how = {} if model == "tiny" else {"sampler": "scheduler", "steps": 30}
+how: SettingsOptions = {} if model == "tiny" else {"sampler": "scheduler", "steps": 30}
 out = Path("outputs/example")
 
 pipe = load_pipeline(model)  # any WanPipeline will do; this one has bf16 weights and an fp32 VAE
 
-print(patch_model(pipe.transformer))  # the one line
+print(patch_model(pipe))  # the one line
 
 video = generate(pipe, prompts[0], seed=0, **how)
-write_mp4(enlarge(video.frames), out / "video.mp4", fps=video.settings.fps)
-print(f"{out / 'video.mp4'} in {video.seconds:.1f} s")
+print(video, video.save(out / "video.mp4"))
 
-unpatch_model(pipe.transformer)  # and it is as it was
+unpatch_model(pipe)  # and it is as it was
 
 found = compare(pipe, prompts, out=out / "compare", seed=0, **how)
 print(found)
-sys.exit(of_verdict(found.verdict))  # 0 for "unchanged", as `compare` exits
+sys.exit(0 if found.verdict == "unchanged" else 1)

@@ -24,7 +24,7 @@ from turbo_rcm_patch import __version__
 from turbo_rcm_patch.cli import as_sageattention
 from turbo_rcm_patch.cli.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 from turbo_rcm_patch.cli.options import COMMANDS, Command, Convert, Demo, Doctor, Patched, Run
-from turbo_rcm_patch.cli.usage import add_fields, given_fields
+from turbo_rcm_patch.cli.usage import Parser, add_fields, given_fields
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.video.settings import Settings
@@ -41,11 +41,9 @@ def _called() -> str:
 
 
 _PROGRAM: Final = _called()
-#: `Settings` has a field `form` too.
 _PATCH_NAMES: Final = {"form": "pair_form"}
-#: Settings without an option: `--lora` is of the model, and the others are for a schedule of one's
-#: own, which a model's turbo_rcm.json holds.
-_SETTINGS_NAMES: Final = dict.fromkeys(("lora", "times", "shift", "form", "sigma_max"), "")
+#: Settings without an option: `--lora` is of the model, and its turbo_rcm.json has `sigma_max`.
+_SETTINGS_NAMES: Final = dict.fromkeys(("lora", "sigma_max"), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +107,7 @@ def _run(command: Command) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=_PROGRAM,
         description=str(__doc__).replace(_NAME, _PROGRAM),
         epilog=TABLE,

@@ -32,7 +32,7 @@ _PARTIAL: Final = ".turbo_rcm_patch-partial-"
 _TRIAL: Final = bytes(4096)
 #: A folder is replaced only if it is empty or contains one of these.
 _MODEL: Final = ("config.json", "model_index.json")
-_ELSEWHERE: Final = "Choose another place (for a command with --out: another --out)"
+_ELSEWHERE: Final = "Choose another place"
 #: Codes of a disk that takes no more, and how safetensors and shutil quote them.
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _QUOTED: Final = re.compile(r"(?:os error |Errno )(\d+)")
@@ -207,7 +207,7 @@ def check_target(target: Path, *, force: bool) -> None:
         raise OutputExistsError(
             f"{target} already exists",
             expected="a path that does not exist",
-            remedy="Choose another path, or pass --force (force=True) to replace it",
+            remedy="Choose another path, or pass `force=True` to replace it",
         )
     inside = sorted(os.listdir(target)) if target.is_dir() else []
     is_file = target.exists() and not target.is_dir()
@@ -243,7 +243,7 @@ def _check_space(target: Path, needed: int) -> None:
             f"{target.parent} has too little space for {target.name}",
             expected=f"{needed / 2**30:.1f} GiB",
             got=f"{free / 2**30:.1f} GiB",
-            remedy="Choose another disk, a smaller --dtype, or links in place of --copy",
+            remedy="Choose another disk, a smaller `dtype=`, or links in place of `copy=True`",
         )
 
 

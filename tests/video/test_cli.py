@@ -18,7 +18,7 @@ from tests import processes
 from tests.video.micro import QUICK
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands
+from turbo_rcm_patch.cli import commands, inputs
 from turbo_rcm_patch.cli.options import COMMANDS
 from turbo_rcm_patch.video.settings import Settings
 
@@ -39,7 +39,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_every_field_of_the_configuration_and_of_the_settings_has_an_option(capsys) -> None:
     assert main(["generate", "--help"]) == 0
     text = capsys.readouterr().out
-    own_schedule = {"times", "shift", "form", "sigma_max"}  # which turbo_rcm.json holds
+    own_schedule = {"sigma_max"}  # which turbo_rcm.json holds
     names = {"pair_form" if field.name == "form" else field.name for field in fields(PatchConfig)}
     names |= {field.name for field in fields(Settings)} - own_schedule
     for name in (name.replace("_", "-") for name in names):
@@ -67,6 +67,9 @@ def test_python_runs_it_as_a_module() -> None:
         (["compare", "--prompt", "x", "--fidelity", "0"], "PatchConfig.fidelity"),
         (["generate", "--prompt", "x", "--out", ""], "is a variable not set?"),
         (["pairs", "--model", "/no/such"], "no such folder"),
+        (["generate", "--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean --steps?"),
+        (["generate", "--prompt", "x", "--num-frames", "400"], "remedy: Choose --num-frames "),
+        (["generate", "--prompt", "x", "--image", "good.png"], "No such file"),
     ],
     ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -90,7 +93,7 @@ def test_what_is_given_reaches_the_model_and_the_comparison(tmp_path, monkeypatc
         seen.update(given, prompts=prompts)
         return SimpleNamespace(verdict="similar")
 
-    monkeypatch.setattr(commands, "load_pipeline", load)
+    monkeypatch.setattr(inputs, "load_pipeline", load)
     monkeypatch.setattr(commands.comparison, "compare", compare)
     monkeypatch.setattr(commands.generation, "settings_for", lambda _, **given: given)
     given = ["compare", "--prompt", "a", "--prompt", "b", "--out", str(tmp_path)]

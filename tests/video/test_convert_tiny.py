@@ -61,7 +61,7 @@ def test_guidance_of_a_teacher_is_not_kept(pth: Path, tmp_path: Path) -> None:
     own = {"sampler": "rcm", "steps": 4, "sigma_max": 80.0, "guidance_scale": 1.0}
     assert settings == own | {"height": 64}
     every = {field.name for field in fields(Settings)}
-    dropped = {"guidance_scale_2", "times", "shift", "lora"}
+    dropped = {"guidance_scale_2", "lora"}
     assert every == {*_KEPT, *own, *dropped}, "convert decides about every setting"
 
 

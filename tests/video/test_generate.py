@@ -42,6 +42,7 @@ from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.rcm_times import noise_stream
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import read_image
+from turbo_rcm_patch.video.video import frame_rate, read_frames
 
 PROMPT = "a red circle moves left"
 CLASSES = (
@@ -181,10 +182,11 @@ def test_nothing_is_left_behind(pipe: Any, stops: bool) -> None:
 
 #: Frames that are asked for, and those that the VAE makes.
 @pytest.mark.parametrize(
-    ("name", "asked", "frames"), [("wan", 6, 5), ("wan-clip", 8, 5), ("cogvideox-image", 8, 8)]
+    ("name", "asked", "frames", "nearer"),
+    [("wan", 6, 5, ""), ("wan-clip", 8, 5, "9 is nearer"), ("cogvideox-image", 8, 8, "")],
 )
 def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(
-    name: str, asked: int, frames: int, caplog: pytest.LogCaptureFixture
+    name: str, asked: int, frames: int, nearer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wan's pipelines would make 9 of 8."""
     _say_once.cache_clear()
@@ -194,6 +196,14 @@ def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(
         assert len(made.frames) == frames
     said = [line for line in caplog.messages if f"num_frames {asked}" in line]
     assert len(said) == (asked != frames) and all(f"makes {frames} frames" in x for x in said)
+    assert ("nearer" in "".join(said)) == bool(nearer) and nearer in "".join(said)
+
+
+def test_a_generation_is_saved_and_shown(pipe: Any, tmp_path: Path) -> None:
+    made = generate(pipe, PROMPT, sampler="rcm", steps=1, fps=8, **SMALL)
+    path = made.save(tmp_path / "new" / "a.mp4")
+    assert len(read_frames(path)) == 5 and frame_rate(path) == made.settings.fps == 8
+    assert len(repr(made)) < 200 and "5 frames of 32 x 32" in repr(made) and PROMPT in repr(made)
 
 
 def test_an_image_keeps_its_way_up_and_its_levels(tmp_path: Path) -> None:
@@ -213,13 +223,27 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
     pipe = micro_pipe()
     flux = object.__new__(FluxPipeline)
     two_frames = micro_image_pipe(experts=False, last=True)
+    plain, longer = micro_cogvideox(rotary=False), micro_cogvideox(patch_t=2)
+    learned = micro_cogvideox()
+    learned.transformer.register_to_config(use_learned_positional_embeddings=True)
     refused: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (ConfigError, r"expected one prompt; got 2\. .*compare", pipe, {"prompt": ["a", "b"]}),
         (SamplingError, "none of them empty", pipe, {"prompt": " "}),
-        (SamplingError, "from Python image=", loaded("wan-clip"), {}),
+        (SamplingError, "Give `image=FILE`", loaded("wan-clip"), {}),
         (SamplingError, "WanImageToVideoPipeline", pipe, {"image": picture()}),
         (SamplingError, r"a first and a last frame.*make=", two_frames, {"image": picture()}),
         (ConfigError, "height of this model.*at most 256", pipe, {"height": 512}),
+        (
+            ConfigError,
+            "num_frames of this model.*at most 125.*Choose `num_frames=125`",
+            pipe,
+            {"num_frames": 400},
+        ),
+        (ConfigError, "num_frames of this model.*at most 125", pipe, {"num_frames": 129}),
+        (ConfigError, "height of this model; expected 32; got 64", learned, {"height": 64}),
+        (ConfigError, "max_sequence_length.* expected 16", plain, {"max_sequence_length": 8}),
+        (ConfigError, "width of this model; expected at most 32", longer, {"width": 64}),
+        (ConfigError, "no second expert.*`guidance_scale_2=`", pipe, {"guidance_scale_2": 3.0}),
         (NotAModelError, "load_pipeline", torch.nn.Linear(2, 2), {}),
         (NotAModelError, "FluxPipeline", flux, {}),
         (NotAModelError, "make=", vace(), {}),

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.files import everything
 from tests.video.cases import picture
 from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands
-from turbo_rcm_patch.cli.commands import Maker, read_prompts
+from turbo_rcm_patch.cli import inputs
+from turbo_rcm_patch.cli.inputs import read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.video import store
+from turbo_rcm_patch.errors import OutputError
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.source import digest_of
 from turbo_rcm_patch.video.video import read_frames
 
@@ -44,9 +47,14 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys) ->
     assert (note["prompt"], note["seed"], note["patch"]) == ("a red circle", 0, None)
     assert note["frames"] == 5, "as many as the VAE makes"
     out = capsys.readouterr().out
-    assert re.search(r"one\.mp4  5 frames, [\d.]+ s, and [\d.]+ s to decode\n", out)
-    last = out.splitlines()[-1]
-    assert re.match(r"[\d.e-]+ s a video \(.* denoising, .* decoding; median of 1\) on ", last)
+    of_one = re.search(r"one\.mp4  5 frames, ([\d.]+) s, and ([\d.]+) s to decode\n", out)
+    number = r"([\d.e-]+) s"
+    pattern = rf"{number} a video \({number} .* denoising, {number} decoding; median of 1\) on "
+    of_all = re.match(pattern, out.splitlines()[-1])
+    assert of_one and of_all
+    total, *parts = map(float, of_all.groups())
+    assert parts == pytest.approx([*map(float, of_one.groups())], abs=0.02, rel=0.01)
+    assert total == pytest.approx(sum(parts), abs=0.02, rel=0.01)
     assert main([*given, str(video), "--resume"]) == 0 and "was there" in capsys.readouterr().out
     listing = tmp_path / "prompts.txt"
     listing.write_text("a red circle\n\n  a blue square  \n")
@@ -97,6 +105,47 @@ def test_a_failure_between_a_video_and_its_note_leaves_no_note(
     monkeypatch.setattr(store, "note_made", full)
     assert main([*given, "--seed", "1"]) == 2
     assert video.exists() and not video.with_suffix(".json").exists()
+
+
+def test_a_full_disk_ends_the_run(command, tmp_path, monkeypatch, capsys) -> None:
+    """The next video would not be written either, and would take minutes."""
+    made, really = [], generation.generate
+
+    def counted(*given: Any, **more: Any) -> Any:
+        made.append(given)
+        return really(*given, **more)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OutputError(f"{tmp_path}/a.mp4 cannot be written", got="No space left on device")
+
+    monkeypatch.setattr(generation, "generate", counted)
+    monkeypatch.setattr(generation, "write_mp4", full)
+    prompts = ["--prompt", "a circle", "--prompt", "a square"]
+    assert main([*command, *prompts, "--out", str(tmp_path)]) == 2
+    assert len(made) == 1 and "a.mp4 cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
+def test_videos_in_a_folder_that_were_made_otherwise_stay(
+    resume, command, tmp_path, capsys
+) -> None:
+    given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
+    assert main(given) == 0
+    before = everything(tmp_path)
+    assert main([*given, "--steps", "2", *resume]) == 2
+    said = capsys.readouterr().err
+    assert "settings.steps=1, now 2" in said and "Choose another --out" in said
+    assert everything(tmp_path) == before
+    assert main([*given, *resume]) == 0, "the same may be made again"
+
+
+def test_a_shipped_model_is_said_to_be_a_toy(command, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(generation, "settings_for", lambda *_, **__: 1 / 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("turbo_rcm_patch.cli.generate.load", lambda *_: micro_pipe())
+        main(["generate", "--prompt", "a cat", "--out", str(tmp_path / "a.mp4")])
+    said = capsys.readouterr().out
+    assert "'tiny' is a toy" in said and DEMO_PROMPTS[0] in said and "--model" in said
 
 
 def test_a_file_that_is_no_note_is_not_replaced(command: list[str], tmp_path, capsys) -> None:
@@ -173,7 +222,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     command, model, given, told, folders, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(inputs, "load_pipeline", lambda *_, **__: pytest.fail("it was loaded"))
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     picture().save("good.png")
@@ -195,12 +244,6 @@ def test_cogvideox_is_patched_too(tmp_path: Path, capsys) -> None:
     out = capsys.readouterr().out.strip()
     assert (tmp_path / "v.mp4").is_file() and "fused" in out
     assert out.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")
-
-
-def test_a_scale_for_an_expert_that_is_not_there_is_told(command, tmp_path, capsys) -> None:
-    given = ["--guidance-scale-2", "3", "--sampler", "scheduler", "--out", str(tmp_path / "v.mp4")]
-    assert main([*command, "--prompt", "a circle", *given]) == 2
-    assert "no second expert" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(
@@ -318,7 +361,7 @@ def test_a_reader_that_has_gone_is_no_failed_video(command, tmp_path, capsys, mo
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(Maker, "make", closed)
+    monkeypatch.setattr(generation, "generate", closed)
     given = [*command, "--prompt", "a circle", "--prompt", "a square", "--out", str(tmp_path)]
     monkeypatch.setattr("turbo_rcm_patch.cli.exit_codes._discard_stdout", lambda: None)
     assert main(given) == 141

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tests.patching.models import named
 from turbo_rcm_patch import find_pairs
@@ -175,6 +176,7 @@ def test_devices_and_offloading(micro_folder: Path) -> None:
 def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: None) -> None:
     pipe = load_skeleton(micro_folder)
     assert len(pipe.transformer.blocks) == 2
+    assert len(find_pairs(pipe)) == len(find_pairs(load_pipeline(micro_folder, device="cpu")))
     assert all(parameter.is_meta for parameter in pipe.transformer.parameters())
     loaded = load_pipeline(micro_folder, device="cpu").transformer.state_dict()
     found = pipe.transformer.state_dict()
@@ -220,16 +222,21 @@ def test_packages_that_do_not_fit_together_are_no_fault_of_the_folder(
     assert "turbo-rcm-patch doctor" in said and "original folder" not in said
 
 
-def test_a_skeleton_from_the_hub_without_a_connection_says_so(monkeypatch) -> None:
+def test_without_a_connection_the_first_words_say_so(monkeypatch) -> None:
     """diffusers then says that the model has no config.json."""
     import diffusers
 
     def offline(*_: object, **__: object) -> None:
-        raise OSError("a/b does not appear to have a file named config.json.")
+        why = OSError("a/b does not appear to have a file named config.json.")
+        raise why from LocalEntryNotFoundError("Please check your connection")
 
-    monkeypatch.setattr(diffusers.WanTransformer3DModel, "load_config", offline)
-    with pytest.raises(ModelFolderError, match="the connection, or download the folder first"):
-        load_skeleton("somebody/some-model")
+    monkeypatch.setattr(diffusers.ConfigMixin, "load_config", offline)
+    for load in (load_skeleton, load_pipeline):
+        with pytest.raises(ModelFolderError, match="download the folder first") as caught:
+            load("somebody/some-model")
+        assert str(caught.value).startswith(
+            "no connection to the model hub: 'somebody/some-model'"
+        )
 
 
 def test_a_wheel_without_the_second_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

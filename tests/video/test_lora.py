@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from tests.video.micro import SMALL, TRANSFORMER, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, extras, find_pairs
@@ -74,9 +76,10 @@ def test_each_expert_gets_its_own(files: Path) -> None:
     pipe = load_pipeline(files / "two", device="cpu", lora=[f"{high}:0.5", f"{low}"])
     assert (scales(pipe.transformer), scales(pipe.transformer_2)) == ([0.5], [1.0])
     assert pipe.transformer.blocks[0].scale_shift_table.dtype == torch.float32, "kept in fp32"
-    add_loras(pipe, [f"{other}:-2", f"transformer_2={other}:3"])
+    several = [f"{high}:0.5", f"{other}:-2", f"transformer_2={other}:3"]
+    pipe = load_pipeline(files / "two", device="cpu", lora=several)
     assert scales(pipe.transformer) == [0.5, -2.0]
-    assert scales(pipe.transformer_2) == [1.0, -2.0, 3.0]
+    assert scales(pipe.transformer_2) == [-2.0, 3.0]
     one = load_pipeline(files / "one", device="cpu", lora=[str(high)])
     assert scales(one.transformer) == [1.0]
 
@@ -119,17 +122,18 @@ def test_pairs_take_loras_without_weights(files: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a/b", ("a/b", "", 1.0, ("transformer", "transformer_2"))),
-        ("a/b:0.8", ("a/b", "", 0.8, ("transformer", "transformer_2"))),
-        ("a/b/low-noise.safetensors", ("a/b", "low-noise.safetensors", 1.0, ("transformer_2",))),
+        ("a/b", ("a/b", 1.0, ("transformer", "transformer_2"))),
+        ("a/b:0.8", ("a/b", 0.8, ("transformer", "transformer_2"))),
+        ("a/b/low-noise.safetensors", ("a/b/low-noise.safetensors", 1.0, ("transformer_2",))),
         ("a/b/V1/HIGH_noise_model.safetensors:2",
-         ("a/b", "V1/HIGH_noise_model.safetensors", 2.0, ("transformer",))),
+         ("a/b/V1/HIGH_noise_model.safetensors", 2.0, ("transformer",))),
         ("transformer_2=a/b/high_noise.safetensors",
-         ("a/b", "high_noise.safetensors", 1.0, ("transformer_2",))),
+         ("a/b/high_noise.safetensors", 1.0, ("transformer_2",))),
     ],
 )  # fmt: skip
 def test_names_of_the_hub(text: str, expected: tuple[object, ...]) -> None:
-    assert parse_lora(text) == LoRA(text, *expected)  # type: ignore[arg-type]
+    source, scale, parts = expected
+    assert parse_lora(text) == LoRA(text, source, scale, parts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -141,19 +145,57 @@ def test_names_of_the_hub(text: str, expected: tuple[object, ...]) -> None:
         ("{}/a_low_noise.safetensors", ConfigError, "Write transformer=FILE"),
         ("transformer_2={}/other.safetensors", ConfigError, "which a WanPipeline has"),
         ("{}/one/vae/diffusion_pytorch_model.safetensors", ModelFolderError, "Invalid LoRA"),
+        ("{}/alpha/alpha.safetensors", ModelFolderError, "alpha is negative"),
+        ("{}", ModelFolderError, "it has 3 .safetensors files; name one"),
         ("{}/wide/wide.safetensors", ModelFolderError, "size mismatch|Error"),
         ("", ConfigError, "PATH_OR_ID"),
     ],
 )
-def test_what_goes_wrong_is_said_and_nothing_is_loaded(given, error, text, files) -> None:
+def test_what_goes_wrong_is_said(given, error, text, files) -> None:
     if "wide" in given:
         wide = WanTransformer3DModel(**TRANSFORMER | {"num_attention_heads": 4})
         write_lora(files / "wide" / "wide.safetensors", wide)
+    if "alpha" in given:
+        (files / "alpha").mkdir()
+        weights = {"diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(-4.0)}
+        save_file(weights, files / "alpha" / "alpha.safetensors")
     pipe = load_pipeline(files / "one", device="cpu")
-    names = [name for name, _ in pipe.transformer.named_parameters()]
     with pytest.raises(error, match=text):
         add_loras(pipe, [str(files / "a_high_noise.safetensors"), given.format(files)])
-    assert [name for name, _ in pipe.transformer.named_parameters()] == names
+
+
+#: Keys of a LoRA in the form of Wan's authors, and whether they change a diffusers model.
+OF_LIGHTX2V = {
+    "blocks.0.self_attn.q.lora_down.weight": (4, 128, True),
+    "blocks.0.self_attn.q.lora_up.weight": (128, 4, True),
+    "blocks.0.self_attn.q.diff_b": (128, True),
+    "blocks.0.self_attn.q.alpha": (True,),
+    "blocks.0.self_attn.norm_q.diff": (128, False),
+    "blocks.0.norm3.diff": (128, False),
+    "blocks.0.norm3.diff_b": (128, False),
+    "blocks.0.modulation.diff_m": (1, 6, 128, False),
+    "blocks.1.ffn.0.lora_down.weight": (4, 128, True),
+    "blocks.1.ffn.0.lora_up.weight": (128, 4, True),
+    "patch_embedding.diff": (128, 4, 1, 1, 1, False),
+}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_weights_that_the_loader_drops_are_named(zero, tmp_path, caplog) -> None:
+    """diffusers' converter removes them without a word. Zeros change nothing anywhere."""
+    weights = {
+        f"diffusion_model.{key}": torch.randn(shape) for key, (*shape, _) in OF_LIGHTX2V.items()
+    }
+    weights["diffusion_model.blocks.0.self_attn.q.alpha"] = torch.tensor(4.0)
+    lost = {f"diffusion_model.{key}" for key, (*_, kept) in OF_LIGHTX2V.items() if not kept}
+    if zero:
+        weights |= {key: torch.zeros_like(weights[key]) for key in lost}
+    save_file(weights, tmp_path / "a.safetensors")
+    with caplog.at_level(logging.WARNING):
+        add_loras(micro_pipe(), [str(tmp_path)])
+    named = {key for key in weights if f"'{key}'" in caplog.text}
+    assert named == (set() if zero else lost)
+    assert zero or "5 of its 10 weights fit the transformer" in caplog.text
 
 
 def test_one_text_is_no_list(files: Path) -> None:

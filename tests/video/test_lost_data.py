@@ -14,8 +14,8 @@ import pytest
 from tests.files import everything
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import commands
 from turbo_rcm_patch.cli import demo as demo_module
+from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.comparison import RUNS, compare
@@ -28,7 +28,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this was to be refused before a model is loaded")
 
     monkeypatch.setattr(demo_module, "load_pipeline", load)
-    monkeypatch.setattr(commands, "load_pipeline", load)
+    monkeypatch.setattr(inputs, "load_pipeline", load)
 
 
 COMPARING = [

@@ -97,10 +97,11 @@ def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: P
             read_image(kind(tmp_path / "image.png"))
         with pytest.raises(CheckpointError, match="a regular file"):
             StoredTensors(kind(tmp_path / "extra.safetensors"))
-        with pytest.raises(ModelFolderError, match="a regular file"):
-            add_loras(micro_pipe(), [str(kind(tmp_path / "a.safetensors"))])
-        with pytest.raises(ModelFolderError, match="a regular file"):
-            add_loras(micro_pipe(), [str(tmp_path)])
+        (tmp_path / "lora").mkdir()
+        file = kind(tmp_path / "lora" / "a.safetensors")
+        for given in (file, file.parent):
+            with pytest.raises(ModelFolderError, match="a regular file"):
+                add_loras(micro_pipe(), [str(given)])
 
 
 def test_deeply_nested_json_is_no_recursion_error(folder: Path) -> None:
@@ -197,7 +198,6 @@ def test_a_lora_that_fits_no_layer_is_refused(named: bool, lora: Path, tmp_path:
     pipe = micro_pipe()
     with pytest.raises(ModelFolderError):
         add_loras(pipe, [str(path)])
-    assert not any("lora" in name for name, _ in pipe.transformer.named_parameters())
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,7 +123,7 @@ def sample(
     device = pipe._execution_device
     generator = torch.Generator(device).manual_seed(seed)
     noise = torch.randn(samples, *LATENTS, generator=generator, device=device)
-    scheduler.set_noise_generator(generator)
+    scheduler.step = partial(scheduler.step, generator=generator)
     latents: torch.Tensor = pipe(
         prompt=PROMPT,
         width=SIZE[0],

@@ -6,6 +6,7 @@ A converted folder has diffusers' format, so stock classes load it. They have no
 
 from __future__ import annotations
 
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline
 from turbo_rcm_patch.checkpoints.extra import Extra, load_extra, unload_extra
 from turbo_rcm_patch.checkpoints.extra_file import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.folder import Written, write_transformer
@@ -21,6 +22,7 @@ __all__ = [
     "Extra",
     "Sizes",
     "Written",
+    "convert_pipeline",
     "load_extra",
     "load_int8_only",
     "read_checkpoint",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.extras import missing, version_of
+from turbo_rcm_patch.extras import EXTRAS, missing, version_of
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import sage
 from turbo_rcm_patch.video.environment import KernelCheck, numbers, python_command
@@ -33,6 +33,13 @@ RANGES: Final = {
     "accelerate": ("1.2", ""),
     "peft": ("0.18", ""),
     "imageio-ffmpeg": ("0.8.1", ""),
+}
+#: Extra -> what it is for.
+_PURPOSES: Final = {
+    "diffusers": "diffusers' models",
+    "video": "generate",
+    "report": "compare, judge and demo",
+    "lora": "LoRAs",
 }
 _TIMEOUT_SECONDS: Final = 240
 _REMEDY: Final = (
@@ -73,8 +80,18 @@ def examine(report: Callable[[str], object] = lambda _: None) -> list[Finding]:
         report(str(finding))
         findings.append(finding)
     bad = "something is missing: see the lines with !!"
-    report("everything that is needed works" if healthy(findings) else bad)
+    works = f"everything works that is needed for {', '.join(_purposes())}"
+    report(works if healthy(findings) else bad)
     return findings
+
+
+def _purposes() -> list[str]:
+    """Name what the installed packages suffice for."""
+    return ["the operations and sageattn"] + [
+        purpose
+        for extra, purpose in _PURPOSES.items()
+        if all(find_spec(module) for module in EXTRAS[extra])
+    ]
 
 
 def healthy(findings: list[Finding]) -> bool:

@@ -44,7 +44,6 @@ def of_verdict(word: str) -> int:
 
 def run_command(
     run: Callable[[], int],
-    describe: Callable[[TurboRCMError], str] = TurboRCMError.block,
     *,
     interrupted: str | Callable[[], str],
 ) -> int:
@@ -54,7 +53,6 @@ def run_command(
 
     Args:
         run: The command.
-        describe: Formats an error of this library.
         interrupted: The text to print on Ctrl-C and on SIGTERM.
 
     Returns:
@@ -67,7 +65,7 @@ def run_command(
             sys.stdout.flush()  # A full disk shows here.
             return code
     except TurboRCMError as error:
-        return _failed(describe(error))
+        return _failed(error.block())
     except (KeyboardInterrupt, SystemExit) as stop:
         if isinstance(stop, SystemExit) and stop.code != TERMINATED:
             raise  # argparse has printed its help or a mistake
@@ -80,7 +78,7 @@ def run_command(
         _discard_stdout()
         return _failed(f"The system refused: {error}")
     except ModuleNotFoundError as error:
-        return _failed(describe(missing("this command", str(error.name).partition(".")[0])))
+        return _failed(missing("this command", str(error.name).partition(".")[0]).block())
     except Exception as error:
         # The first is torch's, which may not be imported here; the second of its CPU allocator.
         kinds = ("OutOfMemoryError", "MemoryError")

@@ -123,7 +123,8 @@ class Generate(Run):
           --model PATH --prompts prompts.txt --out outputs/many --resume
 
     Attributes:
-        out: An .mp4 file, which is replaced if it is there, or a folder.
+        out: An .mp4 file, which is replaced if it is there, or a folder. Videos in a folder that
+            were made with other settings are not replaced.
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
@@ -270,8 +271,7 @@ class Convert(Command):
         dtype: dtype of the weights that diffusers does not keep in fp32. Without it the
             checkpoint's.
         heads: Number of attention heads, if a head does not have 128 channels.
-        network: The network to take from a file with several, e.g. net_ema. Without it the one
-            that is not an average.
+        network: The network to take from a file with several, e.g. net_ema.
         int8_only: Write the int8 weights of a -quant checkpoint as they are: OUT is about as large
             as SOURCE; this package loads it, and stock classes refuse it. Without it they are
             multiplied by their scales.

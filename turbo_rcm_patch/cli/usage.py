@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,22 @@ def given_fields(arguments: argparse.Namespace, cls: type, names: Names = _SAME)
         name: vars(arguments)[option] for name, option in options.items() if option in arguments
     }
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests the nearest option for one that does not exist."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse what is not known: the commands are parsed by this method too."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
 
 
 def field_texts(cls: type) -> dict[str, str]:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.video.generation import generate as generate
     from turbo_rcm_patch.video.judging import judge_folders as judge_folders
     from turbo_rcm_patch.video.load import load_pipeline as load_pipeline
-    from turbo_rcm_patch.video.lora import add_loras as add_loras
     from turbo_rcm_patch.video.measures import NetworkNumber as NetworkNumber
     from turbo_rcm_patch.video.measures import network_number as network_number
     from turbo_rcm_patch.video.result import Judged as Judged
     from turbo_rcm_patch.video.scheduler import RCMScheduler as RCMScheduler
     from turbo_rcm_patch.video.settings import Settings as Settings
+    from turbo_rcm_patch.video.settings import SettingsOptions as SettingsOptions
     from turbo_rcm_patch.video.verdict import Verdict as Verdict
     from turbo_rcm_patch.video.verdict import judge as judge
 else:
@@ -32,11 +32,10 @@ else:
             "generation": "Generation generate",
             "load": "load_pipeline",
             "judging": "judge_folders",
-            "lora": "add_loras",
             "measures": "NetworkNumber network_number",
             "result": "Judged",
             "scheduler": "RCMScheduler",
-            "settings": "Settings",
+            "settings": "Settings SettingsOptions",
             "verdict": "Verdict judge",
         },
     )

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Unpack
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from turbo_rcm_patch.video.pipelines import (
     networks_of,
 )
 from turbo_rcm_patch.video.result import Judged, ModelFacts
-from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.settings import Settings, SettingsOptions
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import Ran
@@ -89,7 +89,7 @@ def compare(
     fresh: bool = False,
     progress: Progress | None = None,
     command: str = "",
-    **overrides: object,
+    **overrides: Unpack[SettingsOptions],
 ) -> Judged:
     """Make every video three times and judge whether patching changed anything visible.
 

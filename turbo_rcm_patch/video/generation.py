@@ -6,6 +6,7 @@ Unpatched and patched models take the same path. `pipelines` holds what differs 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 import torch
@@ -30,11 +31,13 @@ from turbo_rcm_patch.video.pipelines import (
     initial_noise,
     kind_of,
     network_of,
+    size_limits,
 )
-from turbo_rcm_patch.video.rcm_times import noise_stream
+from turbo_rcm_patch.video.rcm_times import MAX_STEPS, noise_stream
 from turbo_rcm_patch.video.scheduler import RCMScheduler
-from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.settings import Settings, SettingsOptions
 from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
+from turbo_rcm_patch.video.video import as_bytes, write_mp4
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +72,26 @@ class Generation:
     decode_seconds: float
     peak_bytes: int | None
 
+    def __repr__(self) -> str:
+        frames, height, width, _ = self.frames.shape
+        return (
+            f"Generation({self.prompt!r}, seed={self.seed}: {frames} frames of {width} x {height} "
+            f"in {self.seconds:.2f} s, and {self.decode_seconds:.2f} s to decode)"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the video as an mp4 file, and return its path.
+
+        Args:
+            path: The file to be, which ends in .mp4; its folder is made.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        path = Path(path).expanduser()
+        write_mp4(as_bytes(self.frames), path, self.settings.fps)
+        return path
+
 
 def generate(
     pipe: VideoPipeline,
@@ -78,7 +101,7 @@ def generate(
     seed: int = 0,
     settings: Settings | None = None,
     on_step: OnStep | None = None,
-    **overrides: object,
+    **overrides: Unpack[SettingsOptions],
 ) -> Generation:
     """Generate one video with the pipeline's own call.
 
@@ -108,7 +131,7 @@ def generate(
         remedy = "Call `generate` for each of them, or `compare`, which takes several"
         raise ConfigError("prompt", expected="one prompt", got=str(len(prompt)), remedy=remedy)
     source = sources_of(prompt, image)[0]
-    _check_pipeline(pipe, source, settings)
+    check_pipeline(pipe, source, settings)
     denoising, decoding = Meter(pipe._execution_device), Meter(pipe._execution_device)
     latents = torch.empty(0)
 
@@ -171,7 +194,7 @@ def _call_arguments(pipe: VideoPipeline, source: Source, settings: Settings) -> 
     return call
 
 
-def _check_pipeline(pipe: VideoPipeline, source: Source, settings: Settings) -> None:
+def check_pipeline(pipe: VideoPipeline, source: Source, settings: Settings) -> None:
     """Refuse what a pipeline cannot make, before anything is made."""
     given = {source.prompt: source.image is not None}
     check_images(kind_of(pipe), type(pipe).__name__, given)
@@ -213,7 +236,7 @@ def check_seed(seed: int, count: int = 1) -> None:
 
 
 def settings_for(
-    pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
+    pipe: VideoPipeline, settings: Settings | None = None, **overrides: Unpack[SettingsOptions]
 ) -> Settings:
     """Return the settings for a loaded pipeline: the overrides, then the given settings or else
     its folder's `turbo_rcm.json`, then the usual ones of the pipeline.
@@ -224,25 +247,23 @@ def settings_for(
         ConfigError: A setting has another value, or the pipeline does not take it.
     """
     kind, folder = kind_of(pipe), folder_of(pipe)
-    usual = dict(kind.usual)
+    with_scheduler = kind.with_scheduler
     if isinstance(pipe.scheduler, RCMScheduler):
-        config = pipe.scheduler.config
-        usual |= {"sampler": "rcm", "sigma_max": config.sigma_max, "form": config.sampler}
-        if config.times is not None:
-            usual |= {"sampler": "times", "times": tuple(config.times)}
+        steps = len(pipe.scheduler.config.times or range(MAX_STEPS))
+        with_scheduler = {"steps": steps, "guidance_scale": 1.0}
     if settings is None:
-        settings = Settings.for_model(folder, usual, kind.with_scheduler, **overrides)
+        settings = Settings.for_model(folder, kind.usual, with_scheduler, **overrides)
     elif overrides:
         settings = Settings.for_model(None, **settings.as_dict() | overrides)
     settings = replace(settings, lora=loras_of(pipe))
     _check_settings(pipe, settings)
     if settings.few_steps or settings.steps < _MANY:
-        says = Settings.for_model(folder, usual, kind.with_scheduler)
+        says = Settings.for_model(folder, kind.usual, with_scheduler)
         if not (says.few_steps or says.steps < _MANY or settings.lora):
             _say_once(
                 f"{settings.steps} steps (sampler {settings.sampler}): nothing says that "
                 f"{folder or type(pipe).__name__} was distilled for few steps, and a model that "
-                "was not gives blurred videos. Load the LoRA it was distilled with (--lora), name "
+                "was not gives blurred videos. Load the LoRA it was distilled with, name "
                 "the sampler in its turbo_rcm.json, or use sampler 'scheduler' with its usual "
                 "steps."
             )
@@ -265,29 +286,35 @@ def _check_settings(pipe: Any, settings: Settings) -> None:
         raise ConfigError(what, expected="'scheduler'", got=got, remedy=remedy)
     if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
         what, got = f"guidance_scale_2 of a {name}", repr(settings.guidance_scale_2)
-        expected, remedy = "none, because it has no second expert", "Leave --guidance-scale-2 out"
+        expected, remedy = "none, because it has no second expert", "Leave `guidance_scale_2=` out"
         raise ConfigError(what, expected=expected, got=got, remedy=remedy)
 
 
 def _check_size(pipe: VideoPipeline, settings: Settings) -> None:
-    """Refuse a size beyond the model's positions, and say what becomes of the number of frames."""
-    config = network_of(pipe).config
-    positions = getattr(config, "rope_max_seq_len", None)
-    for name, axis in (("height", 1), ("width", 2)) if positions else ():
-        most = positions * config.patch_size[axis] * pipe.vae_scale_factor_spatial
-        if getattr(settings, name) > most:
-            got, expected = str(getattr(settings, name)), f"at most {most}, the model's positions"
-            raise ConfigError(f"{name} of this model", expected=expected, got=got)
-    frames = frames_made(pipe, settings.num_frames)
-    if frames != settings.num_frames:
-        _say_once(f"num_frames {settings.num_frames}: this VAE makes {frames} frames of that")
+    """Refuse a size that the model has no positions for, and say what becomes of the number of
+    frames."""
+    asked, frames = settings.num_frames, frames_made(pipe, settings.num_frames)
+    for name, (least, most) in size_limits(pipe).items():
+        value = getattr(settings, name)
+        if not least <= (frames if name == "num_frames" else value) <= most:
+            expected = str(most) if least == most else f"at most {most}, the model's positions"
+            got, remedy = str(value), f"Choose `{name}={most}`"
+            raise ConfigError(f"{name} of this model", expected=expected, got=got, remedy=remedy)
+    if frames != asked:
+        above = next(n for n in itertools.count(asked) if frames_made(pipe, n) == n)
+        nearer = (
+            f"; {above} is nearer" if frames < asked and above - asked < asked - frames else ""
+        )
+        _say_once(f"num_frames {asked}: this VAE makes {frames} frames of that{nearer}")
 
 
 def _scheduler(pipe: VideoPipeline, settings: Settings, seed: int) -> object:
     """Return the scheduler that `settings` ask for, the pipeline's own or a few-step one."""
-    if settings.few_steps is None:
-        return pipe.scheduler
     config = pipe.scheduler.config
+    if settings.few_steps is None:
+        if isinstance(pipe.scheduler, RCMScheduler):
+            return RCMScheduler.from_config(config, noise_seed=seed)
+        return pipe.scheduler
     return RCMScheduler(
         num_train_timesteps=config.get("num_train_timesteps", 1000),
         noise_seed=seed,

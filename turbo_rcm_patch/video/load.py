@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -21,14 +21,16 @@ from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import read_json
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
-from turbo_rcm_patch.video.loading import HUB_ID, first_line, loading
+from turbo_rcm_patch.video.loading import HUB_ID, loading
 from turbo_rcm_patch.video.lora import add_loras, check_loras
-from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, network_of
+from turbo_rcm_patch.video.pipelines import PIPELINES
 from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import FASTWAN, folder_defaults
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin, WanPipeline
+
+    from turbo_rcm_patch.video.pipelines import LoadedPipeline
 
 Offload = Literal["none", "model", "group", "sequential"]
 
@@ -53,7 +55,7 @@ def load_pipeline(
     offload: Offload = "none",
     int8: Literal["only"] | None = None,
     lora: Sequence[str] = (),
-) -> VideoPipeline:
+) -> LoadedPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE and image encoder in fp32.
 
     Args:
@@ -89,24 +91,23 @@ def load_pipeline(
     check_offload(offload, target)
     check_loras(lora)
     folder = resolve_model(model)
-    if isinstance(folder, Path):
-        check_folder(folder)
-    pipe = _from_pretrained(folder, dtype)
+    pipe = _from_pretrained(folder if isinstance(folder, Path) else _download(folder), dtype)
     add_loras(pipe, lora)
     if int8 == "only":  # The Linears that the folder has no int8 weights for.
         keep_int8_only(pipe)
     move(pipe, target, offload)
-    return pipe
+    loaded: LoadedPipeline = pipe
+    return loaded
 
 
-def pipeline_class(model: str | Path) -> str | None:
-    """Return the class of the pipeline that a model has, before it is loaded; None for a hub id.
+def pipeline_class(model: str | Path) -> str:
+    """Return the class of the pipeline that a model has, before it is loaded.
 
     Raises:
         ModelFolderError: The folder is not there, or something in it is missing or broken.
     """
     folder = resolve_model(model)
-    return check_folder(folder) if isinstance(folder, Path) else None
+    return check_folder(folder) if isinstance(folder, Path) else class_of_pipeline(folder)
 
 
 def resolve_model(model: str | Path) -> Path | str:
@@ -161,18 +162,11 @@ def check_folder(folder: Path) -> str:
             got = f"a folder with {sorted(p.name for p in folder.iterdir())[:8]}"
             raise ModelFolderError(what, expected=LAYOUT, got=got)
         index = read_json(index_path, ModelFolderError)
-        asked = str(index.get("_class_name"))
-        asked = _ALIASES.get(asked, asked)
-        if asked not in PIPELINES:
-            what, expected = f"{index_path}: _class_name", f"one of {tuple(PIPELINES)}"
-            remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
-            remedy += "but generate and compare run these. From Python compare takes any with "
-            remedy += "make="
-            raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
+        asked = _known_class(index)
         for name, entry in index.items():
             if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
                 check_part(folder, name, weights=name in _WITH_WEIGHTS)
-        return str(asked)
+        return asked
     except ModelFolderError:
         raise
     except OSError as error:
@@ -180,30 +174,22 @@ def check_folder(folder: Path) -> str:
         raise ModelFolderError(what, remedy="Check its permissions and the disk") from error
 
 
-def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
-    """Load a pipeline, and attach the `proj_l` of its transformers."""
+def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a pipeline from a folder, and attach the `proj_l` of its transformers."""
     import diffusers
 
-    # diffusers finds a scheduler only in modules that are imported. Folders of an older version
-    # name `RCMScheduler`'s, which is imported above, newer ones the package.
-    local = isinstance(folder, Path)
-    if local:
-        failed, expected = f"{folder} could not be loaded", LAYOUT
-        remedy = "Compare the component named above with the model's original folder"
-    else:
-        failed = f"{folder!r} is not a folder here, and loading it from the model hub failed"
-        expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
-        remedy = "Check the spelling and the connection, or download the folder first"
-    with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
-        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-        asked = _known_class(index)
-        alone = _int8_parts(folder, dtype) if local else {}
+    # diffusers finds a scheduler only in modules that are imported. Folders name the package, or
+    # `RCMScheduler`'s module, which is imported above.
+    asked = check_folder(folder)
+    with _loading_from(folder):
+        parts = [folder / name for name in find.COMPONENTS]
+        alone = {part.name: load_int8_only(part, dtype) for part in parts if is_int8_only(part)}
         # The image encoder is small, runs once, and has fp32 in the authors' examples.
         dtypes = {"default": dtype} | {
-            part: torch.float32 for part in ("vae", "image_encoder") if part in index
+            part: torch.float32 for part in ("vae", "image_encoder") if (folder / part).is_dir()
         }
         pipe = getattr(diffusers, asked).from_pretrained(
-            str(folder), dtype=dtypes, local_files_only=local, **alone
+            str(folder), dtype=dtypes, local_files_only=True, **alone
         )
     for name in _WITH_WEIGHTS:
         part = getattr(pipe, name, None)
@@ -215,22 +201,21 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
             raise ModelFolderError(what, remedy=remedy)
         part.eval()
         if name in find.COMPONENTS:
-            _attach_extra(part, folder, name)
-    if isinstance(folder, str):
-        from huggingface_hub.errors import EntryNotFoundError
-
-        with suppress(EntryNotFoundError):  # There is none, or no connection.
-            _fetch(network_of(pipe), folder, DEFAULTS_FILE)
+            _attach_extra(part, folder / name)
     return pipe
 
 
-def _known_class(index: Mapping[str, Any]) -> str:
-    """Return the class of diffusers that loads a pipeline, by its model_index.json."""
-    asked = str(index["_class_name"])
-    asked = _ALIASES.get(asked, asked)
-    if asked not in PIPELINES:
-        raise TypeError(f"it is a {asked}, not one of {tuple(PIPELINES)}")
-    return asked
+def _download(model: str) -> Path:
+    """Return the folder of a hub id in the hub's cache, with the files that diffusers needs and
+    those of this package."""
+    import diffusers
+    from huggingface_hub import snapshot_download
+
+    pipeline = getattr(diffusers, class_of_pipeline(model))
+    with _loading_from(model):
+        folder = Path(pipeline.download(model))
+        snapshot_download(model, allow_patterns=[DEFAULTS_FILE, f"*/{EXTRA_FILE}"])
+    return folder
 
 
 def class_of_pipeline(folder: Path | str) -> str:
@@ -241,59 +226,49 @@ def class_of_pipeline(folder: Path | str) -> str:
     """
     import diffusers
 
-    with loading(ModelFolderError, f"{folder}: no usable model_index.json", expected=LAYOUT):
-        local = isinstance(folder, Path)
-        return _known_class(
-            diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-        )
+    local = isinstance(folder, Path)
+    with _loading_from(folder):
+        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+    return _known_class(index)
 
 
-def _int8_parts(folder: Path | str, dtype: torch.dtype) -> dict[str, Any]:
-    """Load the transformers whose folders have int8 weights alone."""
-    parts = [Path(folder) / name for name in find.COMPONENTS]
-    return {part.name: load_int8_only(part, dtype) for part in parts if is_int8_only(part)}
+def _loading_from(folder: Path | str) -> AbstractContextManager[None]:
+    """Turn a failure to load a folder or a hub id into an error that says what to check."""
+    if isinstance(folder, Path):
+        failed, expected = f"{folder} could not be loaded", LAYOUT
+        remedy = "Compare the component named above with the model's original folder"
+    else:
+        failed = f"{folder!r} is not a folder here, and loading it from the model hub failed"
+        expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
+        remedy = "Check the spelling and the connection, or download the folder first"
+    return loading(ModelFolderError, failed, expected=expected, remedy=remedy)
 
 
-def _attach_extra(transformer: Any, model: Path | str, name: str) -> None:
-    """Attach the `proj_l` of a transformer, from a folder or from the hub."""
-    place = _extra_folder(transformer, model, name)
-    if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
-        load_extra(transformer, place)
+def _known_class(index: Mapping[str, object]) -> str:
+    """Return diffusers' class for a model_index.json."""
+    asked = str(index.get("_class_name"))
+    asked = _ALIASES.get(asked, asked)
+    if asked not in PIPELINES:
+        what, expected = "model_index.json: _class_name", f"one of {tuple(PIPELINES)}"
+        remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
+        remedy += "but generate and compare run these. From Python compare takes any with "
+        remedy += "make="
+        raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
+    return asked
+
+
+def _attach_extra(transformer: Any, folder: Path) -> None:
+    """Attach the `proj_l` of a transformer from its folder."""
+    if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
+        load_extra(transformer, folder)
     if isinstance(mark_of(transformer.config), Mapping) and not held_proj_l(transformer):
-        what = f"{model}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
-        what += "with its proj_l, and its weights were not trained for dense attention"
+        what = f"{folder}/config.json says that it has SLA, but there is no {EXTRA_FILE} with its "
+        what += "proj_l, and its weights were not trained for dense attention"
         expected = "a folder that `python -m turbo_rcm_patch convert` wrote"
-        got = str(sorted(path.name for path in place.iterdir()))
+        got = str(sorted(path.name for path in folder.iterdir()))
         remedy = f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
-        remedy += f'set "{MARK}" to null in {name}/config.json'
+        remedy += f'set "{MARK}" to null in config.json'
         raise ModelFolderError(what, expected=expected, got=got, remedy=remedy)
-
-
-def _extra_folder(transformer: Any, model: Path | str, name: str) -> Path:
-    """Find the folder of a transformer's extra file. Of a hub id, fetch the file, because a
-    pipeline's loader fetches only files that its classes know."""
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    if isinstance(model, Path):
-        return model / name
-    try:
-        return _fetch(transformer, model, f"{name}/{EXTRA_FILE}").parent
-    except EntryNotFoundError as error:
-        if isinstance(error, LocalEntryNotFoundError) and mark_of(transformer.config):
-            what = f"{model}: {name}/{EXTRA_FILE}, which its config.json asks for, could not be "
-            what += f"fetched ({first_line(error)})"
-            remedy = "Check the connection, or download the folder first"
-            raise ModelFolderError(what, remedy=remedy) from error
-        return Path(str(transformer.config.get("_name_or_path", "")))
-
-
-def _fetch(transformer: Any, repository: str, file: str) -> Path:
-    """Fetch a file from the hub, of the revision of a transformer that was loaded from there."""
-    from huggingface_hub import hf_hub_download
-
-    place = Path(str(transformer.config.get("_name_or_path", "")))
-    revision = place.parent.name if place.parent.parent.name == "snapshots" else None
-    return Path(hf_hub_download(repository, file, revision=revision))
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -313,7 +288,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         expected = f"one of the {count} GPUs that torch can see, from 'cuda:0' on"
-        remedy = "Run `python -m turbo_rcm_patch doctor`, or use device='cpu'"
+        remedy = "Run `python -m turbo_rcm_patch doctor`, or use `device='cpu'`"
         raise DeviceError("device", expected=expected, got=repr(str(device)), remedy=remedy)
     return chosen
 
@@ -359,7 +334,8 @@ def _offload_by_groups(pipe: Any, device: torch.device) -> None:
 
 
 def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline:
-    """Build transformers without weights from their config.json, which is fast for any size.
+    """Build the networks and the VAE of a model without weights from their config.json, which is
+    fast for any size.
 
     Args:
         model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.
@@ -373,29 +349,31 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
     folder = resolve_model(model)
-    first = _empty_transformer(folder, "transformer")
-    second = None
-    if isinstance(folder, Path) and (folder / "transformer_2").is_dir():
-        second = _empty_transformer(folder, "transformer_2")
+    parts = ["transformer"]
+    if isinstance(folder, Path):
+        optional = (*find.COMPONENTS[1:], find.VAE)
+        parts += [name for name in optional if (folder / name / "config.json").is_file()]
+    else:
+        with _loading_from(folder):
+            index = WanPipeline.load_config(folder)
+        parts = [name for name in (*find.COMPONENTS, find.VAE) if index.get(name, [None])[0]]
+    networks = {name: _empty_network(folder, name) for name in parts}
     few = folder_defaults(folder).get("sampler", "scheduler") != "scheduler"
+    scheduler = RCMScheduler() if few else FlowMatchEulerDiscreteScheduler()
     pipe = WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        scheduler=RCMScheduler() if few else FlowMatchEulerDiscreteScheduler(),
-        transformer=first,
-        transformer_2=second,
-        boundary_ratio=0.9 if second is not None else None,
+        **dict.fromkeys(("tokenizer", "text_encoder", "transformer", "transformer_2", "vae"))
+        | {"scheduler": scheduler, "boundary_ratio": 0.9}
+        | networks
     )
     add_loras(pipe, lora)
     return pipe
 
 
-def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
+def _empty_network(folder: Path | str, name: str) -> ModelMixin:
     import diffusers
 
-    classes = [key for key in find.FAMILIES if key.startswith("diffusers.")]
-    known = sorted(key.rpartition(".")[2] for key in classes)
+    families = find.VAES if name == find.VAE else find.FAMILIES
+    known = sorted(key.rpartition(".")[2] for key in families if key.startswith("diffusers."))
     local = isinstance(folder, Path)
     with (
         loading(

@@ -33,13 +33,26 @@ def loading(
     try:
         with reraise_interrupts(), quiet_loading():
             yield
-    except MemoryError:
+    except (MemoryError, TurboRCMError):
         raise
     except Exception as why:
         said = f"{type(why).__name__}: {first_line(why)}"
+        if _is_offline(why):
+            failed = f"no connection to the model hub: {failed}"
         if str(why).startswith("Failed to import"):  # The files are not at fault.
             remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
         raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Return True if an error comes from a hub that cannot be reached."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

@@ -1,16 +1,19 @@
-"""LoRAs of a pipeline: load them with diffusers' own loader, and say which a pipeline has."""
+"""LoRAs of a pipeline: load them with diffusers' own loader, and name what has no effect."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import torch
+from safetensors import safe_open
 
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 from turbo_rcm_patch.extras import require
@@ -27,9 +30,13 @@ _EXPERTS: Final = {
 }
 #: The names of modules in the metadata of a LoRA, which peft takes for regular expressions.
 _NAME: Final = re.compile(r"[\w.^$\\-]*")
+#: The name under which diffusers saves a LoRA.
+_USUAL: Final = "pytorch_lora_weights.safetensors"
 _log = logging.getLogger(__name__)
-_FORM: Final = "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it "
-_EXAMPLE: Final = "owner/name/folder/file.safetensors"
+_FORM: Final = "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it"
+_FILES: Final = (
+    "a .safetensors file, a folder with one, or owner/name/folder/file.safetensors on the hub"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,7 @@ class LoRA:
 
     Attributes:
         text: As it was given, `[PART=]PATH_OR_ID[:SCALE]`.
-        source: A file, a folder, or a hub id.
-        file: The file inside a hub's repository, else "".
+        source: A file, a folder, or `owner/name[/file]` on the hub.
         scale: The factor of its update.
         parts: The transformers that get it: "transformer" (the high-noise expert of Wan 2.2),
             "transformer_2" (the low-noise expert).
@@ -47,7 +53,6 @@ class LoRA:
 
     text: str
     source: str
-    file: str
     scale: float
     parts: tuple[str, ...]
 
@@ -63,36 +68,37 @@ def parse_lora(text: str) -> LoRA:
         ModelFolderError: There is no such file, and it cannot be a hub id.
     """
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError("lora", expected=_FORM.strip(), got=repr(text))
+        raise ConfigError("lora", expected=_FORM, got=repr(text))
     part, equals, source = text.partition("=")
     parts: tuple[str, ...] = (part,) if equals and part in COMPONENTS else ()
     source, scale = source if parts else text, 1.0
     if not Path(source).expanduser().exists():
         before, colon, after = source.rpartition(":")
         if colon and not {"/", "\\"} & {*after}:  # Else the colon is of a drive.
-            source, scale = before, _read_scale(text, after)
+            source, scale = before, _as_number(after)
+            if not math.isfinite(scale):
+                expected = "a finite number after the colon"
+                raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=after)
     name = source.lower().replace("\\", "/").rpartition("/")[2] or source
     parts = parts or tuple(
         expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
     )
     path = Path(source).expanduser()
     if path.exists():
-        return LoRA(text, str(path), "", scale, parts or COMPONENTS)
-    owner = source.split("/")
-    hub_id, file = "/".join(owner[:2]), "/".join(owner[2:])
-    if not HUB_ID.fullmatch(hub_id) or hub_id.endswith(".safetensors"):
-        expected = f"a .safetensors file, a folder with one, or {_EXAMPLE} on the hub"
-        what, remedy = f"no such LoRA: {path}", "Check the spelling"
-        raise ModelFolderError(what, expected=expected, remedy=remedy)
-    return LoRA(text, hub_id, file, scale, parts or COMPONENTS)
+        source = str(path)
+    else:
+        repository = "/".join(source.split("/")[:2])
+        if not HUB_ID.fullmatch(repository) or repository.endswith(".safetensors"):
+            what, remedy = f"no such LoRA: {path}", "Check the spelling"
+            raise ModelFolderError(what, expected=_FILES, remedy=remedy)
+    return LoRA(text, source, scale, parts or COMPONENTS)
 
 
-def _read_scale(text: str, scale: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(float(scale)):
-            return float(scale)
-    expected = "a finite number after the colon"
-    raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=scale)
+def _as_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def check_loras(loras: Sequence[str]) -> list[LoRA]:
@@ -118,14 +124,13 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
     low-rank side in 16 bits.
 
     Args:
-        pipe: A pipeline that is not patched. Its Linears become peft's, which call the old ones.
-        loras: Each `[PART=]PATH_OR_ID[:SCALE]` (`parse_lora`). LoRAs that the pipeline has already
-            stay active with their scales.
+        pipe: A pipeline without a LoRA, not patched. Its Linears become peft's, which call the old
+            ones.
+        loras: Each `[PART=]PATH_OR_ID[:SCALE]` (`parse_lora`).
 
     Raises:
         ConfigError: An entry has another form, or names an expert that the pipeline lacks.
-        ModelFolderError: A file is missing, or fits no transformer of the pipeline. None of the
-            LoRAs is loaded then.
+        ModelFolderError: A file is missing, or fits no transformer of the pipeline.
         MissingPackageError: peft is not installed.
     """
     wanted, networks = check_loras(loras), networks_of(pipe)
@@ -135,70 +140,104 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
             got = f"one for {' and '.join(lora.parts)}"
             remedy = "Write transformer=FILE to load it anyway"
             raise ConfigError(f"lora {lora.text!r}", expected=expected, got=got, remedy=remedy)
-    before = {part: _names(network) for part, network in networks.items()}
-    try:
-        for part, network in networks.items():
-            scales = _active(network)
-            for lora in wanted:
-                if part in lora.parts:
-                    scales[_load(pipe, lora, part)] = lora.scale
-            if scales:
-                network.set_adapters([*scales], [*scales.values()])
-    except BaseException:
-        for part, network in networks.items():
-            loaded = [name for name in _names(network) if name not in before[part]]
-            if loaded and before[part]:
-                network.delete_adapters(loaded)
-            elif loaded:
-                network.unload_lora()
-        raise
+    for part, network in networks.items():
+        scales: dict[str, float] = {}
+        for lora in wanted:
+            if part in lora.parts:
+                name = f"lora_{len(scales)}"
+                _load(pipe, lora, part, name)
+                scales[name] = lora.scale
+        if scales:
+            network.set_adapters([*scales], [*scales.values()])
 
 
-def _names(network: Any) -> list[str]:
-    """Return the names of a transformer's LoRAs, active or not."""
-    return [*getattr(network, "peft_config", {})]
-
-
-def _load(pipe: Any, lora: LoRA, part: str) -> str:
-    """Load a LoRA into a transformer, name the weights that have no effect, and return the name
-    under which peft has it."""
+def _load(pipe: Any, lora: LoRA, part: str, name: str) -> None:
+    """Load a LoRA under a name of peft's, and warn of weights without effect."""
     network = networks_of(pipe)[part]
-    name = f"lora_{len(_names(network))}"
-    folder, _, file = lora.file.rpartition("/")
-    files: dict[str, Any] = {"weight_name": file, "subfolder": folder or None} if file else {}
-    path = Path(lora.source)
-    for there in [*path.iterdir()] if path.is_dir() else [path]:
-        if not there.is_dir():
-            check_regular(there, ModelFolderError)
     with loading(
         ModelFolderError,
         f"LoRA {lora.text!r} could not be loaded into {part}",
-        expected=f"LoRA weights of a {type(network).__name__} of this size: a "
-        f".safetensors file, a folder with one, or {_EXAMPLE} on the hub",
+        expected=f"LoRA weights of a {type(network).__name__} of this size: {_FILES}",
         remedy="Check that it was made for this model",
     ):
-        weights, notes = pipe.lora_state_dict(lora.source, return_lora_metadata=True, **files)
-        _refuse_patterns(notes or {})
-        second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
-        pipe.load_lora_weights(lora.source, adapter_name=name, **second, **files)
-        used = {
-            f"transformer.{where}"
-            for where, module in network.named_modules()
-            if name in getattr(module, "lora_A", {})
-        }
-        unused = sorted(key for key in weights if key.partition(".lora_")[0] not in used)
-        if len(unused) == len(weights):
-            raise ValueError("none of its weights is this model's")
+        path = _find_file(lora.source)
+        with safe_open(path, framework="pt") as file:
+            keys = [*file.keys()]
+            _refuse_patterns(
+                json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            )
+            for key in keys:
+                if key.endswith(".alpha") and not file.get_tensor(key).item() >= 0:
+                    raise ValueError(f"{key} is negative or NaN")  # diffusers would not end
+            second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+            pipe.load_lora_weights(
+                str(path.parent), weight_name=path.name, adapter_name=name, **second
+            )
+            used = {
+                f"transformer.{where}"
+                for where, module in network.named_modules()
+                if name in getattr(module, "lora_A", {})
+            }
+            sources = _sources(pipe, keys)
+            effective = {sources[key] for key in sources if key.partition(".lora_")[0] in used}
+            if not effective:
+                raise ValueError("none of its weights is this model's")
+            weights = [key for key in keys if not key.endswith(".alpha")]
+            unused = [
+                key
+                for key in sorted({*weights} - effective)
+                if file.get_tensor(key).count_nonzero()  # Zeros have no effect anywhere.
+            ]
     if unused:
         _log.warning(
-            "LoRA %r: %d of its %d weights fit the %s. These have no effect: %s",
+            "LoRA %r: %d of its %d weights fit the %s. These have no effect: %s%s",
             lora.text,
             len(weights) - len(unused),
             len(weights),
             part,
             ", ".join(map(ascii, unused[:8])),
+            f" and {len(unused) - 8} more" * (len(unused) > 8),
         )
-    return name
+
+
+def _find_file(source: str) -> Path:
+    """Find the one file of a LoRA: in a folder, or in a repository of the hub."""
+    path = Path(source)
+    if path.is_dir():
+        path /= _only_file(there.name for there in path.iterdir())
+    if path.exists():
+        check_regular(path, ModelFolderError)
+        return path
+    from huggingface_hub import hf_hub_download, list_repo_files
+
+    owner, repository, *inside = source.split("/")
+    hub_id = f"{owner}/{repository}"
+    return Path(hf_hub_download(hub_id, "/".join(inside) or _only_file(list_repo_files(hub_id))))
+
+
+def _only_file(names: Iterable[str]) -> str:
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if _USUAL in weights:
+        return _USUAL
+    if len(weights) != 1:
+        raise ValueError(f"it has {len(weights)} .safetensors files; name one: {weights[:8]}")
+    return weights[0]
+
+
+def _sources(pipe: Any, keys: Sequence[str]) -> dict[str, str]:
+    """Return for each weight that diffusers makes of a file the name of its source in the file.
+
+    Its converters rename the weights of other programs, and drop some without a word. So weights
+    that hold nothing but their number are converted, with a scale of 1.
+    """
+    numbers = {
+        key: torch.ones(()) if key.endswith(".alpha") else torch.full((1, 1), float(number))
+        for number, key in enumerate(keys, 2)  # a converter fills in ones
+    }
+    converted = pipe.lora_state_dict(numbers)
+    by_number = dict(enumerate(keys, 2))
+    sources = {name: by_number.get(int(weight)) for name, weight in converted.items()}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _refuse_patterns(notes: dict[str, Any]) -> None:
@@ -216,30 +255,29 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
     """Name the active LoRAs of a pipeline, however they were loaded.
 
     Returns:
-        Each "transformer: SCALE x DIGEST"; the digest is of its weights.
+        Each "transformer: DIGEST"; the digest is of its weights and scales.
     """
     loras = []
     for part, network in networks_of(pipe).items():
-        for name, scale in _active(network).items():
-            digest = hashlib.blake2b(digest_size=8)
-            for key, weight in sorted(network.named_parameters()):
-                if f".{name}." in f"{key}." and "lora_" in key and not weight.is_meta:
-                    digest.update(f"{key.replace(name, '')} {fingerprint(weight)}".encode())
-            loras.append(f"{part}: {scale:g} x {digest.hexdigest()}")
+        digests = {name: hashlib.blake2b(digest_size=8) for name in _names(network)}
+        active = set()
+        for where, module in network.named_modules():
+            for name in digests.keys() & _active(module):
+                active.add(name)
+                sides = module.lora_A[name].weight, module.lora_B[name].weight
+                weights = [fingerprint(side) for side in sides if not side.is_meta]
+                digests[name].update(f"{where} {module.scaling[name]} {weights}".encode())
+        loras += [f"{part}: {digests[name].hexdigest()}" for name in digests if name in active]
     return tuple(loras)
 
 
-def _active(network: Any) -> dict[str, float]:
-    """Return the active LoRAs of a transformer with their scales, as `set_adapters` takes them."""
-    scales: dict[str, float] = {}
-    if not getattr(network, "peft_config", {}):
-        return scales
-    from peft.tuners.lora import LoraLayer
+def _names(network: Any) -> list[str]:
+    """Return the names of a transformer's LoRAs, active or not."""
+    return [*getattr(network, "peft_config", {})]
 
-    for module in network.modules():
-        if isinstance(module, LoraLayer) and not module.disable_adapters:
-            for name in {*module.active_adapters} & module.scaling.keys():
-                rank = module.r[name]
-                usual = module.lora_alpha[name] / (rank**0.5 if module.use_rslora[name] else rank)
-                scales.setdefault(name, module.scaling[name] / usual)
-    return scales
+
+def _active(module: Any) -> set[str]:
+    """Return the names of the LoRAs that a module adds; none if it is no layer of peft's."""
+    if getattr(module, "disable_adapters", True):
+        return set()
+    return {*module.active_adapters} & getattr(module, "scaling", {}).keys()

@@ -17,7 +17,15 @@ from turbo_rcm_patch.patching.find import VAE, parts_of
 from turbo_rcm_patch.video.settings import WAN_OWN, Settings
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+
+    class LoadedPipeline(DiffusionPipeline):  # type: ignore[misc]
+        """What type checkers know of the pipelines that `load_pipeline` returns."""
+
+        transformer: ModelMixin
+        vae: ModelMixin
+        scheduler: SchedulerMixin
+
 
 #: A pipeline of one of the classes in `PIPELINES`, for annotations.
 VideoPipeline: TypeAlias = "DiffusionPipeline"
@@ -93,9 +101,7 @@ def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
             expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
             + ("it" if needed else "a prompt alone"),
             got="none" if needed else "one",
-            remedy="Give --image FILE, from Python image="
-            if needed
-            else f"Leave it out, or load a {others}",
+            remedy="Give `image=FILE`" if needed else f"Leave it out, or load a {others}",
         )
 
 
@@ -140,6 +146,33 @@ def frames_made(pipe: Any, asked: int) -> int:
     if kind_of(pipe).cogvideox and before % 2:
         return span * (before + 1)
     return span * before + 1
+
+
+def size_limits(pipe: Any) -> dict[str, tuple[int, int]]:
+    """Return the least and the most of some settings that a model has positions for. A setting
+    that is not named has no limit."""
+    config, pixels = network_of(pipe).config, pipe.vae_scale_factor_spatial
+    if kind_of(pipe).cogvideox:
+        trained = {name: config[f"sample_{name}"] * pixels for name in ("height", "width")}
+        limits: dict[str, tuple[int, int]] = {}
+        if config["patch_size_t"]:  # CogVideoX 1.5
+            limits |= {name: (1, size) for name, size in trained.items()}
+        if config["use_learned_positional_embeddings"]:  # CogVideoX 5B I2V
+            limits |= {name: (size, size) for name, size in trained.items()}
+        if not config["use_rotary_positional_embeddings"]:  # CogVideoX 2B
+            tokens = config["max_text_seq_length"]
+            limits["max_sequence_length"] = (tokens, tokens)
+        return limits
+    positions = config["rope_max_seq_len"]
+    patch_frames, patch_height, patch_width = config["patch_size"]
+    return {
+        "height": (1, positions * patch_height * pixels),
+        "width": (1, positions * patch_width * pixels),
+        "num_frames": (
+            1,
+            (positions * patch_frames - 1) * int(pipe.vae_scale_factor_temporal) + 1,
+        ),
+    }
 
 
 def initial_noise(pipe: Any, settings: Settings, seed: int) -> torch.Tensor:

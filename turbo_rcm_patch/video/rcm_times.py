@@ -39,7 +39,7 @@ def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
             "steps of the rCM sampler",
             expected=f"a whole number from 1 to {MAX_STEPS}",
             got=repr(steps),
-            remedy="Use sampler='scheduler' for a model that needs more steps than an rCM student",
+            remedy="Use `sampler='scheduler'` for a model that needs more steps",
         )
     first = math.atan(sigma_max)
     if steps > 1 and first <= MID_TIMES[0]:

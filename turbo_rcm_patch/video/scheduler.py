@@ -21,7 +21,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutpu
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.skip import Stream
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
-from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, shifted
+from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, check_times
 
 #: Values of a sample that are added up before they tell it from others.
 _ROW: Final = 1024
@@ -59,8 +59,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
 
     diffusers' Wan pipelines do not pass their `generator` to `step`. The seed of the re-noising
     therefore comes from the first sample, one seed for each video of a batch, so that all noise of
-    a video depends on the pipeline's generator. `noise_seed` sets the seed instead, and
-    `set_noise_generator` takes the noise from a generator.
+    a video depends on the pipeline's generator. `noise_seed` sets the seed instead, and a step's
+    own `generator` comes before both.
 
     The pipelines do not scale the initial noise either. Pass
     `latents=scheduler.init_noise(noise)` to reproduce the published loop exactly. Otherwise the
@@ -72,11 +72,11 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         sigma_max: Noise level of the first step (80; 200 for Wan 2.2 I2V). Not read with `times`.
         sampler: "sde" or "ode".
         noise_seed: Seed of the re-noising of a whole batch; None takes one from the first sample
-            for each video. `set_noise_seed` changes it later.
+            for each video.
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
         times: Network times of the steps, of 1000, from the noisiest down and without the 0 at the
-            end; None for rCM's. They are final: `settings.shifted` applies a shift.
+            end; None for rCM's. They are final: no shift is applied.
 
     Raises:
         ConfigError: An argument has another value.
@@ -108,7 +108,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         ):
             if not right:
                 raise ConfigError(f"RCMScheduler.{name}", expected=expected, got=repr(value))
-        first = None if times is None else shifted(times)[0] / 1000
+        first = None if times is None else check_times(times)[0] / 1000
         self.init_noise_sigma = sigma_max / (1.0 + sigma_max) if first is None else first
         self.num_inference_steps: int | None = None
         self.timesteps = torch.empty(0)
@@ -118,37 +118,26 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         #: Index of the first step, None unless a pipeline has set it.
         self._begin_index: int | None = None
         self._coefficients = torch.empty(0, 3, dtype=torch.float64)
-        self._noise_generator: torch.Generator | None = None
-        self.set_noise_seed(noise_seed)
+        self._generators: list[torch.Generator] = []
 
     @classmethod
-    def named(
-        cls,
-        name: str,
-        *,
-        shift: float | None = None,
-        sampler: SolverForm | None = None,
-        noise_seed: int | None = None,
-    ) -> RCMScheduler:
+    def named(cls, name: str, *, noise_seed: int | None = None) -> RCMScheduler:
         """Make the scheduler of a published schedule.
 
         Args:
             name: A key of `settings.SCHEDULES`: "lightning", "fastwan", "self-forcing".
-            shift: In place of the shift that it was trained with.
-            sampler: "sde" or "ode", in place of what its authors run.
             noise_seed: As for the class.
 
         Raises:
-            ConfigError: There is no such schedule, or the shift is not positive.
+            ConfigError: There is no such schedule.
         """
         if name not in SCHEDULES:
             remedy = "RCMScheduler() is rCM's, and RCMScheduler(times=[...]) takes any times"
             known = f"one of {[*SCHEDULES]}"
             raise ConfigError("schedule", expected=known, got=repr(name), remedy=remedy)
-        its = SCHEDULES[name]
-        times = shifted(its.times, its.shift if shift is None else shift)
+        schedule = SCHEDULES[name]
         scheduler: RCMScheduler = cls(
-            sampler=sampler or its.form, noise_seed=noise_seed, times=times
+            sampler=schedule.form, noise_seed=noise_seed, times=schedule.times
         )
         return scheduler
 
@@ -158,26 +147,6 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
     def set_begin_index(self, begin_index: int = 0) -> None:
         """Start at this step. Pipelines call it to avoid a look-up on the device."""
         self._begin_index = begin_index
-
-    def set_noise_seed(self, seed: int | None) -> None:
-        """Start the re-noising stream of `seed`, which differs from every stream that `seed` gives
-        elsewhere; None stands for the seeds of the next first sample.
-        """
-        self._noise_seed = seed
-        self._generators: list[torch.Generator] = []
-        if seed is not None:
-            self._generators.append(noise_stream(seed, "rcm-renoise"))
-
-    def set_noise_generator(self, generator: torch.Generator | None) -> None:
-        """Take the noise from this generator, in one draw for a whole batch and step.
-
-        `set_timesteps` does not restart it. TurboDiffusion draws the initial noise and then the
-        noise of every step from one generator.
-
-        Args:
-            generator: A generator on any device; None returns to the scheduler's own.
-        """
-        self._noise_generator = generator
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None
@@ -211,7 +180,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self.timesteps = network_times.to(device=device, dtype=torch.float32)
         self._step_index = None
         self._begin_index = None
-        self.set_noise_seed(self._noise_seed)
+        seed = self.config.noise_seed
+        self._generators = [] if seed is None else [noise_stream(seed, "rcm-renoise")]
 
     def init_noise(self, noise: torch.Tensor) -> torch.Tensor:
         """Return the first sample: standard normal noise times t0, in fp64."""
@@ -275,8 +245,6 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return noisy.to(original_samples.dtype)
 
     def _noise_like(self, sample: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        if generator is None:
-            generator = self._noise_generator
         if generator is None and not self._generators:
             # On the first step of a generation, whose sample is the pipeline's own noise.
             self._generators = [noise_stream(fingerprint(x), "rcm-renoise") for x in sample]

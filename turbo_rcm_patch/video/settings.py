@@ -5,26 +5,27 @@ A model folder may bring defaults (`turbo_rcm.json`). Importing this file needs 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
 
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.files import read_json
 
 SolverForm = Literal["sde", "ode"]
-Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing", "times"]
+Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing"]
 
 #: Steps and guidance that Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 #: The pipeline that FastVideo's distilled models name. It is Wan's with another sampler.
 FASTWAN: Final = "WanDMDPipeline"
 #: Settings that belong to a sampler: a folder's go when another sampler is chosen.
-_OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max", "times", "shift", "form")
+_OF_SAMPLER: Final = ("sampler", "steps", "guidance_scale", "sigma_max")
 
 
 def _is_finite(value: object) -> bool:
@@ -35,7 +36,6 @@ _Rule = tuple[Callable[[Any], bool], str]
 #: Names of settings -> whether a value is right, and what is expected.
 _RULES: Final[Mapping[str, _Rule]] = {
     "sampler": (lambda x: x in get_args(Sampler), f"one of {get_args(Sampler)}"),
-    "form": (lambda x: x in (*get_args(SolverForm), None), f"one of {get_args(SolverForm)}"),
     "steps": (lambda x: type(x) is int and 0 < x <= 1000, "a whole number from 1 to 1000"),
     "height width num_frames fps max_sequence_length": (
         lambda x: type(x) is int and x > 0,
@@ -52,14 +52,17 @@ class Schedule:
     """A published few-step schedule.
 
     Attributes:
-        times: Network times of the steps, of 1000, before the shift.
-        shift: The shift that it was trained with.
+        times: Network times of the steps, of 1000.
         form: "sde" where its authors add noise after each step, else "ode".
     """
 
     times: tuple[float, ...]
-    shift: float = 1.0
     form: SolverForm = "sde"
+
+
+def _shifted(shift: float, *times: float) -> tuple[float, ...]:
+    """Shift network times of 1000, t <- shift t / (1 + (shift - 1) t) for t of 0 to 1."""
+    return tuple(1000 * shift * t / (1000 + (shift - 1) * t) for t in times)
 
 
 #: Schedules by name. rCM's is not among them, because its times depend on `sigma_max`.
@@ -68,43 +71,54 @@ SCHEDULES: Final = MappingProxyType(
         # ModelTC/LightX2V, lightx2v/models/schedulers/wan/step_distill/scheduler.py:
         # `denoising_step_list` and `sample_shift` of its configurations for Wan 2.2, and the
         # Euler step of `Wan22StepDistillScheduler`. Run at 1000, 937.5, 833.3, 625.
-        "lightning": Schedule((1000.0, 750.0, 500.0, 250.0), shift=5.0, form="ode"),
+        "lightning": Schedule(_shifted(5.0, 1000.0, 750.0, 500.0, 250.0), form="ode"),
         # hao-ai-lab/FastVideo, `DmdDenoisingStage`: `dmd_denoising_steps` are network times, with
         # sigma looked up at the nearest of them, so no shift is applied.
         "fastwan": Schedule((1000.0, 757.0, 522.0)),
         # guandeh17/Self-Forcing, configs/self_forcing_dmd.yaml: `denoising_step_list`, and
         # `warp_denoising_step` with `timestep_shift`. LightX2V's LoRAs for Wan 2.1
         # (`WanStepDistillScheduler`) step the same way. Run at 1000, 937.5, 833.3, 625.
-        "self-forcing": Schedule((1000.0, 750.0, 500.0, 250.0), shift=5.0),
+        "self-forcing": Schedule(_shifted(5.0, 1000.0, 750.0, 500.0, 250.0)),
     }
 )
 
 
-def shifted(times: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
-    """Check network times and shift them, t <- shift t / (1 + (shift - 1) t) for t of 0 to 1.
-
-    Args:
-        times: Network times of 1000, from the noisiest down, without the 0 at the end.
-        shift: 1 keeps them; more moves them towards noise.
-
-    Returns:
-        The network times of the steps, of 1000.
+def check_times(times: Sequence[float]) -> tuple[float, ...]:
+    """Check network times of 1000, from the noisiest down, without the 0 at the end.
 
     Raises:
-        ConfigError: They do not decrease, are not in (0, 1000], or the shift is not positive.
+        ConfigError: They do not decrease, or are not in (0, 1000].
     """
     listed = list(times) if isinstance(times, Sequence) and not isinstance(times, str) else []
     numbers = all(is_number(time) and 0 < time <= 1000 for time in listed)
     if not listed or not numbers or sorted({*listed}, reverse=True) != listed:
+        wrong_order = listed and numbers
         raise ConfigError(
             "times",
             expected="network times that decrease, in (0, 1000], such as 1000, 750, 500, 250",
             got=repr(times),
-            remedy="Leave out the 0 at the end",
+            remedy=f"Order them: {sorted({*listed}, reverse=True)}"
+            if wrong_order
+            else "Leave out the 0 at the end",
         )
-    if not is_number(shift) or not 0 < shift < math.inf:
-        raise ConfigError("shift", expected="a positive number", got=repr(shift))
-    return tuple(1000 * shift * t / (1000 + (shift - 1) * t) for t in map(float, listed))
+    return tuple(map(float, listed))
+
+
+class SettingsOptions(TypedDict, total=False):
+    """The fields of `Settings` as keywords of `generate`, again because a type checker cannot read
+    them from the dataclass."""
+
+    sampler: Sampler | None
+    steps: int | None
+    sigma_max: float | None
+    height: int | None
+    width: int | None
+    num_frames: int | None
+    fps: int | None
+    guidance_scale: float | None
+    guidance_scale_2: float | None
+    negative_prompt: str | None
+    max_sequence_length: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +127,9 @@ class Settings:
 
     Attributes:
         sampler: "scheduler" is the pipeline's own. The others are for distilled models: "rcm" (1
-            to 4 steps), the schedules "lightning", "fastwan" and "self-forcing"
-            (`SCHEDULES`), or "times".
+            to 4 steps), and the schedules "lightning", "fastwan" and "self-forcing"
+            (`SCHEDULES`).
         steps: Number of steps. Each calls the network once, under guidance twice.
-        times: Network times of the steps, of 1000, from the noisiest down. Giving them chooses
-            sampler="times".
-        shift: Shift of `times`, or of a named schedule in place of its own.
-        form: "sde" adds noise after each step of a few-step sampler, "ode" adds none. By default
-            the schedule's own, "sde" for "rcm" and "times".
         sigma_max: First noise level of the rCM sampler.
         height: Height in pixels.
         width: Width in pixels.
@@ -138,9 +147,6 @@ class Settings:
 
     sampler: Sampler = "scheduler"
     steps: int = 50
-    times: tuple[float, ...] | None = None
-    shift: float | None = None
-    form: SolverForm | None = None
     sigma_max: float = 80.0
     height: int = 480
     width: int = 832
@@ -161,33 +167,18 @@ class Settings:
             if (value := getattr(self, name)) % 16:
                 near = f"Try {max(16, round(value / 16) * 16)}"
                 raise ConfigError(name, expected="a multiple of 16", got=str(value), remedy=near)
-        for name in ("times", "lora"):  # JSON has lists.
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
-        self._check_few_steps()
-
-    def _check_few_steps(self) -> None:
-        sampler = f"sampler={self.sampler!r}"
-        if (self.times is not None) != (self.sampler == "times"):
-            expected = f"{'some' if self.times is None else 'none'} with {sampler}"
-            remedy = "Give times=[...] and sampler='times' together, or neither"
-            raise ConfigError("times", expected=expected, got=repr(self.times), remedy=remedy)
-        if self.shift is not None and self.sampler not in (*SCHEDULES, "times"):
-            remedy = f"It shifts the times of {', '.join(SCHEDULES)} and of times=[...]"
-            got = repr(self.shift)
-            raise ConfigError("shift", expected=f"none with {sampler}", got=got, remedy=remedy)
         if self.sampler == "rcm":
             from turbo_rcm_patch.video.rcm_times import rcm_times  # imports torch
 
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:
                 expected = "1 with sampler='rcm', whose students have guidance distilled in"
-                got, remedy = str(self.guidance_scale), "Use sampler='scheduler' for guidance"
+                got, remedy = str(self.guidance_scale), "Use `sampler='scheduler'` for guidance"
                 raise ConfigError("guidance_scale", expected=expected, got=got, remedy=remedy)
-        elif self.few_steps is not None and self.steps != len(self.few_steps["times"]):
-            expected = f"{len(self.few_steps['times'])}, one for each of its times"
-            got, remedy = str(self.steps), "Leave steps out, or give other times"
-            raise ConfigError(f"steps of {sampler}", expected=expected, got=got, remedy=remedy)
+        elif self.sampler in SCHEDULES and self.steps != len(SCHEDULES[self.sampler].times):
+            what = f"steps of sampler={self.sampler!r}"
+            expected = f"{len(SCHEDULES[self.sampler].times)}, one for each of its times"
+            raise ConfigError(what, expected=expected, got=str(self.steps), remedy="Leave it out")
 
     @property
     def few_steps(self) -> dict[str, Any] | None:
@@ -195,10 +186,9 @@ class Settings:
         if self.sampler == "scheduler":
             return None
         if self.sampler == "rcm":
-            return {"sigma_max": self.sigma_max, "sampler": self.form or "sde"}
-        known = SCHEDULES.get(self.sampler) or Schedule(self.times or ())
-        times = shifted(known.times, known.shift if self.shift is None else self.shift)
-        return {"times": times, "sampler": self.form or known.form}
+            return {"sigma_max": self.sigma_max}
+        schedule = SCHEDULES[self.sampler]
+        return {"times": schedule.times, "sampler": schedule.form}
 
     @classmethod
     def for_model(
@@ -224,19 +214,19 @@ class Settings:
         known = {field.name for field in fields(cls)}
         chosen = {name: value for name, value in given.items() if value is not None}
         if unknown := sorted(chosen.keys() - known):
-            raise ConfigError(f"setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else ""
+            what, expected = f"setting {unknown[0]!r}", f"one of {sorted(known)}"
+            raise ConfigError(what, expected=expected, remedy=remedy)
         stored = dict(family) | folder_defaults(folder)
         usual = stored.get("sampler", "scheduler")
-        sampler = chosen.get("sampler", "times" if "times" in chosen else usual)
-        if sampler != usual or "times" in chosen:
+        sampler = chosen.get("sampler", usual)
+        if sampler != usual:
             stored = {name: value for name, value in stored.items() if name not in _OF_SAMPLER}
         few_steps = {"steps": 4, "guidance_scale": 1.0}
         defaults = dict(with_scheduler) if sampler == "scheduler" else few_steps
-        times: Any = chosen.get("times", stored.get("times"))
         if isinstance(sampler, str) and sampler in SCHEDULES:
-            times = SCHEDULES[sampler].times
-        if isinstance(times, (list, tuple)) and times:
-            defaults["steps"] = len(times)
+            defaults["steps"] = len(SCHEDULES[sampler].times)
         merged = defaults | stored | chosen | {"sampler": sampler}
         return replace(cls(), **merged)  # type: ignore[arg-type]
 
@@ -249,18 +239,25 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     """Read the settings that a model folder brings along, empty if it brings none.
 
     Keys that are not settings (notes for other readers) are left out. A folder that names no
-    sampler means a few-step one if it has a `sigma_max` or `times`, or if its model_index.json
-    names FastVideo's pipeline for distilled models.
+    sampler means rCM's if it has a `sigma_max`, or FastVideo's if its model_index.json names their
+    pipeline for distilled models.
     """
     from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
-    stored = {name: value for name, value in stored_settings(folder).items() if name in known}
+    everything = stored_settings(folder)
+    if own_schedule := sorted(everything.keys() & {"times", "shift", "form"}):
+        remedy = (
+            "Save the pipeline with RCMScheduler(times=[...]) as its scheduler, in place of it"
+        )
+        got = f"{own_schedule[0]} in {folder}"
+        raise ConfigError("turbo_rcm.json", expected="no schedule", got=got, remedy=remedy)
+    stored = {name: value for name, value in everything.items() if name in known}
     if "sampler" in stored or folder is None:
         return stored
     index = Path(folder) / "model_index.json"
-    if "times" in stored or "sigma_max" in stored:
-        stored["sampler"] = "times" if "times" in stored else "rcm"
+    if "sigma_max" in stored:
+        stored["sampler"] = "rcm"
     elif index.is_file() and read_json(index).get("_class_name") == FASTWAN:
         stored["sampler"] = "fastwan"
     return stored

@@ -251,7 +251,7 @@ def is_made(video: Path, identity: Mapping[str, object]) -> bool:
         return False
     found, wanted = try_json(note), json.loads(json.dumps(identity))
     found = {name: value for name, value in found.items() if name != "frames"}
-    remedy = "Leave --resume out to replace it, or choose another --out"
+    remedy = "Choose another `out=`, or remove it if you do not need it"
     _refuse_other(f"{video} is a video", found, wanted, remedy)
     return True
 
