@@ -212,6 +212,10 @@ OFF = "(`guard=False` judges it)"
         (ran("exact", "exact|skipped", "asked|skipped"), "not judged",
          f"2 of 3 blocks were skipped by a cache or another hook in 50% of the forwards; 2 of 3 "
          f"blocks ran exact attention, {GUARD} in 75% of the forwards: {NOT_INT8} {OFF}"),
+        (ran("asked|skipped", "exact|skipped", "asked|skipped"), "unchanged",
+         "All 3 blocks were skipped by a cache or another hook in 50% of the forwards; 1 of 3 "
+         f"blocks ran exact attention, {GUARD} in 50% of the forwards; the rest ran int8 "
+         "attention"),
         # "auto" takes exact attention for few tokens, so that is what was asked for.
         (ran("length", "length"), "unchanged", f"All 2 blocks ran {SHORT}: {NOT_INT8}"),
         (ran("length", "length", part=()), "not judged",
