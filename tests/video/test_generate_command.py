@@ -49,7 +49,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys) ->
     out = capsys.readouterr().out
     of_one = re.search(r"one\.mp4  5 frames, ([\d.]+) s, and ([\d.]+) s to decode\n", out)
     number = r"([\d.e-]+) s"
-    pattern = rf"{number} a video \({number} .* denoising, {number} decoding; median of 1\) on "
+    pattern = rf"{number} a video \({number} .* denoising, {number} decoding; a first video\) on "
     of_all = re.match(pattern, out.splitlines()[-1])
     assert of_one and of_all
     total, *parts = map(float, of_all.groups())
@@ -59,6 +59,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys) ->
     listing = tmp_path / "prompts.txt"
     listing.write_text("a red circle\n\n  a blue square  \n")
     assert main([*command, "--prompts", str(listing), "--out", str(many)]) == 0
+    assert "decoding; median of 1 after the first) on " in capsys.readouterr().out
     (tmp_path / "b.old").mkdir()
     assert main([*given, str(tmp_path / "b.old")]) == 0
     for folder, count in ((many, 2), (tmp_path / "b.old", 1)):
