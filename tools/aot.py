@@ -199,7 +199,7 @@ def _norms(case: Case, target: Target) -> None:
                 stream, branch, gate=gate, factor=row, offset=row, weight=None, bias=None, one=1.0,
                 eps=1e-6, dtype=stream.dtype, norm_dtype=dtype,
             )  # fmt: skip
-    residual.skip(stream, x, 1.0, row, cast="fp32", out_dtype=stream.dtype)
+    residual.skip(stream, x, 1.0, row, out_dtype=stream.dtype)
     table = case.empty(32760, case.dim, dtype=torch.float32)
     rotary = {"weight": row[0, 0], "bias": None, "cos": table, "sin": table, "eps": 1e-6}
     residual.norm_rotate(x, case.heads, **rotary)

@@ -164,7 +164,7 @@ CAPABILITIES: Final = {
     "LoRA":                  "yes no  no   no  no  yes yes  yes      no   no  no",
     "training":              "yes no  no   no  no  yes no   yes      no   no  no",
     "torch.compile":         "yes no  no   no  no  yes yes  yes      no   no  no",
-    "FirstBlockCache":       "yes no  -    -   -   -   -    yes      -    -   -",
+    "FirstBlockCache, SeaCache": "yes no  -    -   -   -   -    yes      -    -   -",
     "PAB, FasterCache":      "yes no  no   no  no  no  no   yes      -    -   -",
     "offloading, casting":   "yes no  no   no  no  yes yes  yes      no   -   -",
     "context parallel":      "yes no  no   yes no  -   -    no       no   no  -",

@@ -1,7 +1,7 @@
 """Train the models that ship: `python -m training train --family wan --out DIR`.
 
-The same command goes on where an earlier one stopped. Steps, sizes and learning rates are in
-training/recipes.py.
+The same command goes on where an earlier one stopped, at most a minute before. Steps, sizes and
+learning rates are in training/recipes.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from training.loop import OutOfTimeError, Run, TrainingError
+from training.loop import Run, TrainingError
 from training.recipes import RECIPES, Recipe
 from training.stages import STAGES, Training
 from turbo_rcm_patch.cli.exit_codes import OK, run_command
@@ -32,8 +32,6 @@ def parser() -> argparse.ArgumentParser:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--seed", type=int, default=0, metavar="N", help="of everything (default: %(default)s)")
     add("--device", default=device, help="cpu, cuda or cuda:N (default: %(default)s)")
-    add("--minutes", type=float, default=0.0, metavar="M",
-        help="save and stop after so many; the same command goes on")  # fmt: skip
     return top
 
 
@@ -45,7 +43,6 @@ def train(run: Run, recipe: Recipe) -> None:
 
     Raises:
         TrainingError: The folder is that of another run, or a stage diverged.
-        OutOfTimeError: The minutes of this piece are over.
     """
     path = run.out / "config.json"
     sizes = [list(recipe.latent_shape(bucket)) for bucket in recipe.buckets]
@@ -69,20 +66,17 @@ def train(run: Run, recipe: Recipe) -> None:
     run.log(event="finished")
 
 
-def _train(options: argparse.Namespace) -> int:
-    run = Run(options.out, torch.device(options.device), options.seed, options.minutes)
-    try:
-        train(run, RECIPES[options.family])
-    except OutOfTimeError as over:
-        run.log(event="out of time", says=str(over))
-    return OK
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit codes are those of `exit_codes`."""
     options = parser().parse_args(argv)
+
+    def run() -> int:
+        device = torch.device(options.device)
+        train(Run(options.out, device, options.seed), RECIPES[options.family])
+        return OK
+
     stopped = "Interrupted. The same command goes on from the last checkpoint."
-    return run_command(lambda: _train(options), interrupted=stopped)
+    return run_command(run, interrupted=stopped)
 
 
 if __name__ == "__main__":

@@ -160,55 +160,47 @@ def _backgrounds(grid: Tensor) -> dict[str, Tensor]:
     return pictures
 
 
-class Source:
-    """Clips for training.
+class Shapes:
+    """Rendered shapes.
 
     Attributes:
-        words: Every word of its prompts.
+        words: Every word of the prompts.
     """
-
-    words: list[str]
-
-    def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
-        self._folder, self._device, self._seed = folder, device, seed
-
-    def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
-        """Yield whole shards: videos [n, 3, F, H, W] in 0..1 on the device, and prompts."""
-        raise NotImplementedError
-
-    def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
-        """Draw clips [count, 3, F, H, W] in 0..1 on the device, for an autoencoder."""
-        raise NotImplementedError
-
-
-class Shapes(Source):
-    """Rendered shapes."""
 
     words = prompts.words()
 
+    def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
+        self._device, self._seed = device, seed  # Nothing is kept in the folder.
+
     def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield whole shards: videos [n, 3, F, H, W] in 0..1 on the device, and prompts."""
         for index in indices:
             generator = torch.Generator().manual_seed((self._seed * 1000 + 4) * 10**6 + index)
             scenes = sample_scenes(bucket.clips, generator)
             yield self._render(bucket, scenes), [prompts.caption(clip) for clip in scenes.clips]
 
     def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
+        """Draw clips [count, 3, F, H, W] in 0..1 on the device, for an autoencoder."""
         return self._render(bucket, sample_scenes(count, generator))
 
     def _render(self, bucket: Bucket, scenes: Scenes) -> Tensor:
         return render(scenes, self._device, frames=bucket.frames, size=bucket.height)
 
 
-class World(Source):
-    """Recorded clips. Frames of a bucket's first shards stay in `folder`, for the autoencoder."""
+class World:
+    """Recorded clips, with the members of `Shapes`.
+
+    Frames of a bucket's first shards stay in `folder`, for the autoencoder.
+    """
 
     words = world.words()
 
     def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
-        super().__init__(folder, device, seed)
+        self._folder, self._device, self._seed = folder, device, seed
         self._frames: dict[str, list[Tensor]] = {}
 
     def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield whole shards, recorded where they are missing."""
         paths = world.record(bucket, indices, self._seed, self._folder)
         for index, path in zip(indices, paths, strict=True):
             prompts = json.loads(path.with_suffix(".json").read_text())
@@ -217,6 +209,7 @@ class World(Source):
                 path.unlink()
 
     def videos(self, bucket: Bucket, count: int, generator: torch.Generator) -> Tensor:
+        """Draw clips of the shards whose frames stay."""
         if bucket.name not in self._frames:
             kept = range(min(_KEPT_SHARDS, bucket.shards))
             paths = world.record(bucket, kept, self._seed, self._folder)

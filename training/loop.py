@@ -1,4 +1,4 @@
-"""The loop of every stage: optimiser, averaged weights, log, pieces that resume."""
+"""The loop of every stage: optimiser, averaged weights, log, checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ class TrainingError(TurboRCMError, RuntimeError):
     """A training cannot go on."""
 
 
-class OutOfTimeError(TurboRCMError, RuntimeError):
-    """The minutes of this piece are over. The same command goes on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Steps of a stage, videos or samples a step, and the largest learning rate.
@@ -47,16 +43,11 @@ class Budget:
 
 @dataclass(slots=True)
 class Run:
-    """A training run: its folder, its device, and the seed of everything.
-
-    Attributes:
-        minutes: Length of this piece; 0 is no limit.
-    """
+    """A training run: its folder, its device, and the seed of everything."""
 
     out: Path
     device: torch.device
     seed: int = 0
-    minutes: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
     def log(self, **record: object) -> None:
@@ -71,11 +62,6 @@ class Run:
         """Return bf16 autocast on a GPU; a CPU computes in fp32."""
         gpu = self.device.type == "cuda"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=gpu)
-
-    @property
-    def is_over(self) -> bool:
-        """True once the minutes of this piece are over."""
-        return 0 < 60 * self.minutes < time.monotonic() - self.began
 
 
 class Stage:
@@ -168,7 +154,6 @@ class Stage:
 
         Raises:
             TrainingError: The loss or a weight is not finite. The checkpoint before it stays.
-            OutOfTimeError: The piece is over. The checkpoint has its last step.
         """
         saved, steps = time.monotonic(), self.budget.steps
         start, first = saved, self.step
@@ -194,16 +179,9 @@ class Stage:
             pace = (time.monotonic() - start) / (self.step - first)
             left = round((steps - self.step) * pace / 60, 1)
             self.run.log(stage=self.name, step=self.step, of=steps, **numbers, minutes_left=left)
-            over = self.run.is_over and not self.done
-            if over or self.done or time.monotonic() - saved > SAVE_EVERY:
+            if self.done or time.monotonic() - saved > SAVE_EVERY:
                 self.save()
                 saved = time.monotonic()
-            if over:
-                raise OutOfTimeError(
-                    f"{self.run.minutes:g} minutes are over",
-                    got=f"{self.name}: step {self.step} of {steps}, some {left} minutes left",
-                    remedy="The same command goes on from here",
-                )
 
     @torch.no_grad()
     def _check_finite(self, loss: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from training.data import Shapes, Source, World
+from training.data import Shapes, World
 from training.loop import Budget
 from training.networks import CogVideoX, Wan
 from training.world import Bucket
@@ -38,7 +38,7 @@ class Recipe:
 
     name: str
     networks: Wan
-    source: type[Source] = Shapes
+    source: type[Shapes | World] = Shapes
     stages: Mapping[str, Budget]
     buckets: tuple[Bucket, ...]
     fill: int

@@ -40,9 +40,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from training.data import Source
+from training.data import Shapes, World
 from training.flow import Velocity, few_step, guided, ode, sample_times
-from training.loop import OutOfTimeError, Run, Stage
+from training.loop import Run, Stage
 from training.networks import tokenize
 from training.recipes import Recipe
 from training.world import Bucket
@@ -86,7 +86,7 @@ class Training:
 
     run: Run
     recipe: Recipe
-    source: Source
+    source: Shapes | World
     models: dict[str, Any] = field(default_factory=dict)
 
     def stage(self, name: str, networks: dict[str, Any], **decays: float) -> Stage:
@@ -138,8 +138,6 @@ class Training:
                 latents = torch.cat([encode(self.encoding, part) for part in parts])
             with atomic(paths[i]) as partial:
                 torch.save((latents.bfloat16().cpu(), prompts), partial)
-            if run.is_over:
-                raise OutOfTimeError(f"{run.minutes:g} minutes are over", got=f"shard {i}")
         return paths
 
     def velocity(self, network: Any, text: Tensor) -> Velocity:

@@ -22,8 +22,7 @@ diffusers has context parallelism and no CFG parallelism. Written against diffus
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,17 +33,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching import symmetric
+from turbo_rcm_patch.patching.agreement import agree, gather_objects, sample
 from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
-from turbo_rcm_patch.patching.record import Entry, innermost
+from turbo_rcm_patch.patching.record import Entry, innermost, record_of
 from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
 
 __all__ = ["Parallel", "parallel"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _WAN: Final = "diffusers.pipelines.wan.pipeline_wan"
 _COGVIDEOX: Final = "diffusers.pipelines.cogvideo.pipeline_cogvideox"
@@ -63,8 +62,9 @@ ONE_CALL: Final = {
 }
 #: Arguments of CogVideoX's network that have a batch.
 _BATCHED: Final = ("hidden_states", "encoder_hidden_states", "timestep")
-#: Bytes of a number -> an integer type of that size.
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: What a layer of PEFT has beside weights.
+_ADAPTER: Final = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+_NO_VIDEO: Final = object()
 
 
 def parallel(
@@ -287,9 +287,10 @@ class _ParallelNetwork:
         self._pipe, self.name, self._network, self._negative = pipe, name, network, negative
         self._group = None if mesh is None else mesh["cfg"].get_group()
         self._half = 0 if self._group is None else self._group.rank()
-        #: The timesteps of the video whose inputs were compared, and of that whose `ran` is known.
-        self._compared: object = None
-        self._gathered: object = None
+        #: The timesteps of the present video, once its settings were compared, and the number of
+        #: its calls.
+        self._timesteps: object = _NO_VIDEO
+        self._calls = 0
         #: Of a step whose first call computed both predictions: its timestep, the inputs that the
         #: second call has to have, and the second prediction.
         self._ahead: tuple[object, dict[str, Any], Tensor] | None = None
@@ -349,10 +350,7 @@ class _ParallelNetwork:
                 got=cache if self.entry.located() else hook_names(self._network),
                 remedy="Undo parallel(), or that",
             )
-        timesteps = getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
-        if timesteps is not self._compared:  # A new video began.
-            self._compare(named)
-            self._compared = timesteps
+        begins = self._agree(args, named)
         step, x = getattr(self._pipe, "_current_timestep", None), named.get("hidden_states")
         if self._group is None or x is None or step is None:
             out = self._forward(*args, **named)
@@ -365,10 +363,37 @@ class _ParallelNetwork:
                 _log.warning("Without guidance both groups of cfg=2 compute the same forward")
                 self._warned = True
             out = self._forward(*args, **named)
-        if self._gathered is not timesteps:
+        if begins:
             ran = report_of(self._network).last_forward if is_patched(self._network) else {}
-            self.ran, self._gathered = self._gather(ran), timesteps
+            self.ran = gather_objects(None, ran, execution_device(self._network))
         return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _agree(self, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Check that all ranks make this call with the same values, and return True if it is the
+        first one of a video.
+
+        Raises:
+            ContextParallelError: They differ: each would denoise another video, and predictions
+                would be mixed.
+        """
+        device = execution_device(self._network)
+        timesteps = getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
+        begins, self._timesteps = timesteps is not self._timesteps, _NO_VIDEO
+        values = {f"{name} of {self.name}": x for name, x in (*enumerate(args), *named.items())}
+        values |= {
+            f"{name[1:]} of the pipeline": x
+            for name, x in vars(self._pipe).items()
+            if name.startswith(("_guidance", "_attention_kwargs"))
+        }
+        if begins:
+            self._calls, self._ahead = 0, None
+            values |= self._settings(device)
+        agree(None, f"call {self._calls} of {self.name}", values, device)
+        if begins:
+            _share_random_state(device)
+        self._calls, self._timesteps = self._calls + 1, timesteps
+        return begins
 
     def _one_of_two(self, step: object, named: dict[str, Any]) -> Any:
         """Return the prediction of one of a step's two calls. The first one computes both."""
@@ -417,29 +442,29 @@ class _ParallelNetwork:
         dist.all_gather(both, prediction, group=self._group)
         return both
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compare(self, named: dict[str, Any]) -> None:
-        """Raise a ContextParallelError if the ranks were given different inputs.
-
-        Each would denoise another video, and the predictions would be mixed.
-        """
-        marks = {name: _mark(value) for name, value in named.items()}
-        for rank, other in enumerate(self._gather(marks)):
-            for name in [name for name in marks if other.get(name) != marks[name]]:
-                raise ContextParallelError(
-                    f"{name} of {self.name}",
-                    expected="the same values on every rank",
-                    got=f"other values on rank {rank} than on rank {dist.get_rank()}",
-                    remedy="Give every rank the same prompt, and a generator with the same seed",
-                )
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks."""
-        values: list[Any] = [None] * dist.get_world_size()
-        device = execution_device(self._network)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            dist.all_gather_object(values, value)
+    def _settings(self, device: torch.device) -> dict[str, Any]:
+        """Return what is compared once a video, beside the inputs of each call."""
+        pipe, scheduler = self._pipe, getattr(self._pipe, "scheduler", None)
+        values: dict[str, Any] = {
+            "the scheduler": [type(scheduler).__name__, _numbers_in(scheduler)],
+            "the timesteps": [getattr(scheduler, name, None) for name in ("timesteps", "sigmas")],
+            "the pipeline": [type(pipe).__name__, _numbers_in(pipe)],
+            f"the weights of {self.name}": sample(self._network.named_parameters(), device),
+            f"the adapters of {self.name}": [
+                [vars(module).get(name) for name in _ADAPTER]
+                for module in self._network.modules()
+                if "scaling" in vars(module)
+            ],
+        }
+        for name, module in ((self.name, self._network), (VAE, getattr(pipe, VAE, None))):
+            record = record_of(module) if isinstance(module, nn.Module) else None
+            if record is None:
+                values[f"the patch of {name}"] = None
+                continue
+            levels = [int(block.level) for block in record.blocks] if name != VAE else []
+            prediction = record.guard.prediction if record.guard else None
+            values[f"the patch of {name}"] = repr(record.config)
+            values[f"the guard of {name}"] = [levels, prediction]
         return values
 
     def describe(self) -> list[str]:
@@ -451,11 +476,21 @@ class _ParallelNetwork:
         return [f"{self.name} on ranks {', '.join(r)}: {how}" for how, r in ranks.items()]
 
 
-def _mark(value: Any) -> Any:
-    """Return a number that differs for tensors with other bits: the sum of their integers."""
-    if isinstance(value, (tuple, list)):
-        return [_mark(item) for item in value]
-    if not isinstance(value, Tensor):
-        return None
-    integers = value.contiguous().view(_INTEGERS[value.element_size()])
-    return [*value.shape, int(integers.sum(dtype=torch.int64))]
+def _numbers_in(component: Any) -> dict[str, Any]:
+    """Return the numbers and texts in the configuration of a component of diffusers."""
+    config = getattr(component, "config", {})
+    plain = (bool, int, float, str, type(None))
+    names = [name for name in config if not name.startswith("_")]  # such as where it was loaded
+    return {name: config[name] for name in names if isinstance(config[name], plain)}
+
+
+def _share_random_state(device: torch.device) -> None:
+    """Give every rank the random state of rank 0, from which a scheduler draws noise in its steps
+    if the pipeline was called without a generator."""
+    on_gpu = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+    state = gather_objects(None, state, device)[0]
+    if on_gpu:
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

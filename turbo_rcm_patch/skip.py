@@ -34,8 +34,8 @@ Coefficient = float | torch.Tensor
 #: dtype (diffusers' Wan cross-attention, CogVideoX).
 Cast = Literal["fp32", "model"]
 
-#: How a pair runs. "in-kernel": closed in the attention kernel (nothing stands between attention
-#: and residual). "one-launch": attention, output projection and skip are one kernel.
+#: How a pair runs. "in-kernel": closed in the kernel of the attention or of the convolution before
+#: it. "one-launch": attention, output projection and skip are one kernel.
 #: "two-launch": the projection runs as a module, and one pass after it closes the skip.
 #: "as-written": the author's code.
 Residual = Literal["in-kernel", "one-launch", "two-launch", "as-written"]
@@ -78,12 +78,12 @@ class SkipPair:
 
     path: str
     kind: Kind | Literal["boundary", "convolution"]
-    heads: int
-    head_dim: int
-    streams: tuple[Stream, ...]
-    cast: Cast
-    projection: bool
-    runs: Residual
+    heads: int = 0
+    head_dim: int = 0
+    streams: tuple[Stream, ...] = ()
+    cast: Cast = "model"
+    projection: bool = False
+    runs: Residual = "as-written"
     reason: str = ""
     int8_linears: tuple[str, ...] = ()
 

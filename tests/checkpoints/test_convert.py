@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import wan_model
 from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, converted, save, state_dict
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint
+from turbo_rcm_patch.checkpoints import folder as folder_module
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.folder import folder_bytes
 from turbo_rcm_patch.checkpoints.keys import sizes_of
@@ -93,6 +94,7 @@ def test_every_checkpoint_becomes_what_diffusers_makes_of_it(
     assert (written.tensors, written.int8, written.dequantized) == counts
     assert written.sla == (options.layers if options.sla else 0) == len(extra) / 2
     assert ("--int8-only keeps" in str(written)) == (options.quant and not int8_only)
+    assert ("--heads N" in written.heads) == (not options.sla), "the shape of proj_l shows them"
     size = sum(tensor.nbytes for tensor in (*stock.values(), *extra.values()))
     assert size == folder_bytes(read_checkpoint(tmp_path / "in.pth"), None, int8_only=int8_only)
     if int8_only:
@@ -142,12 +144,11 @@ def test_published_sizes_are_inferred(model: str, monkeypatch: pytest.MonkeyPatc
     assert config | expected | everywhere | {"num_layers": 3} == config
 
 
-def test_shards_and_dtype(tmp_path: Path) -> None:
+def test_shards_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    folder = converted(
-        I2V_21, tmp_path, dtype=torch.bfloat16, shard_bytes=2**20,
-        progress=lambda *update: seen.append(update),
-    )  # fmt: skip
+    monkeypatch.setattr(folder_module, "SHARD_BYTES", 2**20)
+    progress = lambda *update: seen.append(update)  # noqa: E731
+    folder = converted(I2V_21, tmp_path, dtype=torch.bfloat16, progress=progress)
     shards = sorted(folder.glob("*-of-*.safetensors"))
     assert len(shards) > 2 and all(p.stat().st_size < 2**20 + 2**16 for p in shards)
     index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())

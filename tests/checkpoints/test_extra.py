@@ -223,31 +223,6 @@ def test_folders_that_others_converted(folder: Path, expected: torch.Tensor) -> 
             assert torch.equal(run(one), expected)
 
 
-@pytest.mark.parametrize("sla", [True, False], ids=["sla", "dense"])
-def test_int8_weights_of_an_earlier_release_are_not_used_and_that_is_said(
-    sla: bool, folder: Path, expected: torch.Tensor, tmp_path: Path, caplog: Any
-) -> None:
-    """Such a folder runs as its plain weights, which are the products of the int8 weights."""
-    folder = folder if sla else converted(replace(SLA, sla=False), tmp_path)
-    int8 = {
-        "blocks.0.attn1.to_q.weight_int8": torch.ones(256, 256, dtype=torch.int8),
-        "blocks.0.attn1.to_q.weight_scale_bits": torch.ones(2, 2, dtype=torch.int32),
-    }
-    proj_l = load_file(folder / EXTRA_FILE) if sla else {}
-    save_file(proj_l | int8, folder / EXTRA_FILE)
-    model = load(folder)
-    before = run(model)
-    assert len(load_extra(model, folder).proj_l) == 2 * sla
-    assert caplog.text.count("convert it again with --int8-only") == 1
-    assert torch.equal(run(model), before)
-    if sla:
-        with patched(model, PLAIN):
-            assert torch.equal(run(model), expected)
-    caplog.clear()
-    loaded_pipeline(pipeline_of(folder))
-    assert caplog.text.count("convert it again with --int8-only") == 1
-
-
 # Refused.
 
 

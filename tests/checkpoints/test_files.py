@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests import processes
 from tests.checkpoints.wan_model import Options, save, state_dict
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import folder as folder_module
 from turbo_rcm_patch.checkpoints import load_int8_only, read_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
@@ -110,26 +110,45 @@ def test_nothing_in_a_file_is_executed(zipped: bool, tmp_path: Path) -> None:
     assert "weights_only" not in str(caught.value) and "trust" not in str(caught.value)
 
 
-NOTHING: dict[str, tuple[Any, str]] = {
+def archive(path: Path, records: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in records.items():
+            file.writestr(f"archive/{name}", content)
+
+
+ONE = torch.ones(1)
+#: What lies at the path (bytes, what torch saves, a function that makes it, None for nothing), and
+#: what the error says.
+REFUSED: dict[str, tuple[Any, str]] = {
     "missing": (None, "no such file"),
+    "folder": (Path.mkdir, "is a folder.*dcp_to_torch DIR FILE"),
     "empty": (b"", "not a torch checkpoint"),
     "page": (b"<html>a page</html>", "not a torch checkpoint"),
     "half": (b"PK\x03\x04 half a file", "not a torch checkpoint"),
     "two bytes": (b"\x80\x02", "not a torch checkpoint"),
     "list": ([1, 2], "a dictionary of tensors"),
     "lora": ({"a.lora_A.weight": torch.ones(2, 2)}, "the weights of TurboDiffusion's WanModel"),
-    "twice": ({"x": torch.ones(1), "module.x": torch.ones(1)}, "the same name, x, once"),
+    "twice": ({"x": ONE, "module.x": ONE}, "the same name, x, once"),
     "text": ({"x": "text"}, "the weights of TurboDiffusion's WanModel"),
     "no arguments": ({"x": Call(torch._utils._rebuild_tensor_v2)}, "not a torch checkpoint"),
     "number": ({"x": Call(OrderedDict, 5)}, "not a torch checkpoint"),
+    "networks": ({f"n{i}.patch_embedding.weight": ONE for i in range(20000)}, "networks"),
+    # Objects take many times the memory of their pickle.
+    "huge pickle": (lambda p: archive(p, {"data.pkl": b"]" * (2**26 + 1)}), "objects to unpickle"),
+    "script": (
+        lambda p: archive(p, dict.fromkeys(("constants.pkl", "data.pkl", "version"), b"3")),
+        "TorchScript",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
-    path, (content, text) = tmp_path / "in.pth", NOTHING[name]
+    path, (content, text) = tmp_path / "in.pth", REFUSED[name]
     if isinstance(content, bytes):
         path.write_bytes(content)
+    elif callable(content):
+        content(path)
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(CheckpointError, match=text):
@@ -165,29 +184,14 @@ def test_a_zip_bomb_is_refused_unread(tmp_path: Path) -> None:
     assert int(grown) < 64 * 2**10, f"{grown} KiB"
 
 
-def test_a_huge_pickle_is_refused_unread(tmp_path: Path) -> None:
-    """Stored as it is: objects take many times the memory of their pickle."""
-    with zipfile.ZipFile(tmp_path / "in.pth", "w") as archive:
-        archive.writestr("archive/data.pkl", b"]" * (2**26 + 1))
-    with pytest.raises(CheckpointError, match="objects to unpickle"):
-        read_checkpoint(tmp_path / "in.pth")
-
-
 def test_archives_that_torch_did_not_write(pth: Path, tmp_path: Path) -> None:
-    """torch would map compressed bytes as the weights, and run a TorchScript program."""
+    """torch would map compressed bytes as the weights."""
     with zipfile.ZipFile(pth) as old, zipfile.ZipFile(tmp_path / "z.pth", "w") as new:
         for item in old.infolist():
             new.writestr(item.filename, old.read(item), zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(tmp_path / "script.pth", "w") as archive:
-        for name in ("constants.pkl", "data.pkl", "version"):
-            archive.writestr(f"archive/{name}", "3")
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(pth, "a") as archive:
-        archive.writestr("in/data/0", b"0" * 16)
-    for name, text in (
-        ("z", "compressed weights"),
-        ("script", "TorchScript"),
-        ("in", "two records with the same name"),
-    ):
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(pth, "a") as twice:
+        twice.writestr("in/data/0", b"0" * 16)
+    for name, text in (("z", "compressed weights"), ("in", "two records with the same name")):
         with pytest.raises(CheckpointError, match=text):
             read_checkpoint(tmp_path / f"{name}.pth")
 
@@ -233,27 +237,6 @@ def test_a_dictionary_that_holds_itself_ends(keys: int, tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "in.pth")
 
 
-def test_many_networks_are_soon_refused(tmp_path: Path) -> None:
-    one = torch.ones(1)
-    torch.save({f"n{i}.patch_embedding.weight": one for i in range(20000)}, tmp_path / "in.pth")
-    with pytest.raises(CheckpointError, match="networks"):
-        read_checkpoint(tmp_path / "in.pth")
-
-
-def test_a_distributed_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None:
-    state = state_dict(TINY)
-    with pytest.warns(UserWarning):
-        dcp.save({"model": state}, checkpoint_id=tmp_path / "step" / "model", no_dist=True)
-    for folder in (tmp_path / "step", tmp_path / "step" / "model"):
-        with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch DIR FILE"):
-            read_checkpoint(folder)
-    command = "import runpy, sys; sys.argv[:1] = ['']; runpy.run_module('{}', run_name='__main__')"
-    command = command.format("torch.distributed.checkpoint.format_utils")
-    done = processes.run(command, "dcp_to_torch", str(folder), str(tmp_path / "in.pth"))
-    assert done.code == 0, done.err
-    assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["pth", "safetensors"])
 def test_an_interrupt_is_no_damage(kind: str, pth: Path, tmp_path: Path) -> None:
@@ -289,7 +272,8 @@ def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{key}": value for key, value in state.items()}
 
 
-CHOICES: dict[str, tuple[Any, str, str]] = {
+#: Form -> what is saved of two state dicts, and the names of both.
+FORMS: dict[str, tuple[Any, str, str]] = {
     "model and its average": (lambda a, b: {"model": a, "model_ema": b}, "model", "model_ema"),
     "containers": (lambda a, b: {"generator": {"model": a}, "generator_ema": b},
                    "generator.model", "generator_ema"),
@@ -299,31 +283,20 @@ CHOICES: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", CHOICES)
-def test_the_log_says_which_network_is_taken(form: str, tmp_path, caplog) -> None:
-    make, first, other = CHOICES[form]
+@pytest.mark.parametrize("form", FORMS)
+def test_of_several_networks_one_has_to_be_chosen(form: str, tmp_path: Path) -> None:
+    (make, *names), path = FORMS[form], tmp_path / "in.pth"
     states = [state_dict(TINY, seed) for seed in (1, 2)]
-    torch.save(make(*states), tmp_path / "in.pth")
-    found = read_checkpoint(tmp_path / "in.pth")
-    assert (found.network, found.others) == (first, (other,))
-    assert f"{first!r} is taken, and not {other!r}" in caplog.text
-    assert torch.equal(found.tensors[KEY], states[0][KEY])
-    caplog.clear()
-    for network in (other, other.split(".")[-1]):
-        chosen = read_checkpoint(tmp_path / "in.pth", network=network)
-        assert torch.equal(chosen.tensors[KEY], states[1][KEY]) and not caplog.text
-    with pytest.raises(CheckpointError, match=r"0 that fit, of"):
-        read_checkpoint(tmp_path / "in.pth", network="teacher")
-
-
-@pytest.mark.parametrize("names", [("state_dict", "model"), ("generator", "critic")])
-def test_two_that_could_be_meant_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
-    states = [state_dict(TINY, seed) for seed in (1, 2)]
-    torch.save(dict(zip(names, states, strict=True)), tmp_path / "in.pth")
-    with pytest.raises(CheckpointError, match=r"2 networks.*--network NAME"):
-        read_checkpoint(tmp_path / "in.pth")
-    given = ["convert", str(tmp_path / "in.pth"), str(tmp_path / "out"), "--network", names[1]]
-    assert main(given) == 0
+    torch.save(make(*states), path)
+    for asked, text in ((None, r"2 networks.*--network NAME"), ("teacher", r"0 that fit, of")):
+        with pytest.raises(CheckpointError, match=text) as caught:
+            read_checkpoint(path, network=asked)
+        assert all(repr(name) in str(caught.value) for name in names)
+    for name, state in zip(names, states, strict=True):
+        for asked in {name, name.split(".")[-1]}:
+            read = read_checkpoint(path, network=asked)
+            assert torch.equal(read.tensors[KEY], state[KEY]), asked
+    assert main(["convert", str(path), str(tmp_path / "out"), "--network", names[1]]) == 0
     stored = load_file(tmp_path / "out" / f"{WEIGHTS}.safetensors")
     assert torch.equal(stored["proj_out.weight"], states[1]["head.head.weight"])
 
@@ -338,8 +311,7 @@ def test_weights_beside_a_network_are_left_out_only_if_it_is_named(tmp_path, cap
         "log": {"module": 1, "_orig_mod": 2},
     }
     torch.save({"model": state} | harmless, path)
-    read = read_checkpoint(path)
-    assert (read.network, read.others) == ("model", ()) and not caplog.text
+    assert torch.equal(read_checkpoint(path).tensors[KEY], state[KEY]) and not caplog.text
     lost = {"lora": {"q": {"lora_A": weight, "lora_B": weight}}, "extra_head": weight}
     for beside in (lost, {"adam": {name: {"exp_avg": x} for name, x in state.items()}}):
         torch.save({"model": state} | harmless | beside, path)
@@ -358,9 +330,10 @@ def test_weights_beside_a_network_are_left_out_only_if_it_is_named(tmp_path, cap
 
 
 @pytest.fixture
-def sharded(pth: Path, tmp_path: Path) -> Path:
+def sharded(pth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(replace(TINY, quant=True), pth)
-    convert_transformer(pth, tmp_path / "folder", int8_only=True, shard_bytes=2**20)
+    monkeypatch.setattr(folder_module, "SHARD_BYTES", 2**20)
+    convert_transformer(pth, tmp_path / "folder", int8_only=True)
     return tmp_path / "folder"
 
 

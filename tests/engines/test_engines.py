@@ -64,8 +64,11 @@ def call():
     from sageattention import sageattn, sageattn_qk_int8_pv_fp16_triton, sageattn_varlen
     from sageattention.sm90_compile import (
         qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf_fake_impl)
-    import pickle, sageattention.core
-    assert sageattention.core.sageattn is sageattn is pickle.loads(pickle.dumps(sageattn))
+    import pickle, sageattention, sageattention.core
+    assert sageattention.core.sageattn is sageattn
+    for name in sageattention.__all__:
+        function = getattr(sageattention, name)
+        assert function is pickle.loads(pickle.dumps(function))
     assert importlib.metadata.version("sageattention").startswith("2.2.0")
     q = torch.randn(1, 1100, 1, 32)
     for _ in range(11):
@@ -123,6 +126,40 @@ def test_a_python_without_our_package_does_not_pass_for_one_without_sageattentio
     script = "import sys; sys.modules['turbo_rcm_patch'] = None\nimport sageattention"
     said = python(str(STAND_IN), "-c", script).stderr
     assert "RuntimeError: as-sageattention" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["lightx2v", "sglang", "vllm_omni", "xdit"])
+def test_an_engine_that_is_not_installed_is_named(name: str) -> None:
+    with pytest.raises(errors.MissingPackageError, match="to be installed; got No module named"):
+        import_module(f"turbo_rcm_patch.engines.{name}")
+
+
+#: A call of torch's attention, which the stand-in may replace -> how the call is counted.
+COUNTED = {
+    "query=q, key=q, value=q": "int8 emulated in plain torch",
+    "q, q, q, is_causal=True": "int8 emulated in plain torch",
+    "q, q, q, torch.ones(1100, 1100)": "exact, because of a mask",
+    "q, q, q, attn_mask=torch.ones(1100, 1100)": "exact, because of a mask",
+    "q, q, q, None, 0.5": "exact, because of dropout",
+    "q[0], q[0], q[0]": "exact, because of tensors of 3 dimensions",
+    "q.double(), q.double(), q.double()": "exact, because of fp64",
+    "q[:, :, :99], q, q": "int8 emulated in plain torch",
+    "q, q[:, :, :99], q[:, :, :99]": "exact, because it is short",
+}
+
+
+def test_the_stand_in_counts_calls_in_torchs_form() -> None:
+    script = f"""import torch, torch.nn.functional as F, sageattention, warnings
+from turbo_rcm_patch.engines.standing_in import SERVED
+warnings.simplefilter("ignore")
+F.scaled_dot_product_attention = sageattention.sageattn
+q = torch.randn(1, 1, 1100, 32)
+for call in {[*COUNTED]}:
+    SERVED.calls.clear()
+    exec(f"F.scaled_dot_product_attention({{call}})")
+    print(*SERVED.calls)"""
+    done = as_sageattention("--replace", "--", sys.executable, "-c", script)
+    assert done.out.splitlines() == [*COUNTED.values()], done.err
 
 
 def test_required_kernels_are_an_error_where_there_are_none() -> None:
@@ -258,7 +295,7 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         },
         xfuser__envs={"PACKAGES_CHECKER": types.SimpleNamespace(get_packages_info=lambda: info)},
     )
-    ours(monkeypatch, "xdit")
+    calls = ours(monkeypatch, "xdit").SERVED.calls
     registry["SDPA"] = lambda q, k, v, *_: (q + 1, None)
     q, k, v = inputs(4, 4, LONG, 64)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -266,10 +303,13 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     close(out.transpose(1, 2), exact(q, k, v), LONG)
     assert info == {"has_sage": True} and (lse is not None) == ring
     mask = {"attn_mask": torch.ones(LONG, LONG, dtype=torch.bool)}
+    emulated, masked = "int8 emulated in plain torch", "exact, because of a mask"
+    assert calls == {emulated: 1}
     if ring:
         close(lse, logsumexp(q, k, 64**-0.5), LONG)
-        with pytest.raises(errors.MaskError, match="ring"):
-            registry["SAGE"](*heads_first, 0.0, False, mask)
+        for given in (mask, {"packed": "keys that a mask leaves"}):
+            with pytest.raises(errors.MaskError, match="ring"):
+                registry["SAGE"](*heads_first, 0.0, False, given)
     else:
         ends, n = torch.arange(3, dtype=torch.int32), LONG - 7  # the last keys are padding
         flat = [x.flatten(0, 1) for x in (q, k[:, :n], v[:, :n])]
@@ -278,6 +318,7 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         close(out.transpose(1, 2), exact(q, k, v, None, n), LONG)
         out, lse = registry["SAGE"](*heads_first, 0.0, False, mask)
         assert torch.equal(out, heads_first[0] + 1) and lse is None
+        assert calls == {emulated: 2, masked: 1}
     with pytest.raises(errors.MaskError, match="dropout"):
         registry["SAGE"](*heads_first, 0.1, False)
 
@@ -299,15 +340,25 @@ def test_lightx2v(monkeypatch: pytest.MonkeyPatch) -> None:
         attention.apply(q, k, v, attn_mask=torch.ones(1))
 
 
+@pytest.mark.filterwarnings("ignore:this attention runs exactly")
 def test_a_required_kernel_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("an engine")
     q, k, _ = inputs(2, 2, LONG, 32)
-    served.count(q, k, "NHD", masked=True)
+    for reason in ("a mask", "dropout"):
+        served.count(q, k, "NHD", reason)
+    served.attend(*inputs(1, 1, LONG, 264), "NHD")
+    served.attend(*inputs(1, 1, LONG, 264), "NHD", causal=True)
+    wide = "exact, because of heads of more than 256 channels"
+    assert served.calls == {
+        "exact, because of a mask": 1, "exact, because of dropout": 1, wide: 2
+    }  # fmt: skip
     monkeypatch.setenv(REQUIRE, "1")
     with pytest.raises(errors.MaskError, match="a mask"):
-        served.count(q, k, "NHD", masked=True)
-    served.count(q[:, :SHORT], k[:, :SHORT], "NHD", masked=True)  # exact in any case
-    assert sum(served.calls.values()) == 2
+        served.count(q, k, "NHD", "a mask")
+    with pytest.raises(errors.OpError, match="256 channels"):
+        served.attend(*inputs(1, 1, LONG, 264), "NHD")
+    served.count(q[:, :SHORT], k[:, :SHORT], "NHD", "a mask")  # exact in any case
+    assert served.calls["exact, because it is short"] == 1 and sum(served.calls.values()) == 5
 
 
 def test_nothing_is_counted_or_broken_in_a_compiled_graph() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -452,12 +455,16 @@ def test_a_split_of_another_nodes_sigmas_does_not_repeat_noise() -> None:
 
 
 @pytest.mark.usefixtures("folder_paths")
-def test_the_example_workflow_fits_the_nodes() -> None:
-    path = NODES / "example_workflows" / "turbo_wan_t2v.json"
+@pytest.mark.parametrize("name", ["cogvideox_t2v", "turbo_wan_t2v", "wan_i2v", "wan_t2v"])
+def test_an_example_workflow_fits_the_nodes(name: str) -> None:
+    path = NODES / "example_workflows" / f"{name}.json"
+    assert f"`{name}`" in (NODES / "README.md").read_text(encoding="utf-8")
     workflow = json.loads(path.read_text(encoding="utf-8"))
     assert path.with_suffix(".jpg").is_file()
     by_id = {node["id"]: node for node in workflow["nodes"]}
-    assert set(nodes.NODE_CLASS_MAPPINGS) <= {node["type"] for node in workflow["nodes"]}
+    ours = set(nodes.NODE_CLASS_MAPPINGS) & {node["type"] for node in workflow["nodes"]}
+    assert "TurboRCMPatch" in ours
+    assert name != "turbo_wan_t2v" or ours == set(nodes.NODE_CLASS_MAPPINGS)
     for link, source, slot, target, to, kind in workflow["links"]:
         assert by_id[source]["outputs"][slot]["type"] == kind
         assert link in by_id[source]["outputs"][slot]["links"]
@@ -468,6 +475,17 @@ def test_the_example_workflow_fits_the_nodes() -> None:
             linked = {one["name"] for one in node["inputs"]}
             widgets = [name for name in own.INPUT_TYPES()["required"] if name not in linked]
             assert len(node["widgets_values"]) == len(widgets)
+
+
+def test_a_copy_without_the_package_says_what_to_install(tmp_path: Path) -> None:
+    """The folder is copied as it is, and depends on nothing that an index lacks."""
+    copy = tmp_path / "custom_nodes" / "turbo_rcm"
+    shutil.copytree(NODES, copy)
+    project = tomllib.loads((copy / "pyproject.toml").read_text("utf-8"))["project"]
+    assert not project["dependencies"]
+    load = f"import runpy; runpy.run_path({str(copy / '__init__.py')!r})"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", load], capture_output=True, text=True)
+    assert f'"{sys.executable}" -m pip install' in done.stderr.splitlines()[-1]
 
 
 # --- TurboRCM VAE ------------------------------------------------------------------------------

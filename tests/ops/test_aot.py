@@ -121,7 +121,7 @@ def asked(call: Callable[[], object]) -> set[tuple[str, str]]:
         return True  # not to be compiled
 
     with mock.patch.object(triton.knobs.runtime, "jit_cache_hook", hook):
-        compile_ahead(call)
+        compile_ahead(call, torch.device("cpu"))
     return found
 
 
@@ -149,7 +149,7 @@ def test_what_a_video_launches_is_compiled_by_several_threads_before() -> None:
 
     before = asked(call)
     with mock.patch.object(triton.knobs.compilation, "listener", compiled_here):
-        compile_ahead(call)
+        compile_ahead(call, torch.device("cpu"))
     assert len(before) == 2
     assert threads and threading.get_ident() not in threads
     assert not asked(call)
@@ -169,7 +169,7 @@ def test_few_frames_meet_all_kernels_of_wans_decoder() -> None:
     with torch.no_grad():
         whole = asked(lambda: decoder.run_video(latents))
         few = asked(lambda: decoder.run_start(latents))
-        assert len(asked(lambda: patched.fast(None, *inputs))) == 8
+        assert len(asked(lambda: patched.fast(*inputs))) == 8
     assert few == whole and len(whole) == 27
 
 

@@ -71,7 +71,6 @@ HAVE = {
     "impl": "skip norm rows int8 weight",
     "form": "norm rows fused",
     "out_dtype": "skip norm int8 attention fused sparse",
-    "cast": "skip",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
     "eps": "norm rows",
@@ -201,7 +200,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
     "sageattn": [
         ({"window": None}, CONFIG, "window.*patch_model"),
-        ({"dropout_p": 0.1}, CONFIG, "dropout_p"),
         ({"pv_accum_dtype": "int4"}, CONFIG, "pv_accum_dtype"),
         ({"smooth_v": True}, CONFIG, "smooth_v"),
         ({"scale": 0.5, "sm_scale": 0.5}, CONFIG, "scale"),
@@ -210,7 +208,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"q": x(2, 3, 5, 8)}, SHAPE, "a multiple of the 2 heads"),
         ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
         ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
-        ({"q": x(2, 2, 9, 8), "is_causal": True}, MASK, "as many queries as keys.*attn_mask"),
+        (
+            {"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK,
+            "as many queries as keys",
+        ),
         ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK, "return_lse=True"),
         ({"attn_mask": x(5, 5).int()}, MASK, "boolean or float"),
         ({"attn_mask": x(4, 5).bool()}, MASK, "broadcasts"),
@@ -219,7 +220,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"return_lse": "no"}, CONFIG, "return_lse"),
         ({"smooth_k": 1}, CONFIG, "smooth_k"),
         (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),
-        (dict.fromkeys("kv", FOUR[:, :, :0]), SHAPE, "at least one head, token and channel"),
+        (
+            dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE,
+            "at least one head, token and channel",
+        ),
     ],
 }  # fmt: skip
 
@@ -244,7 +248,6 @@ def test_what_does_not_fit_is_refused(
 _WRONG: dict[str, list[Any]] = {
     "impl": ["bogus", None, 1],
     "form": ["bogus"],
-    "cast": ["fp16"],
     "out_dtype": [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"],
     "c_out": [[1.0], "x", torch.ones(2, dtype=torch.complex64)],
     "c_skip": [[1.0]],
@@ -273,8 +276,7 @@ def test_no_operation_takes_values_of_another_kind(call: str, argument: str, val
         (call, argument)
         for argument, calls in HAVE.items()
         for call in calls.split()
-        if argument not in ("impl", "form", "cast", "out_dtype", "eps", "spec")
-        and call != "weight"
+        if argument not in ("impl", "form", "out_dtype", "eps", "spec") and call != "weight"
     ],
 )
 def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:

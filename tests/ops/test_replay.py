@@ -161,15 +161,15 @@ def test_what_is_compiled_ahead_is_neither_started_nor_recorded(
         return [tokens(n) for n in (96, 160, 160)]
 
     for _ in range(3):
-        compile_ahead(lambda: attention()(make()))
+        compile_ahead(lambda: attention()(make()), torch.device("cpu"))
     assert len(asked) == 9 and not log
     with pytest.raises(KeyError):
-        compile_ahead(lambda: {}["an error of the call"])
+        compile_ahead(lambda: {}["an error of the call"], torch.device("cpu"))
     assert compare(log, attention(), make) == 3
     # Triton 3.5 knows no option for errors.
     name = "triton.runtime._async_compile.AsyncCompileMode"
     monkeypatch.setattr(name, lambda pool: pytest.fail())
-    compile_ahead(lambda: pytest.fail("each launch compiles its own"))
+    compile_ahead(lambda: pytest.fail("each launch compiles its own"), torch.device("cpu"))
     assert len(asked) == 9
 
 
@@ -218,7 +218,7 @@ def of_stream(x: Any, branch: Tensor | None = None, **options: Any) -> Any:
 def test_operations_around_attention_are_replayed(log: Log) -> None:
     x, row = tokens(33), torch.randn(2, 1, CHANNELS)
     pair = (tokens(9), tokens(24))
-    how: dict[str, Any] = {"cast": "fp32", "out_dtype": BF16}
+    how: dict[str, Any] = {"out_dtype": BF16}
     rotary = {"bias": None, "eps": 1e-6}
     calls: list[tuple[Call, list[Tensor]]] = [
         (lambda x: of_stream(x[0], factor=x[1], offset=x[2]), [x, row, row + 1]),
@@ -310,13 +310,13 @@ def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
     @replayed
     def doubled(x: Tensor) -> Tensor:
         runs.append(1)
-        return skip(None, x * 2, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+        return skip(None, x * 2, 1.0, 1.0, out_dtype=x.dtype)
 
     @replayed
     def writing(x: Tensor, y: Tensor) -> Tensor:
         runs.append(1)
         y.add_(1)
-        return skip(None, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+        return skip(None, x, 1.0, 1.0, out_dtype=x.dtype)
 
     for _ in range(4):
         doubled(tokens(8))
@@ -333,7 +333,7 @@ def test_only_declared_constants_are_held(log: Log) -> None:
         @replayed
         def launcher(x: Tensor) -> Tensor:
             runs.append(name)
-            return skip(constant, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+            return skip(constant, x, 1.0, 1.0, out_dtype=x.dtype)
 
         return launcher
 

@@ -20,7 +20,7 @@ from tests.patching.models import named
 from turbo_rcm_patch import errors, ops, patch_model, sageattn
 from turbo_rcm_patch.ops import sageattn as names
 from turbo_rcm_patch.ops.attention.sage import broken_sage
-from turbo_rcm_patch.ops.sageattn import MASK_WARNING, WIDE_WARNING
+from turbo_rcm_patch.ops.sageattn import TORCH_WARNING
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -118,7 +118,7 @@ def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
     mask = torch.randn(2 * 33 * LONG + 3)[3:].view(2, 1, 33, LONG)
     given = mask > 0 if kind == "boolean" else mask
     made, said = thrice(q, k, v, layout, attn_mask=given)
-    assert said == [MASK_WARNING]
+    assert said == [TORCH_WARNING.format("a mask")]
     truth = exact(q, k, v, layout, attn_mask=given if kind == "boolean" else given.double())
     assert all(relative_l2(out, truth) < 1e-6 for out in made)
 
@@ -134,9 +134,80 @@ def test_a_wide_head_is_exact_and_said_once(layout: str, kind: str) -> None:
     if kind == "masked":
         more["attn_mask"] = torch.rand(64, 64) > 0.5
     made, said = thrice(q, k, v, layout, **more)
-    assert WIDE_WARNING in said and len(said) <= 2
+    wide = "a mask" if kind == "masked" else "heads of more than 256 channels"
+    assert said == [TORCH_WARNING.format(wide)]
     assert all(relative_l2(out, exact(q, k, v, layout, **more)) < 1e-6 for out in made)
     assert all(out.is_contiguous() for out in made)
+
+
+def of_shapes(q: tuple[int, ...], k: tuple[int, ...] = (), v: tuple[int, ...] = ()) -> Any:
+    return [torch.randn(shape) for shape in (q, k or q, v or k or q)]
+
+
+SEEN = torch.rand(33, 33, generator=torch.manual_seed(0)) > 0.5
+SHAPE = (2, 2, 33, 64)
+#: What torch's attention takes and our kernels do not: reason, q, k and v, other arguments.
+TORCH_ALONE: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "two dimensions": ("tensors of 2 dimensions", of_shapes(SHAPE[2:]), {}),
+    "three dimensions": ("tensors of 3 dimensions", of_shapes(SHAPE[1:]), {"scale": 0.3}),
+    "five dimensions": ("tensors of 5 dimensions", of_shapes((2, *SHAPE)), {"is_causal": True}),
+    "three, with a mask": ("a mask", of_shapes(SHAPE[1:]), {"attn_mask": SEEN}),
+    "fp64": ("fp64", [x.double() for x in of_shapes(SHAPE)], {}),
+    "dropout": ("dropout", of_shapes(SHAPE), {"dropout_p": 0.5}),
+    "fewer channels of v": ("shapes that differ", of_shapes(SHAPE, SHAPE, (2, 2, 33, 32)), {}),
+    "one sample of k": ("shapes that differ", of_shapes(SHAPE, (1, 2, 65, 64)), {}),
+    "more queries": (
+        "a causal mask over other lengths", of_shapes(SHAPE, (2, 2, 20, 64)), {"is_causal": True},
+    ),
+    "more keys": (
+        "a causal mask over other lengths", of_shapes(SHAPE, (2, 2, 65, 64)), {"is_causal": True},
+    ),
+    "a mask beside causal": ("a mask", of_shapes(SHAPE), {"is_causal": True, "attn_mask": SEEN}),
+    "no query": ("an empty tensor", of_shapes((2, 2, 0, 64), SHAPE), {}),
+    "no key": ("an empty tensor", of_shapes(SHAPE, (2, 2, 0, 64)), {}),
+    "fewer heads of v": (
+        "shapes that differ", of_shapes((2, 4, 33, 64), SHAPE, (2, 1, 33, 64)),
+        {"enable_gqa": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TORCH_ALONE)
+def test_what_torch_alone_takes_is_torchs(case: str) -> None:
+    reason, qkv, more = TORCH_ALONE[case]
+    with pytest.warns(UserWarning) as said:
+        torch.manual_seed(0)
+        out = sageattn(*qkv, **more)
+    torch.manual_seed(0)
+    assert torch.equal(out, F.scaled_dot_product_attention(*qkv, **more))
+    assert [str(warning.message) for warning in said] == [TORCH_WARNING.format(reason)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(SEEN,), (SEEN, 0.0, False), (None, 0.0, True), (None, 0.5), (None, 0, False)],
+    ids=["mask", "mask and flags", "causal", "dropout", "defaults"],
+)
+@pytest.mark.parametrize("scale", [{}, {"scale": 0.3}], ids=["", "scaled"])
+def test_arguments_in_torchs_order(more: tuple[Any, ...], scale: dict[str, float]) -> None:
+    qkv = of_shapes(SHAPE)
+    torch.manual_seed(0)
+    truth = F.scaled_dot_product_attention(*qkv, *more, **scale)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert relative_l2(sageattn(*qkv, *more, **scale), truth) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [((2, 2, 33, 32), ()), ((2, 2, 33, 64), (2, 2, 34, 64)), ((3, 2, 33, 64), ()),
+     ((2, 33, 64), ())],
+    ids=["channels", "tokens", "samples", "dimensions"],
+)  # fmt: skip
+def test_what_torch_does_not_take_either_is_named(k: Any, v: Any) -> None:
+    with pytest.raises(errors.ShapeError):
+        sageattn(*of_shapes(SHAPE, k, v))
 
 
 @pytest.mark.parametrize("name", [name for name in names.__all__ if name != "sageattn_varlen"])

@@ -542,7 +542,9 @@ def test_what_misses_the_target_is_exact_from_the_call_that_decides(
     report = patch_model(model, attention="int8", linear=linear, fidelity=0.01)
     made = run(model, inputs)
     assert report.guard.decisions[-1].verdict == verdict
-    assert f"blocks.1: {verdict} from now on: the network's error would be" in caplog.text
+    assert (
+        f"blocks.1: {verdict} from now on: the network's predicted error would be" in caplog.text
+    )
     assert all("exact" in words for words in report.ran().values())
     assert linear == "int8" or {one.verdict for one in report.guard.decisions} == {verdict}
     unpatch_model(model)
@@ -585,7 +587,7 @@ def test_a_target_that_raises_every_block_warns_once_for_each_way_to_run(
     options: Any = {"attention": "int8", "pv": "fp8", "fidelity": 0.01}
     report = patch_model(model := narrow(9), **options)
     run(model, WAN.inputs(batch=1))
-    words = "blocks.0: {} from now on: the network's error would be"
+    words = "blocks.0: {} from now on: the network's predicted error would be"
     ways = ("values in 16 bits", "exact attention")
     assert len(report.guard.decisions) == 18
     assert len(caplog.records) == 2
@@ -945,7 +947,9 @@ def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
         assert made.isfinite().all() == (forward % 3 == 2)
         spoiled.data = table
     assert not report.guard.decisions, str(report.guard)
-    assert "not compared: blocks.0-1 (its author's result is not finite)" in str(report.guard)
+    assert "not compared: blocks.0-1 (the original block's result is not finite)" in str(
+        report.guard
+    )
     assert all("int8" in words for words in report.ran().values())
     assert {r.path for r in report.guard if r.when == "first"} == {"blocks.0", "blocks.1"}
 
@@ -998,9 +1002,9 @@ def test_a_comparison_leaves_nothing_to_the_garbage_collector(
     patch_model(model, attention="int8")
     seen, fast = [], WanBlock.fast
 
-    def noting(self: Any, notes: Any, x: Tensor, *rest: Any) -> Any:
+    def noting(self: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
         seen.append(ref(x))
-        return fast(self, notes, x, *rest)
+        return fast(self, x, *rest, **named)
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

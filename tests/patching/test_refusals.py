@@ -12,8 +12,10 @@ from torch import nn
 
 from tests.patching import turbodiffusion
 from tests.patching.models import TURBOS, dicts, named
-from turbo_rcm_patch import PatchConfig, patch_model, refresh, report_of, unpatch_model
+from tests.patching.test_changes import offload
+from turbo_rcm_patch import PatchConfig, is_patched, patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -24,6 +26,7 @@ from turbo_rcm_patch.errors import (
     NotAModelError,
     NothingToPatchError,
     NotPatchedError,
+    OffloadedError,
     ShapeError,
     UnknownArchitectureError,
 )
@@ -48,6 +51,32 @@ def in_fp64(model: Any) -> None:
     patch_model(model.double())
 
 
+def in_fp8(model: Any, **options: Any) -> None:
+    model.blocks.to(torch.float8_e4m3fn)
+    patch_model(model)
+
+
+def int8_only_over_casting(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    patch_model(model, linear="int8-only")
+
+
+def int8_only_under_offloading(model: Any) -> None:
+    offload("leaf_level")(model)
+    patch_model(model, linear="int8-only")
+
+
+def pipe_after_transformer(model: Any) -> None:
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    try:
+        patch_model(model)
+        patch_model(SimpleNamespace(transformer=model, vae=vae))
+    finally:
+        unpatch_model(model)
+
+
 def lost_proj_l(model: Any) -> None:
     model.register_to_config(_turbo_rcm_sla={"count": 2, "digest": "0"})
     patch_model(model)
@@ -69,8 +98,12 @@ def other_signature(model: Any) -> None:
 
 def every_block_replaced(model: Any) -> None:
     for block in model.blocks:
-        block.attn1.processor = SimpleNamespace()
-    patch_model(model)
+        block.forward = SimpleNamespace()
+    try:
+        patch_model(model)
+    finally:
+        for block in model.blocks:
+            del block.forward
 
 
 CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
@@ -86,9 +119,14 @@ CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
     ("a subclass", subclass, UnknownArchitectureError, "subclass"),
     ("odd heads", odd_heads, ShapeError, "even number"),
     ("fp64", in_fp64, DTypeError, "bfloat16"),
+    ("fp8", in_fp8, DTypeError, "enable_layerwise_casting"),
+    ("int8 alone over fp8", int8_only_over_casting, DTypeError, "blocks.0.attn1.to_q.weight"),
+    ("int8 alone under offloading", int8_only_under_offloading, OffloadedError, "enable"),
+    ("a pipeline after its transformer", pipe_after_transformer, AlreadyPatchedError,
+     "patch_model(pipe.vae)"),
     ("SLA without its proj_l", lost_proj_l, CheckpointError, "load_extra"),
     ("another signature", other_signature, FamilyError, "Install a version of diffusers"),
-    ("nothing to fuse", every_block_replaced, NothingToPatchError, "processor of attn1"),
+    ("nothing to fuse", every_block_replaced, NothingToPatchError, "replaced by other"),
     ("a report of no patch", report_of, NotPatchedError, "same model"),
     ("a report of no family", lambda m: report_of(nn.Linear(2, 2)), UnknownArchitectureError,
      "WanTransformer3DModel"),
@@ -105,7 +143,10 @@ def test_a_refusal_names_the_remedy_and_changes_nothing(
     with pytest.raises(kind) as raised:
         call(model)
     assert words in str(raised.value)
-    assert not any("forward" in attributes for attributes in dicts(model).values())
+    assert not is_patched(model)
+    assert type(model.blocks[0].attn1.to_q) is nn.Linear
+    if "int8 alone" not in name:  # hooks of diffusers stand there
+        assert not any("forward" in attributes for attributes in dicts(model).values())
     assert "_turbo_rcm_patch" not in vars(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,39 @@ def test_linears_that_were_replaced_do_not_count_as_int8() -> None:
     run(model, inputs)
     assert report.last_forward == {"fused with exact attention": 2}
     assert not any(pair.int8_linears for pair in report.pairs)
+
+
+class GGUFLinear(nn.Linear):
+    """As other quantisers have one."""
+
+
+def other_weight(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.as_subclass(Quantised), requires_grad=False)
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda one: None, "20 of 20 Linears in int8\n"),
+     (lambda one: setattr(one, "__class__", GGUFLinear),
+      "0 of 20 Linears in int8: GGUFLinear keeps its own forward\n"),
+     (other_weight, "0 of 20 Linears in int8: a weight that is a Quantised is left as it is\n")],
+)  # fmt: skip
+@pytest.mark.parametrize("order", ["changed first", "patched first"])
+def test_the_first_lines_count_the_linears_in_int8(change: Any, words: str, order: str) -> None:
+    model = named("t2v").model()
+    linears = [one for one in model.blocks.modules() if type(one) is nn.Linear]
+    if order == "changed first":
+        any(map(change, linears))
+    report = patch_model(model, linear="int8")
+    if order == "patched first":
+        any(map(change, linears))
+    assert words in str(report)[:300]
+    report._blocks()[0].raise_level(Level.EXACT_16BIT, "")
+    assert "10 of 20 Linears in int8: the guard\n" in str(report) or words[0] == "0"
 
 
 def test_each_level_says_how_its_blocks_run() -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from tests.measures import relative_l2
 from tests.patching.models import WAN, run, wan
 from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.ops.int8_linear import samples
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
 from turbo_rcm_patch.patching import patch as patching
 from turbo_rcm_patch.patching.families.wan import WanBlock
+from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 
 
 def together(count: int, work: Callable[[int], None]) -> None:
@@ -59,9 +61,9 @@ def test_the_first_forwards_of_several_threads_decide_as_one_does(
     assert len(set(words.values())) > 1  # some blocks are exact
     own = WanBlock.fast
 
-    def slowly(self: Any, notes: Any, *given: Any) -> Any:
+    def slowly(self: Any, *inputs: Any, **named: Any) -> Any:
         time.sleep(0.01)
-        return own(self, notes, *given)
+        return own(self, *inputs, **named)
 
     model, report = made()
     outputs: dict[int, Tensor] = {}
@@ -85,6 +87,34 @@ def test_threads_share_a_patched_model() -> None:
 
     together(4, work)
     assert not report.guard.decisions
+
+
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_weights_that_another_thread_casts_meanwhile_are_compared(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cast falls between two steps of one comparison."""
+    linears = [torch.nn.Linear(64, 64) for _ in range(4)]
+    forwards = [Int8Forward(linear.requires_grad_(False), "auto") for linear in linears]
+    copies = Int8Copies(forwards)
+    copies.follow()
+    read, calls = samples._read, []
+
+    def cast_before_reading(*args: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == at + 1:
+            for linear in linears:
+                linear.to(torch.bfloat16)
+        return read(*args)
+
+    monkeypatch.setattr(samples, "_read", cast_before_reading)
+    for _ in range(4):
+        copies.follow()
+    assert linears[0].weight.dtype == torch.bfloat16
+    linears[0].weight.data.neg_()
+    forwards[0]._made = forwards[1]._made = (linears[0].weight, linears[0].weight)
+    copies.follow()
+    assert forwards[0]._made is None and forwards[1]._made is not None
 
 
 def test_a_thread_goes_on_while_another_unpatches() -> None:

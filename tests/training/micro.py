@@ -51,5 +51,5 @@ def micro(name: str, steps: int = 4) -> Recipe:
     )
 
 
-def train_micro(name: str, out: Path, seed: int = 0, minutes: float = 0.0) -> None:
-    train(Run(out, torch.device("cpu"), seed, minutes), micro(name))
+def train_micro(name: str, out: Path) -> None:
+    train(Run(out, torch.device("cpu")), micro(name))

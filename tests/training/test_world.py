@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from tests.training.micro import micro, train_micro
 from training import world
-from training.loop import OutOfTimeError
 from training.world import (
     Bucket,
     caption,
@@ -78,8 +76,8 @@ def test_a_shard_has_the_bytes_of_its_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_world_is_learnt_in_pieces_and_generates(tmp_path: Path) -> None:
-    """From shards that are there, trained in pieces, packaged in int8, and loaded."""
+def test_a_world_is_learnt_and_generates(tmp_path: Path) -> None:
+    """From shards that are there, packaged in int8, and loaded."""
     random = np.random.default_rng(0)
     for bucket in micro("world").buckets:
         for index in range(bucket.shards):
@@ -88,13 +86,7 @@ def test_a_world_is_learnt_in_pieces_and_generates(tmp_path: Path) -> None:
             shape = bucket.clips, bucket.frames, bucket.height, bucket.width, 3
             np.save(path, random.integers(0, 256, shape, np.uint8))
             path.with_suffix(".json").write_text(json.dumps([PROMPT] * bucket.clips))
-    pieces = 0
-    while not (tmp_path / "world_student").exists():
-        pieces += 1
-        with suppress(OutOfTimeError):
-            train_micro("world", tmp_path, minutes=1e-9)
-        assert pieces < 40
-    assert pieces > 3
+    train_micro("world", tmp_path)
     folder = tmp_path / "world_student"
     assert "Freedoom" in (folder / "ARTWORK.md").read_text()
     video = generate(load_pipeline(folder, device="cpu"), PROMPT)

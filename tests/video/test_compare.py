@@ -109,13 +109,13 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     for clip in finished.results:
         folder = out / "prompts" / clip.key
         shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
-        assert {*shapes, "sheet.png"} == {*clip.files} and len(shapes) == 2
+        assert {*shapes} == {"side_by_side.mp4", "panes.mp4"}
         assert all(s[0] == settings.num_frames for s in shapes.values())
         assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
         assert shapes["side_by_side.mp4"][1] >= 256, "small videos are enlarged to be seen"
         assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
     links = re.findall(r'<a href="([^"]*)"', page)
-    assert len(links) == 2 and all((out / link).is_file() for link in links)
+    assert len(links) == 4 and all((out / link).is_file() for link in links)
     assert hidden(out) == [] and not list(out.glob("clips/*")), "frames go once they are measured"
     assert str(out / "report.html") in str(finished)
     assert str(out) not in page and finished.model.identity["model"] not in page

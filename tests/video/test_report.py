@@ -29,7 +29,7 @@ from turbo_rcm_patch.video.clips import Clip
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.environment import KernelCheck
 from turbo_rcm_patch.video.judging import judge_folders
-from turbo_rcm_patch.video.measures import Drift, NetworkNumber, latent_drift
+from turbo_rcm_patch.video.measures import Drift, NetworkNumber
 from turbo_rcm_patch.video.report import without_places, write_report
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings
@@ -98,18 +98,11 @@ def of_model(out: Path, lower: float = 3.0, **changes: Any) -> Judged:
 
 def of_folders(out: Path, results: tuple[Clip, ...], controls: Any, **changes: Any) -> Judged:
     drifts = [one.patched for one in results]
-    latents = results[0].is_latents
     return Judged(
-        judgement=verdict.judge(drifts, controls, latents=latents), results=results, out=out,
+        judgement=verdict.judge(drifts, controls), results=results, out=out,
         command="", places={"baseline": "…/before", "candidate": "…/after"},
         **{"refused": {}, "versions": {"torch": "2.13.0"}} | changes,
     )  # fmt: skip
-
-
-def latent_clips() -> tuple[Clip, ...]:
-    truth = torch.linspace(-1, 1, 64)
-    drifts = [latent_drift(truth + by, truth) for by in (0.01, 0.02)]
-    return (Clip(key="a", prompt="a", fps=16, patched=drifts[1], control=drifts[0]),)
 
 
 #: Name -> the result that it shows. Of the first of each kind the whole page is in the file.
@@ -119,7 +112,7 @@ CASES: dict[str, Callable[[Path], Judged]] = {
         out,
         clips(lower=-math.inf, control=False),  # equal
         None,
-        refused={"c": "/home/me/c.pt is incomplete"},
+        refused={"c": "/home/me/c.pt is incomplete"}, notes=("Clips are .mp4 files",),
     ),
     "similar": lambda out: of_model(out, 8.0),
     "changed": lambda out: of_model(out, 25.0),
@@ -130,9 +123,6 @@ CASES: dict[str, Callable[[Path], Judged]] = {
     ),
     "left out": lambda out: of_model(out, network=None),
     "not judged": lambda out: of_model(out, ran=ran(exact=3, author=1)),
-    "latents": lambda out: of_folders(
-        out, latent_clips(), [latent_clips()[0].control], notes=("Clips are files",)
-    ),
 }  # fmt: skip
 
 
@@ -246,21 +236,19 @@ PLAYER = "document.querySelector('figure').player"
 
 @pytest.fixture(scope="module")
 def pages(pipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
-    """A comparison of 9 frames, and the same clips judged without a control, and as latents."""
+    """A comparison of 9 frames, and clips judged without a control."""
     out = tmp_path_factory.mktemp("report")
     size = SMALL | {"height": 64, "width": 96, "num_frames": 9}
     settings = Settings(sampler="rcm", steps=2, guidance_scale=1.0, **size)
     config = PatchConfig(attention="int8", guard=False)
     given: dict[str, Any] = {"settings": settings, "config": config, "network_number": False}
     found = {"compare": compare(pipe, ["a red circle", HOSTILE], out=out / "compare", **given)}
-    for kind, named in (("frames", "frames"), ("latents", "latents")):
-        for noise, which in ((0.0, "baseline"), (0.01, "candidate")):
-            (out / kind / which).mkdir(parents=True)
-            random = torch.rand(9, 64, 96, 3, generator=torch.Generator().manual_seed(0))
-            torch.save({named: random * 0.9 + noise}, out / kind / which / "a.pt")
-        places = [out / kind / which for which in ("baseline", "candidate")]
-        found[kind] = judge_folders(*places, out=out / f"{kind} judged")
-    return found
+    places = [out / "frames" / which for which in ("baseline", "candidate")]
+    for noise, place in zip((0.0, 0.01), places, strict=True):
+        place.mkdir(parents=True)
+        random = torch.rand(9, 64, 96, 3, generator=torch.Generator().manual_seed(0))
+        torch.save(random * 0.9 + noise, place / "a.pt")
+    return found | {"frames": judge_folders(*places, out=out / "judged")}
 
 
 @pytest.fixture(scope="module")
@@ -278,13 +266,12 @@ def becomes(tab: Browser, expression: str, value: object) -> None:
 
 @in_a_browser
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (800, True), (400, False)])
-@pytest.mark.parametrize(("page", "panes"), [("compare", 10), ("frames", 3), ("latents", 0)])
+@pytest.mark.parametrize(("page", "panes"), [("compare", 10), ("frames", 3)])
 def test_the_page_fits_and_asks_the_network_for_nothing(
     pages, tab, tmp_path, page: str, panes: int, width: int, dark: bool
 ) -> None:
     tab.open(pages[page].report, width=width, dark=dark)
-    if panes:
-        tab.wait_for(f"{PLAYER}.video.readyState >= 2")
+    tab.wait_for(f"{PLAYER}.video.readyState >= 2")
     assert tab.complaints == []
     assert [url.partition(":")[0] for url in tab.requests if url[:5] != "data:"] == ["file"]
     assert tab.js("document.documentElement.scrollWidth") <= width, "nothing sticks out"
@@ -306,14 +293,13 @@ def test_the_page_fits_and_asks_the_network_for_nothing(
         "[...document.querySelectorAll('.scroll')].filter((e) => !e.querySelector('.map, pre'))"
         ".some((e) => e.scrollWidth > e.clientWidth)"
     )
-    if panes:
-        tab.click("[data-part=slider]")
-        tab.wait_for(f"{PLAYER}.view === 'slider'")
-        assert tab.js(
-            """(() => { const card = document.querySelector('figure').getBoundingClientRect();
-            return [...document.querySelectorAll('figure:first-of-type select')].every((e) =>
-              e.getBoundingClientRect().right <= card.right); })()"""
-        ), "a select leaves its card"
+    tab.click("[data-part=slider]")
+    tab.wait_for(f"{PLAYER}.view === 'slider'")
+    assert tab.js(
+        """(() => { const card = document.querySelector('figure').getBoundingClientRect();
+        return [...document.querySelectorAll('figure:first-of-type select')].every((e) =>
+          e.getBoundingClientRect().right <= card.right); })()"""
+    ), "a select leaves its card"
     assert len(tab.screenshot(tmp_path / "page.png", whole=True)) > 20_000, "not an empty page"
 
 

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 import torch
 
 from turbo_rcm_patch.checkpoints.folder import (
-    SHARD_BYTES,
     Written,
     folder_bytes,
     write_transformer,
@@ -55,7 +54,6 @@ def convert_transformer(
     network: str | None = None,
     int8_only: bool = False,
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Written:
     """Write a checkpoint as a transformer folder, completely or not at all.
@@ -68,7 +66,6 @@ def convert_transformer(
         network: As in `read_checkpoint`.
         int8_only: As in `write_transformer`, of a `-quant` checkpoint.
         force: Allow replacing an existing model folder.
-        shard_bytes: Largest file.
         progress: Called with bytes.
 
     Raises:
@@ -88,7 +85,6 @@ def convert_transformer(
             folder,
             dtype=dtype,
             int8_only=int8_only,
-            shard_bytes=shard_bytes,
             progress=progress,
         )
     is_assumed = heads is None and not source.sizes.sla

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,14 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
-    StoredTensors,
     check_mark,
     folder_proj_l,
     mark_of,
     mark_of_tensors,
 )
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
-from turbo_rcm_patch.patching.int8_weights import WEIGHT
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, detach_proj_l, held_proj_l
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +81,6 @@ def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
             got="a patched one",
             remedy="Call unload_extra or unpatch_model, then load_extra, then patch_model",
         )
-    if path.is_file():
-        _warn_of_int8(path)
     if proj_l:
         _mark_sla(transformer, mark_of_tensors(proj_l))
     for name, (weight, bias) in proj_l.items():
@@ -149,15 +142,4 @@ def _check_attention(place: Path, name: str, module: nn.Module | None, weight: T
             f"{place}: {name}",
             expected=f"attention with heads of {shape[0]} channels",
             got="no such module" if module is None else f"a {type(module).__name__}",
-        )
-
-
-def _warn_of_int8(path: Path) -> None:
-    """Say that int8 weights in an extra file, as earlier releases wrote them, are not used."""
-    if any(key.endswith(f".{WEIGHT}") for key in StoredTensors(path).listing):
-        _log.warning(
-            "%s: the int8 weights in this file are not used any more; their products, the weights "
-            "beside it, are. To run the checkpoint's own int8 weights, convert it again with "
-            "--int8-only",
-            path,
         )

@@ -123,7 +123,6 @@ def write_transformer(
     *,
     dtype: torch.dtype | None = None,
     int8_only: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     config: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Written:
@@ -138,12 +137,11 @@ def write_transformer(
         int8_only: Write the int8 weights of a `-quant` checkpoint and not their products. Such a
             folder is about as large as the checkpoint. Stock classes refuse it; `load_pipeline`
             loads it.
-        shard_bytes: Largest file.
         config: Entries of config.json to use in place of those inferred.
         progress: Called with bytes.
     """
     weights = _weights(checkpoint, dtype, int8_only=int8_only)
-    _write_weights(folder, weights, shard_bytes, progress)
+    _write_weights(folder, weights, progress)
     proj_l = {name.ours: checkpoint.tensors[name.theirs] for name in _extra_names(checkpoint)}
     marks: dict[str, object] = {"quantization_config": dict(INT8_MARK)} if int8_only else {}
     if proj_l:
@@ -203,14 +201,12 @@ def _dtype_of(name: Name, tensor: Tensor, dtype: torch.dtype | None) -> torch.dt
     return dtype
 
 
-def _write_weights(
-    folder: Path, items: list[_Item], shard_bytes: int, progress: Progress | None
-) -> None:
+def _write_weights(folder: Path, items: list[_Item], progress: Progress | None) -> None:
     """Write the files of weights, and their index if there are several."""
     from safetensors.torch import save_file
 
     total, done = sum(item.size for item in items), 0
-    shards = list(_shards(items, shard_bytes))
+    shards = list(_shards(items, SHARD_BYTES))
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         part = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""

@@ -36,8 +36,6 @@ _DEPTH, _NETWORKS = 4, 16
 _OPTIMIZER: Final = "optim"
 #: End of the name of an entry that holds no weights.
 _STATE: Final = "_extra_state"
-#: A part of a name that means an average over training.
-_AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?)([._]|$)", re.IGNORECASE)
 #: The name in torch's refusal of a file with more than tensors.
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)|(?:class|global|function) ([\w.]+\.[\w.]+)")
 #: Number of names that an error lists of each kind.
@@ -67,14 +65,10 @@ class Checkpoint:
     Attributes:
         tensors: By TurboDiffusion's names, without prefixes, as they lie in the file.
         sizes: The model's.
-        network: The network's place in the file ("model", "net_ema"); "" for one at the top.
-        others: The networks of the file that were not taken.
     """
 
     tensors: dict[str, Tensor]
     sizes: Sizes
-    network: str = ""
-    others: tuple[str, ...] = ()
 
     @property
     def quantised(self) -> bool:
@@ -98,9 +92,8 @@ def read_checkpoint(
     Args:
         path: The `.pth` file.
         heads: Attention heads, needed only where they are not of 128 channels and there is no SLA.
-        network: The network to take from a file with several: its place, or a part of it
-            ("model_ema", "net_ema"). By default the only one that is not an average (EMA); a
-            warning in the log names the others.
+        network: The network to take from a file with several or with other weights: its place, or
+            a part of it ("model_ema", "net_ema").
         progress: Called with bytes while checksums are compared.
 
     Raises:
@@ -110,7 +103,6 @@ def read_checkpoint(
     """
     networks, strays = _networks(_entries(read_archive(Path(path), progress), path))
     chosen = _chosen(sorted(networks), path, network)
-    others = tuple(sorted(set(networks) - {chosen}))
     if strays and network is None:
         raise CheckpointError(
             f"{path} holds weights beside the network",
@@ -120,19 +112,12 @@ def read_checkpoint(
         )
     if strays:
         _log.warning("%s: weights beside the network are left out: %s", path, _some(strays))
-    if others and network is None:
-        _log.warning(
-            "%s holds several networks: %r is taken, and not %s. Choose with --network (network=)",
-            path,
-            chosen,
-            ", ".join(repr(name) for name in others),
-        )
     tensors = networks[chosen]
     for name, tensor in tensors.items():
         _check_plain(f"{path}: {name}", tensor)
     sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
     check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
-    return Checkpoint(tensors, sizes, chosen, others)
+    return Checkpoint(tensors, sizes)
 
 
 def check_tensors(
@@ -195,18 +180,14 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
     Raises:
         CheckpointError: It is missing, damaged, or holds more than tensors and plain data.
     """
-    if any((path / part / ".metadata").is_file() for part in ("", "model")):
-        raise CheckpointError(
-            f"{path} is a distributed checkpoint",
-            expected="a TurboDiffusion .pth",
-            remedy="Make a file of it: python -m torch.distributed.checkpoint.format_utils "
-            "dcp_to_torch DIR FILE",
-        )
     if not path.is_file():
         folder = path.is_dir()
+        remedy = "Make a file of a distributed checkpoint: python -m torch.distributed.checkpoint."
+        remedy += "format_utils dcp_to_torch DIR FILE"
         raise CheckpointError(
             f"{path} is a folder" if folder else f"no such file: {path}",
             expected="a TurboDiffusion .pth",
+            remedy=remedy if folder else "",
         )
     try:
         with path.open("rb") as file:
@@ -290,12 +271,11 @@ def _networks(entries: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]],
 
 
 def _chosen(names: list[str], path: str | Path, asked: str | None) -> str:
-    """The network with the given name; else the only one, or the only one without averaging."""
+    """The only network of a file, or the one with the given name or part of a name."""
+    fitting = names
     if asked is not None:
-        fitting = [name for name in names if name == asked]
-        fitting = fitting or [name for name in names if asked in name.split(".")]
-    else:
-        fitting = [name for name in names if not _AVERAGE.search(name)] or names
+        parts = [name for name in names if asked in name.split(".")]
+        fitting = [name for name in names if name == asked] or parts
     if len(fitting) == 1:
         return fitting[0]
     shown = ", ".join(repr(name) for name in names)

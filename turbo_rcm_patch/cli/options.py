@@ -191,7 +191,7 @@ class Judge(Command):
     """Give the verdict of compare on videos that you have, without a model.
 
     Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
-    folders of .png, and .pt or .safetensors files of frames or latents. The control holds videos
+    folders of .png, and .pt or .safetensors files of frames. The control holds videos
     of the baseline's model under another exact attention; without it there are numbers and no
     verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
     is a median over clips: give ten. Clips that do not fit together or cannot be read are named,
@@ -267,8 +267,7 @@ class Convert(Command):
         dtype: dtype of the weights that diffusers does not keep in fp32. Without it the
             checkpoint's.
         heads: Number of attention heads, if a head does not have 128 channels.
-        network: The network to take from a file with several, e.g. net_ema. Without it the one
-            that is not an average.
+        network: The network to take from a file with several, e.g. net_ema.
         int8_only: Write the int8 weights of a -quant checkpoint as they are: OUT is about as large
             as SOURCE; this package loads it, and stock classes refuse it. Without it they are
             multiplied by their scales.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
 #: "1": plug-ins serve the engine in which they are installed.
 SWITCH: Final = "TURBO_RCM_PATCH"
@@ -43,6 +45,22 @@ def say(text: str) -> None:
         log.setLevel(logging.INFO)
         log.propagate = False
     log.info(text)
+
+
+@contextmanager
+def imports_of(engine: str, release: str) -> Iterator[None]:
+    """Name the engine, and the release that its file was written against, if an import fails.
+
+    Raises:
+        MissingPackageError: It fails.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"turbo_rcm_patch's attention for {engine}", expected=f"{engine} to be installed",
+            got=str(error), remedy=f"Import it where {engine} runs; it was tried with {release}",
+        ) from error  # fmt: skip
 
 
 def refuse_installed(stand_in: str) -> None:

@@ -3,22 +3,23 @@
     import turbo_rcm_patch.engines.lightx2v  # before the pipeline is made
     pipe.create_generator(attn_mode="turbo_rcm_int8", ...)
 
-In a configuration file it is the value of `self_attn_1_type` and its relatives. Written against
-commit f8aee98b.
+In a configuration file it is the value of `self_attn_1_type` and its relatives.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from lightx2v.common.ops.attn.template import AttnWeightTemplate
-from lightx2v.utils.registry_factory import ATTN_WEIGHT_REGISTER
 from torch import Tensor
 
-from turbo_rcm_patch.engines import say
+from turbo_rcm_patch.engines import imports_of, say
 from turbo_rcm_patch.engines.served import Served
 from turbo_rcm_patch.errors import MaskError
 from turbo_rcm_patch.ops.sageattn import sageattn_varlen
+
+with imports_of("LightX2V", "commit f8aee98b"):
+    from lightx2v.common.ops.attn.template import AttnWeightTemplate
+    from lightx2v.utils.registry_factory import ATTN_WEIGHT_REGISTER
 
 #: The name in LightX2V's registry.
 NAME: Final = "turbo_rcm_int8"

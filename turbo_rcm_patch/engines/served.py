@@ -10,13 +10,13 @@ from torch import Tensor
 
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.engines import REQUIRE, say, switched_on
-from turbo_rcm_patch.errors import DeviceError, MaskError
+from turbo_rcm_patch.errors import DeviceError, MaskError, OpError
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, resolved
-from turbo_rcm_patch.ops.sageattn import Result, sageattn
+from turbo_rcm_patch.ops.sageattn import MASK, Result, reason_for_torch, sageattn
 
 _INT8: Final = "int8"
 _SHORT: Final = "exact, because it is short"
-_MASKED: Final = "exact, because of a mask"
+_EXACTLY: Final = "exact, because of {}"
 _EMULATED: Final = "int8 emulated in plain torch"
 
 
@@ -43,26 +43,40 @@ class Served:
         want_lse: bool = False,
     ) -> Result:
         """Compute `sageattn` and count the call."""
-        self.count(q, k, layout, want_lse=want_lse)
+        reason = reason_for_torch(q, k, v, layout, causal=causal)
+        self.count(q, k, layout, reason, want_lse=want_lse)
         return sageattn(q, k, v, layout, causal, sm_scale, want_lse)
 
     def count(
-        self, q: Tensor, k: Tensor, layout: str, *, masked: bool = False, want_lse: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        layout: str,
+        reason: str | None = None,
+        *,
+        want_lse: bool = False,
     ) -> None:
         """Count a call, and log the 1st, 10th, 100th, ... of its kind.
 
+        Args:
+            q: As in `sageattn`.
+            k: As in `sageattn`.
+            layout: "HND" or "NHD".
+            reason: As `reason_for_torch` returns it.
+            want_lse: True if the call returns the logsumexp.
+
         Raises:
             DeviceError: The environment requires our kernels, and this device has none.
-            MaskError: The same, and the call has a mask.
+            OpError: The same, and our kernels do not take the call (`MaskError` for a mask).
         """
         if torch.compiler.is_compiling():
             return
-        at = 2 if layout == "HND" else 1
-        kind = _kind(q.device, q.shape[at], k.shape[at], masked, want_lse)
-        if kind in (_MASKED, _EMULATED) and switched_on(REQUIRE):
-            error = MaskError if kind == _MASKED else DeviceError
-            raise error(
-                f"an attention of {self.engine} over {k.shape[at]:,} keys",
+        n_q, n_kv = (x.shape[-2 if layout == "HND" else -3] for x in (q, k))
+        kind = _kind(q.device, n_q, n_kv, reason, want_lse)
+        if kind not in (_SHORT, _INT8) and switched_on(REQUIRE):
+            errors = {_EMULATED: DeviceError, _EXACTLY.format(MASK): MaskError}
+            raise errors.get(kind, OpError)(
+                f"an attention of {self.engine} over {n_kv:,} keys",
                 expected="int8 kernels, as the environment requires",
                 got=f"{kind}, on {_card(q.device)}",
                 remedy=f"Run without --require or {REQUIRE}",
@@ -75,18 +89,18 @@ class Served:
         self.calls[kind] += 1
         n = self.calls[kind]
         if str(n).strip("0") == "1":
-            shape = f"{list(q.shape)} x {k.shape[at]:,} keys in {str(q.dtype)[6:]}"
+            shape = f"{list(q.shape)} x {n_kv:,} keys in {str(q.dtype)[6:]}"
             say(f"{self.engine}: {n:,} {'call' if n == 1 else 'calls'} {kind} (this one {shape})")
 
 
-def _kind(device: torch.device, n_q: int, n_kv: int, masked: bool, want_lse: bool) -> str:
+def _kind(device: torch.device, n_q: int, n_kv: int, reason: str | None, want_lse: bool) -> str:
     """Return how `sageattn` computes a call."""
     chosen = resolved(AttentionSpec(heads=1, attention="auto"), device, n_q, n_kv)
     # With the logsumexp "auto" is int8 at any length.
     if n_kv < INT8_MIN_KEYS or (chosen.attention == "exact" and not want_lse):
         return _SHORT
-    if masked:
-        return _MASKED
+    if reason is not None:
+        return _EXACTLY.format(reason)
     return _INT8 if chosen.impl == "triton" else _EMULATED
 
 

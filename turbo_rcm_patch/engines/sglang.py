@@ -1,20 +1,23 @@
 """SGLang's diffusion engine: its backend SAGE_ATTN, computed by our kernels.
 
-`plugins.sglang` names `Backend` to SGLang. Written against sglang 0.5.23.
+`plugins.sglang` names `Backend` to SGLang.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from sglang.multimodal_gen.runtime.layers.attention.backends.sage_attn import (
-    SageAttentionBackend,
-    SageAttentionImpl,
-)
 from torch import Tensor
 
+from turbo_rcm_patch.engines import imports_of
 from turbo_rcm_patch.engines.plugins import HEAD_SIZES
 from turbo_rcm_patch.engines.served import Served
+
+with imports_of("SGLang", "sglang 0.5.23"):
+    from sglang.multimodal_gen.runtime.layers.attention.backends.sage_attn import (
+        SageAttentionBackend,
+        SageAttentionImpl,
+    )
 
 SERVED: Final = Served("SGLang")
 

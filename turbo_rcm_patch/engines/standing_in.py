@@ -21,26 +21,30 @@ SERVED: Final = Served("sageattention")
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Count the calls of a function of `ops.sageattn`."""
     signature = inspect.signature(function)
-    packed = "cu_seqlens_q" in signature.parameters
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def counted(*args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **named)
-        arguments = signature.bind(*args, **named).arguments
-        q, k, layout = arguments["q"], arguments["k"], arguments.get("tensor_layout") or "HND"
-        if packed:
-            layout = "NHD"
-            q, k = q[None, : arguments["max_seqlen_q"]], k[None, : arguments["max_seqlen_k"]]
-        masked, want_lse = (
-            arguments.get("attn_mask") is not None,
-            bool(arguments.get("return_lse")),
-        )
-        SERVED.count(q, k, layout, masked=masked, want_lse=want_lse)
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        call = dict(bound.arguments)
+        call |= call.pop("neutral")
+        if function is ours.sageattn:
+            call = ours.in_our_order(**call)
+        q, k, v, layout = call["q"], call["k"], call["v"], call.get("tensor_layout") or "HND"
+        if "cu_seqlens_q" in call:
+            layout, longest = "NHD", call["max_seqlen_k"]
+            q, k, v = q[None, : call["max_seqlen_q"]], k[None, :longest], v[None, :longest]
+        reason = ours.reason_for_torch(
+            q, k, v, layout, mask=call.get("attn_mask"), causal=bool(call["is_causal"]),
+            dropout_p=call.get("dropout_p", 0.0),
+        )  # fmt: skip
+        SERVED.count(q, k, layout, reason, want_lse=bool(call.get("return_lse")))
         return function(*args, **named)
 
-    call.__module__ = "sageattention"  # where pickle finds it
-    return call
+    counted.__module__ = "sageattention"  # where pickle finds it
+    return counted
 
 
 # In the place of sageattention's names. A program may run in another environment than the command.

@@ -1,6 +1,6 @@
 """vllm-omni's diffusion engine: its backend SAGE_ATTN, computed by our kernels.
 
-`plugins.vllm_omni` registers `Backend`. Written against vllm-omni 0.30.
+`plugins.vllm_omni` registers `Backend`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from torch import Tensor
-from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
+from turbo_rcm_patch.engines import imports_of
 from turbo_rcm_patch.engines.plugins import HEAD_SIZES
 from turbo_rcm_patch.engines.served import Served
+from turbo_rcm_patch.ops.sageattn import MASK
+
+with imports_of("vllm-omni", "vllm-omni 0.30"):
+    from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
 SERVED: Final = Served("vllm-omni")
 
@@ -24,7 +28,7 @@ class Impl(SDPAImpl):  # type: ignore[misc]
     ) -> Any:
         """Compute the attention of query [B, Nq, H, D] over key and value [B, Nk, Hk, D]."""
         if attn_metadata is not None and attn_metadata.attn_mask is not None:
-            SERVED.count(query, key, "NHD", masked=True)
+            SERVED.count(query, key, "NHD", MASK)
             return super().forward_cuda(query, key, value, attn_metadata)
         return SERVED.attend(query, key, value, "NHD", self.causal, self.softmax_scale)
 

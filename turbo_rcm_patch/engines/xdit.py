@@ -1,9 +1,8 @@
 """xDiT: its backend SAGE, computed by our kernels.
 
-    import turbo_rcm_patch.engines.xdit  # in the script that torchrun starts
-    ... --attention_backend SAGE
+import turbo_rcm_patch.engines.xdit  # in the script that torchrun starts
+... --attention_backend SAGE
 
-Written against xfuser 0.7.0.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ from __future__ import annotations
 from typing import Any, Final
 
 from torch import Tensor
-from xfuser.core.distributed import attention_backend as backends
-from xfuser.core.distributed import get_ring_parallel_world_size
-from xfuser.envs import PACKAGES_CHECKER
 
-from turbo_rcm_patch.engines import say
+from turbo_rcm_patch.engines import imports_of, say
 from turbo_rcm_patch.engines.served import Served
 from turbo_rcm_patch.errors import MaskError
-from turbo_rcm_patch.ops.sageattn import sageattn_varlen
+from turbo_rcm_patch.ops.sageattn import MASK, sageattn_varlen
+
+with imports_of("xDiT", "xfuser 0.7.0"):
+    from xfuser.core.distributed import attention_backend as backends
+    from xfuser.core.distributed import get_ring_parallel_world_size
+    from xfuser.envs import PACKAGES_CHECKER
 
 SERVED: Final = Served("xDiT")
 
@@ -60,7 +61,7 @@ def attention(
         out = sageattn_varlen(q, k, v, bounds_q, bounds_k, n_q, longest, is_causal)
         return out.view(batch, n_q, heads, dim).transpose(1, 2), None
     if masked:
-        SERVED.count(query, key, "HND", masked=True)
+        SERVED.count(query, key, "HND", MASK)
         exact = backends.ATTENTION_FUNCTION_REGISTRY[backends.AttentionBackendType.SDPA]
         masked_out: Tensor = exact(query, key, value, dropout_p, is_causal, attention_kwargs)[0]
         return masked_out, None

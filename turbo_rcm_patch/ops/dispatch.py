@@ -228,7 +228,7 @@ def compile_ahead(impl: str, device: torch.device, call: Callable[[], object]) -
     if device.type == "cuda" and resolve_impl(impl, device) == "triton":
         from turbo_rcm_patch.ops import launch
 
-        launch.compile_ahead(call)
+        launch.compile_ahead(call, device)
 
 
 def resolve_pv(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
@@ -305,16 +305,6 @@ def skip_arguments(
     }
 
 
-def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
-    """Return the dtype to which a skip rounds every step, or None for fp32 throughout.
-
-    A model in float64 gets None too.
-    """
-    if cast == "fp32" or dtype in (torch.float32, torch.float64):
-        return None
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
-
-
 def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Return a descriptor that loads tiles of shape `block` from a dense 2-D tensor."""
     return TensorDescriptor.from_tensor(x, block)
@@ -339,8 +329,8 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
         recording.launched(kernel, grid, arguments, compiled)
 
 
-def compile_ahead(call: Callable[[], object]) -> list[BaseException]:
-    """Compile the kernels that a call launches, several at a time, and launch none of them.
+def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
+    """Compile and load the kernels that a call launches, several at a time, and launch none.
 
     Where Triton's cache on disk has none, the first video of Wan2.1-1.3B takes 19 s for 32
     (results/2026-11-27/cold_start.txt). A kernel that does not compile is left to its launch,
@@ -349,17 +339,39 @@ def compile_ahead(call: Callable[[], object]) -> list[BaseException]:
     Args:
         call: Its torch operations run, on memory that no kernel has written. So it must keep
             nothing of what it computes.
-
-    Returns:
-        The errors of the kernels that do not compile.
+        device: The GPU that will run the kernels.
     """
     with ThreadPoolExecutor() as pool:
-        try:
-            from triton.runtime._async_compile import AsyncCompileMode
+        kernels = [
+            future.result() for future in compile_together(call, pool) if not future.exception()
+        ]
+        # A kernel's launcher is C that Triton compiles, 0.2 s each.
+        list(pool.map(partial(_load, device), kernels))
 
-            mode = AsyncCompileMode(pool, ignore_errors=True)
-        except (ImportError, TypeError):  # before Triton 3.6: each launch compiles its own
-            return []
-        with mode, compiling_only():
-            call()
-    return [error for future in mode.raw_futures if (error := future.exception())]
+
+def _load(device: torch.device, kernel: Any) -> None:
+    """Build the launcher of a compiled kernel, and load both."""
+    with suppress(Exception), torch.cuda.device(device):
+        _ = kernel.run
+
+
+def compile_together(call: Callable[[], object], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Compile the kernels that a call launches, and launch none of them.
+
+    Args:
+        call: As for `compile_ahead`.
+        pool: Its threads compile.
+
+    Returns:
+        The compiled kernels or errors. None before Triton 3.6, where each launch compiles its own.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+
+        mode = AsyncCompileMode(pool, ignore_errors=True)
+    except (ImportError, TypeError):
+        return []
+    with mode, compiling_only():
+        call()
+    futures: list[Future[Any]] = mode.raw_futures
+    return futures

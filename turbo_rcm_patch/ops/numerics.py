@@ -42,12 +42,11 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def load_coefficient(of, b, offs, masks, KIND: tl.constexpr, ROUND_TO: tl.constexpr):
+def load_coefficient(of, b, offs, masks, KIND: tl.constexpr):
     """Load a `launch.CoefficientOperand` that broadcasts against a tile [N, C], in fp32.
 
     offs, masks: those of tokens and channels. KIND: 0 for a number, or a tensor that varies with
-    1 batch, 2 batch and channel, 3 batch, token and channel. ROUND_TO: dtype to which tensors are
-    rounded first, or None.
+    1 batch, 2 batch and channel, 3 batch, token and channel.
     """
     c = of.value
     if KIND != 0:
@@ -62,14 +61,12 @@ def load_coefficient(of, b, offs, masks, KIND: tl.constexpr, ROUND_TO: tl.conste
             rows = base + offs_n.to(tl.int64)[:, None] * of.strides[1]
             mask = mask_n[:, None] & mask_c[None, :]
             c = tl.load(rows + offs_c[None, :] * of.strides[2], mask=mask, other=0.0)
-        if ROUND_TO is not None:
-            c = c.to(ROUND_TO)
         c = c.to(tl.float32)
     return c
 
 
 @triton.jit
-def _product(x, c):
+def scaled(x, c):
     """Compute x * c, rounded.
 
     A plain product would be contracted with the sum after it (in 16 bits too, where the compiler
@@ -79,43 +76,22 @@ def _product(x, c):
 
 
 @triton.jit
-def _rounded(x, ROUND_TO: tl.constexpr):
-    if ROUND_TO is not None:
-        x = x.to(ROUND_TO).to(tl.float32)
-    return x
-
-
-@triton.jit
-def scaled(branch, c_out, ROUND_TO: tl.constexpr):
-    """Compute c_out * branch, rounded as in `close_skip`."""
-    return _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
-
-
-@triton.jit
-def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
-    """Compute c_skip * residual + y, rounded as in `close_skip`."""
-    return _rounded(_rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO) + y, ROUND_TO)
-
-
-@triton.jit
-def close_skip(branch, skip, b, offs, masks, KINDS: tl.constexpr, ROUND_TO: tl.constexpr):
+def close_skip(branch, skip, b, offs, masks, KINDS: tl.constexpr):
     """Compute c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
 
     skip: `launch.SkipOperands`; offs, masks: those of tokens and channels; KINDS: those of c_skip
-    and c_out. ROUND_TO: None computes in fp32 throughout; a dtype rounds after every step. Both
-    equal eager code bit for bit.
+    and c_out. It equals eager code in fp32 bit for bit.
     """
-    c_out = load_coefficient(skip.c_out, b, offs, masks, KINDS[1], ROUND_TO)
-    y = scaled(branch, c_out, ROUND_TO)
+    y = scaled(branch, load_coefficient(skip.c_out, b, offs, masks, KINDS[1]))
     if skip.residual_ptr is not None:
-        c_skip = load_coefficient(skip.c_skip, b, offs, masks, KINDS[0], ROUND_TO)
+        c_skip = load_coefficient(skip.c_skip, b, offs, masks, KINDS[0])
         offs_n, offs_c = offs
         mask_n, mask_c = masks
         sample = skip.residual_ptr + b.to(tl.int64) * skip.residual_strides[0]
         rows = sample + offs_n.to(tl.int64)[:, None] * skip.residual_strides[1]
         mask = mask_n[:, None] & mask_c[None, :]
         residual = tl.load(rows + offs_c[None, :], mask=mask, other=0.0)
-        y = skipped(y, residual, c_skip, ROUND_TO)
+        y = scaled(residual.to(tl.float32), c_skip) + y
     return y
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, overload
 
@@ -26,7 +26,6 @@ from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention.api import attend_checked
 from turbo_rcm_patch.ops.attention.reference import (
     aligned_to_16_bytes,
-    split_heads,
     without_overlap,
 )
 from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM, AttentionSpec
@@ -46,24 +45,22 @@ __all__ = [
 Layout = Literal["HND", "NHD"]
 Result = Tensor | tuple[Tensor, Tensor]
 
-#: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
-MASK_WARNING: Final = (
-    "attn_mask: this attention runs exactly, through torch, because no int8 kernel takes a mask"
-)
-WIDE_WARNING: Final = (
-    f"heads of more than {MAX_HEAD_DIM} channels: this attention runs exactly, through torch"
-)
+#: Python shows a warning once for each place it comes from.
+TORCH_WARNING: Final = "this attention runs exactly, through torch, because of {}"
+#: A reason of `reason_for_torch`.
+MASK: Final = "a mask"
 #: Keywords that callers of sageattention and of torch's attention pass, and the values that change
 #: nothing here: scales are per block of tokens, sums are fp32, and grouped queries always work.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "dropout_p": (0.0,),
     "enable_gqa": (False, True),
     "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32", "fp32+fp16", "fp32+fp32"),
     "qk_quant_gran": ("per_thread", "per_warp"),
     "quantization_backend": ("triton", "cuda"),
     "smooth_v": (False,),
 }
-_KEYWORDS: Final = "tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_k, scale"
+_KEYWORDS: Final = (
+    "tensor_layout, is_causal, sm_scale, return_lse, attn_mask, dropout_p, smooth_k, scale"
+)
 
 
 @overload
@@ -97,25 +94,30 @@ def sageattn(
     """Compute softmax(sm_scale * q k^T) v, in place of `sageattention.sageattn`.
 
     q and k run in int8 from 6,144 queries and keys on (on a CPU, and with return_lse, from 1,024
-    keys on), else exactly. Inputs are never written to. A gradient is refused.
+    keys on), else exactly. What torch's attention takes and our kernels do not is computed by
+    torch, with one warning: masks, dropout, fp64, other numbers of dimensions, wider heads, shapes
+    that broadcast. So it can take the place of torch's function, also in torch's order of
+    arguments. Inputs are never written to. A gradient of an attention that our kernels compute is
+    refused.
 
     Args:
-        q: "HND": [B, H, Nq, D]; "NHD": [B, Nq, H, D]. bf16, fp16 or fp32, D up to 256.
+        q: "HND": [B, H, Nq, D]; "NHD": [B, Nq, H, D]. For our kernels bf16, fp16 or fp32, and D up
+            to 256.
         k: "HND": [B, Hk, Nk, D]; "NHD": [B, Nk, Hk, D]. dtype of q. H is a multiple of Hk; each
             head of k and v then serves H / Hk neighbouring heads of q and is copied for them.
         v: As k.
         tensor_layout: "HND" or "NHD"; None is "HND".
-        is_causal: Query i sees keys 0..i. Needs Nq = Nk. 0 and 1 are taken too.
+        is_causal: Query i sees keys 0..i. 0 and 1 are taken too.
         sm_scale: Factor on the logits, D ** -0.5 by default.
         return_lse: Also return the logsumexp of the logits. The seventh positional argument, as in
             sageattention 2.x; in 1.x that place was `smooth_k`, which is a keyword here.
         attn_mask: Broadcasts to [B, H, Nq, Nk]; boolean (true where a query sees a key) or added
-            to the logits. Computed exactly by torch, with one warning. Not with is_causal or
-            return_lse.
+            to the logits. Computed by torch. Not with return_lse.
         smooth_k: Subtract the mean over tokens from k before quantising. Softmax is the same.
         scale: torch's name of sm_scale. q, k and v also go by torch's names query, key and value.
-        **neutral: dropout_p=0.0, enable_gqa, pv_accum_dtype, qk_quant_gran, quantization_backend
-            and smooth_v=False are taken and change nothing. Other values and names are refused.
+        **neutral: dropout_p is torch's. enable_gqa, pv_accum_dtype, qk_quant_gran,
+            quantization_backend and smooth_v=False are taken and change nothing. Other values and
+            names are refused.
 
     Returns:
         The attention, contiguous, shape and dtype of q; with return_lse also the natural logarithm
@@ -125,18 +127,35 @@ def sageattn(
         ConfigError: An unknown keyword, or a value that would change the result.
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`).
     """
-    torchs: Any = neutral
-    q = torchs.pop("query", None) if q is None else q
-    k = torchs.pop("key", None) if k is None else k
-    v = torchs.pop("value", None) if v is None else v
-    if scale is not None:
-        if sm_scale is not None:
-            raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
-        sm_scale = scale
-    return _sage(
-        "auto", q, k, v, tensor_layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
-        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, **torchs,
+    arguments = in_our_order(
+        q=q, k=k, v=v, tensor_layout=tensor_layout, is_causal=is_causal, sm_scale=sm_scale,
+        return_lse=return_lse, attn_mask=attn_mask, smooth_k=smooth_k, scale=scale, **neutral,
     )  # fmt: skip
+    return _sage("auto", **arguments)
+
+
+def in_our_order(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments of `sageattn` without torch's names and torch's order.
+
+    Torch's order after q, k and v is attn_mask, dropout_p (a float) and is_causal (a bool).
+    """
+    for name, of_torch in (("q", "query"), ("k", "key"), ("v", "value")):
+        if arguments[name] is None:
+            arguments[name] = arguments.pop(of_torch, None)
+    first, second, third = (arguments[name] for name in ("tensor_layout", "is_causal", "sm_scale"))
+    if isinstance(first, Tensor):
+        arguments |= {"tensor_layout": None, "attn_mask": first}
+    if arguments["tensor_layout"] is None:
+        if type(second) is not bool and second != 1:
+            arguments |= {"is_causal": False, "dropout_p": second}
+        if type(third) is bool:
+            arguments |= {"is_causal": third, "sm_scale": None}
+    scale = arguments.pop("scale", None)
+    if scale is not None:
+        if arguments["sm_scale"] is not None:
+            raise ConfigError("scale", expected="one of scale and sm_scale", got="both")
+        arguments["sm_scale"] = scale
+    return arguments
 
 
 #: Arguments of sageattention's functions after q, k and v: their types and defaults.
@@ -283,6 +302,7 @@ def _sage(
     sm_scale: float | None = None,
     return_lse: bool = False,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     smooth_k: bool = True,
     **neutral: object,
 ) -> Result:
@@ -291,37 +311,35 @@ def _sage(
     layout = "HND" if tensor_layout is None else tensor_layout
     check_choice("tensor_layout", layout, ("HND", "NHD"))
     heads_at, tokens_at = (1, 2) if layout == "HND" else (2, 1)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if attn_mask is not None and return_lse:
+        raise MaskError("attn_mask", expected="no mask", got=f"{return_lse=}")
+    reason = reason_for_torch(
+        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), dropout_p=dropout_p
+    )
+    if reason is not None and not return_lse:
+        out = _through_torch(
+            q, k, v, layout, mask=attn_mask, dropout_p=dropout_p, causal=bool(is_causal),
+            sm_scale=sm_scale, enable_gqa=bool(neutral.get("enable_gqa")),
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():  # A compiled graph would break here.
+            warnings.warn(TORCH_WARNING.format(reason), stacklevel=3)
+        return out
     _check_shapes(q, k, v, heads_at)
     n_q, n_kv = q.shape[tokens_at], k.shape[tokens_at]
     if is_causal and n_q != n_kv:
         raise MaskError(
-            "is_causal=True",
+            "is_causal=True with return_lse",
             expected="as many queries as keys",
             got=f"{n_q} and {n_kv}",
-            remedy="Pass the mask you mean as attn_mask",
-        )
-    if attn_mask is not None and (is_causal or return_lse):
-        raise MaskError(
-            "attn_mask",
-            expected="neither is_causal nor return_lse beside a mask",
-            got=f"is_causal={is_causal}, return_lse={return_lse}",
         )
     attention: Attention = "auto" if n_kv >= INT8_MIN_KEYS else "exact"
-    if attn_mask is not None and not torch.compiler.is_compiling():
-        warnings.warn(MASK_WARNING, stacklevel=3)  # A compiled graph would break here.
-    if q.shape[3] > MAX_HEAD_DIM and not return_lse:
-        if not torch.compiler.is_compiling():
-            warnings.warn(WIDE_WARNING, stacklevel=3)
-        q, k, v = (x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v))
-        wide = scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=bool(is_causal), scale=sm_scale, enable_gqa=True
-        )
-        return wide if layout == "HND" else wide.transpose(1, 2).contiguous()
     spec = AttentionSpec(
         heads=q.shape[heads_at], attention=attention, pv=pv, smooth_k=smooth_k,
         causal=bool(is_causal), sm_scale=sm_scale,
     )  # fmt: skip
-    out, lse = attention_of_heads(q, k, v, layout, spec, mask=attn_mask, want_lse=bool(return_lse))
+    out, lse = attention_of_heads(q, k, v, layout, spec, want_lse=bool(return_lse))
     return out if lse is None else (out, lse)
 
 
@@ -332,7 +350,6 @@ def attention_of_heads(
     layout: Layout,
     spec: AttentionSpec,
     *,
-    mask: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -347,7 +364,6 @@ def attention_of_heads(
         v: As k.
         layout: "HND" or "NHD".
         spec: How the attention is computed, for the heads of q.
-        mask: As `attn_mask` of `sageattn`: computed by torch.
         kv_lengths: int32 [B]: how many keys each sample has.
         want_lse: Return the logsumexp.
 
@@ -359,7 +375,7 @@ def attention_of_heads(
     if k.shape[heads_at] != heads:
         groups = heads // k.shape[heads_at]
         k, v = (x.repeat_interleave(groups, dim=heads_at) for x in (k, v))
-    by_head = layout == "HND" and mask is None and all(x.is_contiguous() for x in (q, k, v))
+    by_head = layout == "HND" and all(x.is_contiguous() for x in (q, k, v))
     if by_head:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         spec = replace(spec, heads=1)
@@ -367,14 +383,10 @@ def attention_of_heads(
             kv_lengths = kv_lengths.repeat_interleave(heads)
     else:
         q, k, v = ((x.transpose(1, 2) if layout == "HND" else x).flatten(2) for x in (q, k, v))
-    lse = None
-    if mask is not None:
-        out = _masked(q, k, v, mask, spec)
-    else:
-        out, logsumexp = attend_checked(
-            AttentionInputs(q, k, v, spec, q.dtype, kv_lengths=kv_lengths, want_lse=want_lse)
-        )
-        lse = logsumexp if want_lse else None
+    out, logsumexp = attend_checked(
+        AttentionInputs(q, k, v, spec, q.dtype, kv_lengths=kv_lengths, want_lse=want_lse)
+    )
+    lse = logsumexp if want_lse else None
     if by_head:
         out = out.view(batch, heads, *out.shape[1:])
         lse = None if lse is None else lse.view(batch, heads, lse.shape[1] * lse.shape[2])
@@ -385,26 +397,100 @@ def attention_of_heads(
     return out, lse
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Compute softmax(sm_scale * q k^T + mask) v by torch, over [B, N, H*D]."""
-    shape = (q.shape[0], spec.heads, q.shape[1], k.shape[1])
+def reason_for_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    *,
+    mask: object = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+) -> str | None:
+    """Return why torch computes an attention, or None if our kernels do or nothing takes it."""
+    if mask is not None:
+        return MASK
+    if dropout_p:
+        return "dropout"
+    rank = q.dim()
+    if rank < 2 or not rank == k.dim() == v.dim():
+        return None
+    if q.dtype == k.dtype == v.dtype == torch.float64:
+        return "fp64"
+    if rank != 4:
+        return f"tensors of {rank} dimensions" if layout == "HND" else None
+    return _reason_of_shapes(*(_heads_first(x, layout).shape for x in (q, k, v)), causal=causal)
+
+
+def _reason_of_shapes(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *, causal: bool
+) -> str | None:
+    """Return `reason_for_torch` of shapes [B, H, N, D]."""
+    if q[3] != k[3] or k[2] != v[2]:
+        return None
+    if 0 in q[1:] or 0 in k[1:]:
+        return "an empty tensor" if q[:2] == k[:2] == v[:2] else None
+    if q[3] > MAX_HEAD_DIM:
+        return f"heads of more than {MAX_HEAD_DIM} channels"
+    if q[0] != k[0] or k[:2] != v[:2] or k[3] != v[3]:
+        # Batches broadcast. So do heads, or each head of k or v serves several of q.
+        batches = all(1 in (q[0], x[0]) or x[0] == q[0] for x in (k, v))
+        return "shapes that differ" if batches else None
+    return "a causal mask over other lengths" if causal and q[2] != k[2] else None
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    """Return a tensor of a layout as HND, or HND as the layout."""
+    return x if layout == "HND" else x.transpose(1, 2)
+
+
+def _through_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    mask: Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    sm_scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Compute an attention by torch."""
+    if q.dim() == 4:
+        q, k, v = (_heads_first(x, layout) for x in (q, k, v))
+        # Not every backend of torch takes fewer heads.
+        k, v = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+            if 1 < x.shape[1] < q.shape[1] and q.shape[1] % x.shape[1] == 0 else x
+            for x in (k, v)
+        )  # fmt: skip
+    if mask is not None:
+        mask = _whole_rows(mask, q, k)
+    q, k, v = (aligned_to_16_bytes(without_overlap(x)) for x in (q, k, v))
+    out = scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, causal, scale=sm_scale, enable_gqa=enable_gqa
+    )
+    return (_heads_first(out, layout) if q.dim() == 4 else out).contiguous()
+
+
+def _whole_rows(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Check a mask for q [..., Nq, D] and k [..., Nk, D], and return it with rows of Nk values.
+
+    torch's backends on a GPU refuse a row of one value, or read past it.
+    """
+    shape = (*q.shape[:-1], k.shape[-2])
     check_tensor("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise MaskError("attn_mask", expected="a boolean or float dtype", got=str(mask.dtype))
-    if not 2 <= mask.dim() <= 4 or not broadcasts(mask.shape, shape[-mask.dim() :]):
+    if not 2 <= mask.dim() <= q.dim() or not broadcasts(mask.shape, shape[-mask.dim() :]):
         raise MaskError(
             "attn_mask",
             expected=f"a shape that broadcasts to {list(shape)}",
             got=str(list(mask.shape)),
         )
-    # Whole rows: torch's backends on a GPU refuse a row of one value, or read past it.
-    mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(
-        *mask.shape[:-1], k.shape[1]
-    )
-    scale = spec.scale_of(q.shape[2] // spec.heads)
-    q, k, v = (aligned_to_16_bytes(without_overlap(split_heads(x, spec.heads))) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous(), scale=scale)
-    return out.transpose(1, 2).flatten(2)
+    mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    return mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
 
 
 def _check_options(
@@ -442,7 +528,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
     """Check shapes with heads; the operations check the rest."""
     tokens_at = 3 - heads_at
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
         if x.dim() != 4:
             raise ShapeError(name, expected="four dimensions", got=str(list(x.shape)))
         if not x.shape[heads_at] or not x.shape[tokens_at] or not x.shape[3]:

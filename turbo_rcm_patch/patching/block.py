@@ -7,25 +7,25 @@ skip pairs for the report (`pairs`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import compile_ahead
-from turbo_rcm_patch.patching.guard_log import BlockGuard
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
-from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
     Replacement,
     capturing,
     compiling,
+    original_class,
     original_forward,
     stateful_code,
     why_not_inference,
@@ -48,8 +48,35 @@ LEVEL_DESCRIPTIONS = {
     Level.WIDE_VALUES: "values in 16 bits",
     Level.EXACT: "exact attention",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
-    Level.ORIGINAL: "runs its author's code",
+    Level.ORIGINAL: "runs the original code",
 }
+
+
+class _Thread(threading.local):
+    #: The model and the index of the block that ran last.
+    last: tuple[Any, int] = (None, 0)
+
+
+_thread: Final = _Thread()
+
+
+class Forwards:
+    """Counts the forwards of one model, by its blocks, which run in order.
+
+    Attributes:
+        count: The number of forwards that began outside a compiler.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begins(self, index: int) -> bool:
+        """Return True if a block is the first in a forward of this thread."""
+        model, before = _thread.last
+        _thread.last = self, index
+        begins = model is not self or index <= before
+        self.count += begins
+        return begins
 
 
 class PatchedBlock(Replacement):
@@ -68,14 +95,16 @@ class PatchedBlock(Replacement):
         level: How exactly the block runs.
         reason: Why the guard raised the level.
         left: Why the block's forward could not be replaced, or "".
-        guard: Compares the block with the original now and then; None without a guard.
+        guard: The `Guard` that compares the block with the original; None without one.
         index: The number of the block among the patched ones, in the order in which they run.
         proj_out: The network's last Linear, or None.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
+        model_forwards: Counts the forwards of the model.
+        forward: The number of the forward in which the block ran last.
         last: Why the last call outside a compiler ran the original forward, or the numbers of
             queries and of keys of a fused call.
-        backend: The attention backend that was chosen and not used on that call, or "".
+        backends: The attention backends that were chosen and not used on that call.
     """
 
     #: Names of the block's members that take the residual streams between two branches, in order.
@@ -87,6 +116,7 @@ class PatchedBlock(Replacement):
         self, block: Any, path: str, config: PatchConfig, heads: int, head_dim: int
     ) -> None:
         self.block, self.path, self.config, self.head_dim = block, path, config, head_dim
+        self._cls = original_class(block)
         self._asked = ops.AttentionSpec(
             heads=heads,
             attention=config.attention,
@@ -97,12 +127,15 @@ class PatchedBlock(Replacement):
         self._wide = replace(self._asked, pv="bf16")
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
-        self.left = self.backend = ""
-        self.guard: BlockGuard | None = None
+        self.left = ""
+        self.backends: set[str] = set()
+        self.guard: Any = None
         self.index = 0
         self.proj_out: Any = None
         self.int8: list[Int8Forward] = []
         self.copies: Int8Copies | None = None
+        self.model_forwards = Forwards()
+        self.forward = 0
         self.last: str | tuple[int, int] | None = None
 
     @property
@@ -118,31 +151,33 @@ class PatchedBlock(Replacement):
         quantised = self._asked.attention in ("auto", "int8")
         return self._exact if quantised and n_kv < ops.INT8_MIN_KEYS else self.spec
 
-    def instead_of_fast(self, *inputs: Any) -> Callable[..., Any] | None:
+    def runs(self, *inputs: Any) -> Callable[..., Any]:
         """Decide how a call runs.
 
         Args:
             *inputs: The inputs of the original forward, in its order.
 
         Returns:
-            None for the fast path, or what runs instead: the original forward, or a comparison
-            with it.
+            What runs on them: `fast`, the original forward, or a comparison of both.
         """
         why = self.why_original(*inputs)
         if compiling():
-            return self.original if why else None
+            return self.original if why else self.fast
         x = self.streams(inputs)[0]
+        begins = self.model_forwards.begins(self.index)
+        self.forward = self.model_forwards.count
         if self.copies is not None:
-            self.renew_copies(why, x)
+            self.renew_copies(why, begins and not capturing(x))
         if why:
-            self.last, self.backend = why, ""
+            self.last, self.backends = why, set()
             return self.original
         lengths = self.last = self.lengths(*inputs)  # of several ranks: an exchange
-        self.backend = self.unused_backend()
+        self.backends = self.unused_backends()
         if not self.index and not self._ahead:
-            self.compile_ahead(x, partial(self.fast, None, *inputs))
+            self.compile_ahead(x, partial(self.fast, *inputs))
         guard = self.guard
-        return self.compare if guard is not None and guard.wants(self, inputs, lengths) else None
+        compares = guard is not None and guard.wants(self, inputs, lengths)
+        return self.compare if compares else self.fast
 
     def compile_ahead(self, x: Tensor, fast: Callable[[], object]) -> None:
         """Compile what the fast path launches together, before its first call.
@@ -158,20 +193,15 @@ class PatchedBlock(Replacement):
 
     def compare(self, *inputs: Any) -> Any:
         """Run the fast path, and compare it with the original forward."""
-        assert self.guard is not None
         return self.guard.compare(self, inputs)
 
-    def renew_copies(self, why: str, x: Tensor) -> None:
-        """Drop int8 copies of weights that may have moved, at a forward's first block."""
+    def renew_copies(self, why: str, begins: bool) -> None:
+        """Drop int8 copies of weights that may have changed, at a forward's first block."""
         if why == GRADIENT:
             for forward in self.int8:
                 forward.forget()
-            return
-        copies, guard = self.copies, self.guard
-        if copies is None or not copies.begins(self.index) or capturing(x):
-            return
-        if guard is None or not guard.within_video():
-            copies.follow()
+        elif begins and self.copies is not None:
+            self.copies.follow()
 
     def original(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
@@ -187,7 +217,7 @@ class PatchedBlock(Replacement):
     def describe_last_run(self) -> str:
         """Describe how the last call outside a compiler ran; "" before the first."""
         if not isinstance(self.last, tuple):
-            return f"as their author wrote them: {self.last}" if self.last else ""
+            return f"in the original code: {self.last}" if self.last else ""
         device = next(self.block.parameters()).device
         one = ops.resolved(self.spec, device, *self.last)
         linears = ", int8 Linears" if self.int8_linears() else ""
@@ -235,27 +265,34 @@ class PatchedBlock(Replacement):
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None
 
-    def unused_backend(self) -> str:
-        """Return the attention backend that the user chose and the block does not use, or ""."""
-        return ""
+    def unused_backends(self) -> set[str]:
+        """Return the attention backends that the user chose and the block does not use."""
+        return set()
 
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
-        chosen = self.unused_backend() or self.backend
-        if not chosen or self.why_replaced():
+        if self.why_replaced():
             return []
-        kind = "function" if "." in chosen else "backend"
         return [
-            f"the attention {kind} {chosen!r} is chosen and not used, because the model is "
-            f"patched with attention={self.config.attention!r}; attention='exact' uses it"
+            f"the attention {'function' if '.' in chosen else 'backend'} {chosen!r} is chosen and "
+            f"not used, because the model is patched with attention={self.config.attention!r}; "
+            "attention='exact' uses it"
+            for chosen in sorted(self.unused_backends() | self.backends)
         ]
+
+    def why_block(self) -> str:
+        """Return why the fast path does not apply to the block whatever its inputs are, or ""."""
+        cls = type(self.block)
+        if cls is not self._cls and original_class(self.block) is not self._cls:
+            return f"its class was changed to {cls.__qualname__}"
+        return self.left or self.why_modules()
 
     def why_original(self, *inputs: Any) -> str:
         """Return why the original forward runs on these inputs, or ""."""
         return (
             (self.reason if self.level == Level.ORIGINAL else "")
             or why_not_inference(self.block, self.streams(inputs)[0], inputs)
-            or self.why_modules()
+            or self.why_block()
             or self.why_inputs(*inputs)
         )
 
@@ -290,15 +327,15 @@ class PatchedBlock(Replacement):
     # --- what a family writes --------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Take the parameters of the original forward, and run what `instead_of_fast` says."""
+        """Take the parameters of the original forward, and run what `runs` says."""
         raise NotImplementedError
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> Any:
+    def fast(self, *inputs: Any, **notes: Any) -> Any:
         """Run the written-out block.
 
         Args:
-            notes: Collects what the guard compares, or None.
             *inputs: The inputs of the original forward.
+            **notes: "notes": the `Notes` that collect what the guard compares, or None.
         """
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ VAES: Final = {
 NOT_SERVED: Final = {
     f"{_TRANSFORMERS}transformer_wan_animate_2.WanAnimate2Transformer3DModel": "Run it unpatched. "
     "Each frame of its self-attention sees the reference tokens of that frame alone, a block mask "
-    "that only the author's flex attention computes",
+    "that only diffusers' flex attention computes",
 }
 
 #: Name of a class that runs from a checkout, under any module name -> its family, whose
@@ -221,17 +221,8 @@ def find_blocks(
             vars(patched).update(attributes)
             blocks[id(module)] = patched
         else:
-            blocks[id(module)] = SkipPair(
-                path=where,
-                kind="self",
-                heads=0,
-                head_dim=0,
-                streams=(),
-                cast="model",
-                projection=False,
-                runs="as-written",
-                reason=f"it is a {type(block).__qualname__}, which is not supported",
-            )
+            reason = f"it is a {type(block).__qualname__}, which is not supported"
+            blocks[id(module)] = SkipPair(where, "self", reason=reason)
     return list(blocks.values())
 
 

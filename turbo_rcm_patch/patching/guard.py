@@ -216,11 +216,6 @@ class Guard:
         seen = [(list(seen.shares.values()), way[0]) for way, seen in list(self._seen.items())]
         return max([predicted(*one) for one in seen if any(map(any, one[0]))], default=None)
 
-    def within_video(self) -> bool:
-        """Return True if the pipeline is known to be past the first step of a video."""
-        now = None if self._pipe is None else self._step_of(self._pipe(), "")
-        return now is not None and 0 < now[0] < now[1]
-
     # --- which blocks ----------------------------------------------------------------------------
 
     def wants(
@@ -297,7 +292,7 @@ class Guard:
         here: _Forward = self._threads.here
         if stateful := block.stateful_code():
             self._skip(block, here, f"{stateful}, which is not run a second time")
-            return block.fast(None, *inputs)
+            return block.fast(*inputs)
         call = _Call(
             block=block,
             inputs=inputs,
@@ -320,7 +315,7 @@ class Guard:
         if block.level == Level.ORIGINAL:
             return _Attempt(block.level, _run_original(block, call.inputs, {}))
         notes = Notes(measures=call.first and self._target is not None)
-        attempt = _Attempt(block.level, block.fast(notes, *call.inputs), failed=notes.failed)
+        attempt = _Attempt(block.level, block.fast(*call.inputs, notes=notes), failed=notes.failed)
         fast: Stages = ()
         try:
             if not attempt.failed:
@@ -333,7 +328,7 @@ class Guard:
         infinite = attempt.measure is not None and attempt.measure.error == math.inf
         if infinite and not _finite(call.original):
             self._refuse_non_finite(block, call.inputs)
-            attempt.measure, attempt.failed = None, "its author's result is not finite"
+            attempt.measure, attempt.failed = None, "the original block's result is not finite"
         # All ranks that share a sequence go the same way.
         found = attempt.measure
         off, skipped = self._agree(block, [found.error if found else 0.0], float(not found))
@@ -370,7 +365,10 @@ class Guard:
             return share, ""
         if higher == Level.ORIGINAL:
             return share, ""
-        return share, f"the network's error would be {error:.2f}, target {self._target:g}"
+        limit = (
+            f"{_TARGET_SHARE * self._target:.3g} ({_TARGET_SHARE} of fidelity={self._target:g})"
+        )
+        return share, f"the network's predicted error would be {error:.3g}, over {limit}"
 
     def _next_level(self, call: _Call, attempt: _Attempt) -> Level | None:
         """Return the level at which a block has to run again, or None if the attempt stands."""

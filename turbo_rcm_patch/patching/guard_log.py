@@ -1,4 +1,4 @@
-"""The guard's log, and what a block and a report ask of a guard.
+"""The guard's log.
 
 Paths of repeated blocks are merged where the log or a table is printed: "blocks.0-1,3.attn1".
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from math import isnan
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 _T = TypeVar("_T")
 
@@ -22,34 +22,6 @@ When = Literal["first", "last", "sampled"]
 
 #: Comparisons within the budget that are kept. A service that runs for long makes many.
 _MOST_KEPT: Final = 1024
-
-
-class BlockGuard(Protocol):
-    """The guard of one model (`guard.Guard`), as its blocks and its log see it.
-
-    Attributes:
-        log: Its comparisons.
-        requests: How many times `check_next` was called.
-    """
-
-    log: GuardLog
-    requests: int
-
-    @property
-    def prediction(self) -> float | None:
-        """The predicted error of the network, in units of the unpatched network's."""
-
-    def check_next(self) -> None:
-        """Compare every block on the next forward."""
-
-    def within_video(self) -> bool:
-        """Return True if the pipeline is known to be past the first step of a video."""
-
-    def wants(self, block: Any, inputs: tuple[Any, ...], lengths: tuple[int, int]) -> bool:
-        """Return True if a call of a block is to be compared."""
-
-    def compare(self, block: Any, inputs: tuple[Any, ...]) -> Any:
-        """Run a block, and compare it with its original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +52,7 @@ class GuardLog(list[GuardRecord]):
     """The guard's comparisons, oldest first: every decision, and the latest that were kept."""
 
     def __init__(self) -> None:
-        self._guards: list[BlockGuard] = []
+        self._guards: list[Any] = []
 
     def __repr__(self) -> str:
         return f"GuardLog({len(self)} comparisons)"
@@ -91,7 +63,7 @@ class GuardLog(list[GuardRecord]):
         if len(self) - len(self.decisions) - len(self.skipped) > _MOST_KEPT:
             del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
 
-    def attach(self, guard: BlockGuard) -> None:
+    def attach(self, guard: Any) -> None:
         """Connect `check_next` and `prediction` to a guard."""
         self._guards.append(guard)
 

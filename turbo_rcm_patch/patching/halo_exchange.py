@@ -8,11 +8,17 @@ rank, and each pixel is computed from the same numbers.
 
 from __future__ import annotations
 
-from typing import Any, Final
+import threading
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from turbo_rcm_patch.patching.agreement import agree, gather_objects, sample
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.vae import PatchedCoder
 
 #: Rows of each neighbour: a residual block is two convolutions.
 HALO: Final = 2
@@ -22,14 +28,55 @@ DECODE_GROUP: Final = "_turbo_rcm_decode_group"
 
 class DecodeGroup:
     """The process group that decodes the videos of a VAE. A copy of the VAE, or one in another
-    process, has none."""
+    process, has none.
+
+    Attributes:
+        group: The process group; None for this process alone.
+        size: The number of its ranks.
+        lock: Held while a video is decoded: ranks exchange for one video at a time.
+    """
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DecodeGroup, ()
+
+    def agree(self, coder: PatchedCoder, x: Tensor, why: str, compares: bool) -> tuple[str, bool]:
+        """Decide on all ranks alike how a latent is decoded.
+
+        Args:
+            coder: The decoder.
+            x: The latent, [B, C, T, H, W].
+            why: Why this rank would run the author's code, or "".
+            compares: True if its guard would compare the result.
+
+        Returns:
+            Why all ranks run the author's code, or "", and True if the guard of any compares.
+
+        Raises:
+            ContextParallelError: The ranks have different latents, weights or settings.
+        """
+        if self.size == 1:
+            return why, compares
+        vae = coder.vae
+        sizes = {name: x for name, x in vars(vae).items() if name.startswith(("tile_", "use_"))}
+        values = {
+            "the latent": x,
+            "the patch of the VAE": repr(coder.config),
+            "the tiling of the VAE": sizes,
+            "the weights of the decoder": sample(coder.block.named_parameters(), x.device),
+        }
+        agree(self.group, f"a call of {coder.path}", values, x.device)
+        answers = gather_objects(self.group, (why, compares), x.device)
+        reasons = [f"{other} (on rank {rank})" for rank, (other, _) in enumerate(answers) if other]
+        return why or next(iter(reasons), ""), any(compares for _, compares in answers)
+
+    def all_agree(self, fits: bool, x: Tensor) -> bool:
+        """Return True if a result fits on all ranks."""
+        return self.size == 1 or all(gather_objects(self.group, fits, x.device))
 
 
 class HaloExchange:

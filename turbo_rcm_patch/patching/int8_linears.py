@@ -7,10 +7,10 @@ is another object or has another version, address, dtype or device. The model's 
 write weights drop all copies, and so does a forward with gradients.
 
 Writes through `.data`, fused optimizers, `EMAModel.copy_to` and collectives leave the version of a
-weight as it was. So the first forward of each video compares some elements of every weight with
-those of the forward before, and makes the copies of weights that moved again. A model that was
-patched without its pipeline does not know which forward begins a video, and compares on every one.
-A write into a few elements needs `refresh(model)`.
+weight as it was. So every forward compares some elements of every weight with those of the forward
+before, and makes the copies of changed weights again. That takes 0.3 ms, and no other sign is
+safe: a scheduler's step index stays where an interrupted video left it. A write into a few
+elements needs `refresh(model)`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from turbo_rcm_patch.patching.plain import (
     compiling,
     hooked,
     installed,
+    original_class,
     own_function,
     owner,
 )
@@ -60,8 +61,6 @@ WRITERS: Final = (
 class _Thread(threading.local):
     #: True to run Linears as their authors wrote them.
     wide = False
-    #: The copies and the index of the block that ran last.
-    last = (0, 0)
 
 
 _thread: Final = _Thread()
@@ -182,13 +181,13 @@ def _dtype(linear: Any) -> torch.dtype:
 
 
 def holds_plainly(linear: nn.Module) -> bool:
-    """Return True if weight and bias are a Linear's own parameters.
+    """Return True if a module is a Linear whose weight and bias are its own parameters.
 
     A quantised or sharded weight is a subclass of Tensor, and a normalised one no parameter.
     """
-    held = linear._parameters
-    whole = type(linear) is Int8Linear or type(held.get("weight")) is nn.Parameter
-    return whole and "bias" in held
+    held, cls = linear._parameters, original_class(linear)
+    plain = cls is nn.Linear and type(held.get("weight")) is nn.Parameter
+    return (plain or cls is Int8Linear) and "bias" in held
 
 
 def _serves(linear: Any, x: Tensor) -> bool:
@@ -223,17 +222,19 @@ def takes_rows(modules: Iterable[Any]) -> bool:
     return all([int8_forward(module) is not None for module in modules])
 
 
-def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
+def shared_rows(modules: tuple[Any, ...], x: Any) -> Any:
     """Quantise the input of several Linears once for all of them.
 
     Args:
         modules: Linears, or the modules that replaced them.
-        x: [B, N, K].
+        x: [B, N, K], or `Int8Tensor` already.
 
     Returns:
         `Int8Tensor` if all of the modules run in int8 on x, else x.
     """
     impl = ""
+    if isinstance(x, Int8Tensor):
+        return x
     for module in modules:
         forward = int8_forward(module)
         if forward is None or x.dim() != 3 or not forward.serves(x):
@@ -247,11 +248,13 @@ def why_not_int8(module: nn.Module) -> str:
     if type(module) is Int8Linear:
         return ""
     if type(module) is not nn.Linear:
-        return f"it is a {type(module).__module__.split('.')[0]} {type(module).__qualname__}"
-    if type(module.weight) is not nn.Parameter:
-        return f"its weight is a {type(module.weight).__qualname__}"
+        return f"{type(module).__qualname__} keeps its own forward"
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        kind = "is no parameter" if weight is None else f"is a {type(weight).__qualname__}"
+        return f"a weight that {kind} is left as it is"
     if module.in_features > MAX_CHANNELS:
-        return f"its {module.in_features} channels overflow an int32 sum"
+        return f"{module.in_features} channels overflow an int32 sum"
     return ""
 
 
@@ -276,12 +279,6 @@ class Int8Copies:
         for forward in self._forwards:
             forward.forget()
 
-    def begins(self, index: int) -> bool:
-        """Return True if a block is the first in a forward of this thread; blocks run in order."""
-        owner, before = _thread.last
-        _thread.last = id(self), index
-        return owner != id(self) or index <= before
-
     @torch.inference_mode()
     def follow(self) -> None:
         """Drop the copies of weights that moved since the last call. This waits for the device."""
@@ -292,7 +289,7 @@ class Int8Copies:
             weight = forward.linear._parameters.get("weight")
             if type(weight) is nn.Parameter and not without_data(weight):
                 forwards.append(forward)
-                weights.append(weight)
+                weights.append(weight.data)  # stays as it is if another thread casts the model
         (known, readers), now = self._readers, (forwards, layout(weights))
         if now != known:
             readers = _readers(forwards, weights)

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
+from turbo_rcm_patch.errors import DroppedWeightError, DTypeError, OffloadedError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
+from turbo_rcm_patch.patching.plain import FLOATS
 from turbo_rcm_patch.patching.read_only_weight import LEAVE_OUT, ReadOnlyWeight
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
@@ -146,8 +147,7 @@ class RefusesGradients:
                 f"requires_grad_(True) on a {type(module).__qualname__}",
                 expected="weights in a float dtype",
                 got="Linears with int8 weights alone, which take no gradient",
-                remedy="Train an adapter beside them (model.add_adapter), or load the model with "
-                "its weights",
+                remedy="Train an adapter (model.add_adapter), or load the model with its weights",
             )
         return nn.Module.requires_grad_(module, False)
 
@@ -162,6 +162,21 @@ def mark_int8_only(model: nn.Module) -> None:
     if register is not None:
         register(quantization_config=dict(INT8_MARK))
     vars(model)["requires_grad_"] = RefusesGradients(model)
+
+
+def _refuse_cast(models: list[nn.Module], linears: list[nn.Linear]) -> None:
+    """Raise a `DTypeError` if a weight is stored in a dtype that cannot be quantised, as fp8 by
+    layerwise casting."""
+    stored = {id(linear) for linear in linears if linear.weight.dtype not in FLOATS}
+    for name, module in [pair for model in models for pair in model.named_modules()]:
+        if id(module) in stored:
+            raise DTypeError(
+                f"{name}.weight",
+                expected="bfloat16, float16 or float32",
+                got=str(module.weight.dtype),
+                remedy="Patch before enable_layerwise_casting: int8 is as small as fp8. "
+                'linear="int8" works with it as it is',
+            )
 
 
 def _refuse_offloaded(models: list[nn.Module]) -> None:
@@ -213,8 +228,10 @@ def drop_originals(
 
     Raises:
         OffloadedError: A hook offloads a model in parts. Nothing has changed.
+        DTypeError: A weight cannot be quantised. Nothing has changed.
     """
     _refuse_offloaded(models)
+    _refuse_cast(models, linears)
     count = len(linears)
     places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     for children in [module._modules for model in models for module in model.modules()]:

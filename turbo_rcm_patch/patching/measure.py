@@ -138,7 +138,7 @@ def why_cannot_run(error: Exception) -> str:
     text = str(error) if type(error) in (RuntimeError, ValueError, AssertionError, device) else ""
     if not (isinstance(error, kinds) or any(phrase in text for phrase in _CANNOT_RUN)):
         raise error
-    return f"its author's code failed: {type(error).__name__}: {error}"
+    return f"the original code failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

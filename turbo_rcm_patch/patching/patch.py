@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.block import Forwards, Level, PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
     KnownModule,
@@ -112,8 +112,10 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
         known = find_known(model)
         if not config.vae and not isinstance(model, nn.Module):
             known = [one for one in known if one.path != VAE]
+        patched_before = [one for one in known if _is_vae_patched_alike(model, one, config)]
+        known = [one for one in known if one not in patched_before]
         for one in known:
-            _refuse_patched(one, "patch_model")
+            _refuse_patched(one, known, "patch_model")
             _check_device(config, execution_device(one.module))
             refuse_lost_proj_l(one.module, one.path)
             check_parallel(one.module)
@@ -123,10 +125,11 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
             count = _drop_originals(records)
             records[:] = _records_for(model, known, config)  # with the new Linears
             records[0].dropped = count
+        records[0].keeps_vae = bool(patched_before)
         try:
             for record in records:
                 record.install()
-            return _report(model, records)
+            return _report(model, _records(model))
         except BaseException:
             for record in records:
                 record.undo()
@@ -135,6 +138,8 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
 
 def unpatch_model(model: object) -> None:
     """Restore a patched model or pipeline exactly as it was.
+
+    A VAE that was patched before its pipeline, as part of another one for instance, stays patched.
 
     Weights that were dropped (`linear="int8-only"`) do not come back: these Linears go on with the
     product of int8 and scale, and a warning in the log says so. Context parallelism stays enabled.
@@ -147,8 +152,12 @@ def unpatch_model(model: object) -> None:
         # Patched blocks that were copied into this model are not in its record.
         if not is_patched(model):
             _refuse_unpatched(model, "unpatch_model")
-        _undo_all(_records(model))
-        for part in parts_of(model).values():
+        records, parts = _records(model), parts_of(model)
+        if any(record.keeps_vae for record in records):
+            vae = parts.pop(VAE)
+            records = [record for record in records if record.model is not vae]
+        _undo_all(records)
+        for part in parts.values():
             undo_replacements(part)
 
 
@@ -229,7 +238,7 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
     """
     known = find_known(model)
     for one in known:
-        _refuse_patched(one, "keep_int8_only")
+        _refuse_patched(one, [], "keep_int8_only")
     records = _records_for(model, known, PatchConfig(linear="int8-only", guard=False))
     return _drop_originals(records, device)
 
@@ -278,13 +287,18 @@ def _records_for(
     log = GuardLog()
     records = [_record(model, one, config, log) for one in known]
     pairs = [pair for record in records for pair in record.pairs()]
-    if not any(pair.fused for pair in pairs):
-        reasons = sorted({pair.reason for pair in pairs if pair.reason})
+    fused, reasons = (
+        any(pair.fused for pair in pairs),
+        sorted({pair.reason for pair in pairs} - {""}),
+    )
+    if not fused and any(record.entries for record in records):
+        _log.warning("No pair runs fused at present: %s", "; ".join(reasons))
+    elif not fused:
         raise NothingToPatchError(
             "model",
             expected="at least one pair that can run fused",
             got=f"{len(pairs)} pairs, none fusible",
-            remedy="; ".join(reasons),
+            remedy="; ".join(reasons) + ". Patch the model before such a change, or undo it",
         )
     return records
 
@@ -302,20 +316,22 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, all_reduce_max)
     last = getattr(module, "proj_out", getattr(getattr(module, "head", None), "head", None))
-    forwards: dict[int, Int8Forward] = {}
+    int8: dict[int, Int8Forward] = {}
+    forwards = Forwards()
     for index, block in enumerate(blocks):
         block.index, block.guard, block.proj_out = index, record.guard, last
+        block.model_forwards = forwards
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
         for part, forward in block.other_forwards():
             record.replace(part, "forward", forward.__call__)
         if config.linear != "as-is":
-            _add_int8(record, block, forwards)
-    copies = Int8Copies(list(forwards.values()))
-    for block in blocks if forwards else ():
+            _add_int8(record, block, int8)
+    copies = Int8Copies(list(int8.values()))
+    for block in blocks if int8 else ():
         block.copies = copies
-    for name in WRITERS if forwards else ():
+    for name in WRITERS if int8 else ():
         if hasattr(type(module), name):
             record.replace(module, name, DropsCopies(module, name, copies).__call__)
     return record
@@ -343,24 +359,23 @@ def _network_pair(model: object, path: str) -> list[SkipPair]:
         SkipPair(
             path=path.partition(".")[0],
             kind="boundary",
-            heads=0,
-            head_dim=0,
             streams=(skip,),
             cast="fp32",
-            projection=False,
-            runs="as-written",
             reason="the scheduler's step closes the network's skip in fp64",
         )
     ]
 
 
-def _refuse_patched(one: KnownModule, caller: str) -> None:
+def _refuse_patched(one: KnownModule, known: list[KnownModule], caller: str) -> None:
+    """Raise if a module is patched; name the other parts of its pipeline, which are not."""
     if holds_patch(one.module):
+        rest = [f"pipe.{other.path}" for other in known if not holds_patch(other.module)]
         raise AlreadyPatchedError(
             f"{caller}: {one.path or 'model'}",
             expected="a model that is not patched",
             got="a patched model",
-            remedy="Call unpatch_model first to patch it with another configuration",
+            remedy="Call unpatch_model first to patch it with another configuration"
+            + "".join(f". Call {caller}({name}) to patch that part too" for name in rest),
         )
 
 
@@ -373,6 +388,15 @@ def _refuse_shared(records: list[PatchRecord]) -> None:
             expected="networks and blocks that share no patched module",
             remedy="Patch one of the networks by itself, or give the other a copy",
         )
+
+
+def _is_vae_patched_alike(model: object, one: KnownModule, config: PatchConfig) -> bool:
+    """Return True for the VAE of a pipeline that is patched as `config` says."""
+    record = record_of(one.module)
+    if isinstance(model, nn.Module) or one.path != VAE or record is None:
+        return False
+    options = "conv", "guard", "impl"
+    return all(getattr(record.config, name) == getattr(config, name) for name in options)
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:
@@ -464,21 +488,40 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             record = None if model is None else record_of(model)
             pairs += before if record is None else record.pairs()
         ran = {
-            block.path: block.describe_last_run() for block in blocks() if block.last is not None
+            block.path: block.describe_last_run()
+            for block in blocks()
+            if block.last is not None and block.forward == block.model_forwards.count
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
         notes += [note for one in parallel for note in one.describe()]
         notes = list(dict.fromkeys(notes))
         if not models():
-            return Live(PairTable(pairs), ran, "gone", "", "", notes)
+            return Live(PairTable(pairs), ran, "gone", "", "", "", notes)
         device = execution_device(models()[0])
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
-        return Live(PairTable(pairs), ran, str(device), impl, pv, notes)
+        linears = _int8_linears(blocks())
+        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
 
     log = guard.log if guard else GuardLog()
     return PatchReport(type(model).__name__, config, log, live, blocks)
+
+
+def _int8_linears(blocks: list[PatchedBlock]) -> str:
+    """Say how many Linears of the blocks run in int8 now, and why others do not."""
+    total, running, reasons = 0, 0, []
+    for block in blocks:
+        names = block.int8_linears()
+        for name, linear in block.linears().items():
+            total += 1
+            running += name in names
+            if name not in names:
+                why = why_not_int8(getattr(linear, "base_layer", linear))
+                wide = block.level >= Level.EXACT_16BIT
+                reasons.append(why or (wide and "the guard") or "its forward was replaced")
+    text = f"{running} of {total} Linears in int8"
+    return text + (": " if reasons else "") + ", ".join(dict.fromkeys(reasons))
 
 
 def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from turbo_rcm_patch.errors import DroppedWeightError
 
 _FUSE_FIRST: Final = (
-    "Fuse adapters before the weights are dropped, or keep the adapter beside the Linear, which "
-    "is called with it"
+    "Fuse adapters before the weights are dropped, or leave them unfused: they "
+    "are added to what the Linear returns"
 )
 #: The remedy where another quantiser takes an int8 weight for a plain one.
 LEAVE_OUT: Final = "Let other quantisers leave these Linears out, or load the model again"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import WrappedError
+from turbo_rcm_patch.errors import ContextParallelError, WrappedError
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS
@@ -113,6 +114,19 @@ class Entry:
                 setattr(*slot, own)
 
 
+def refuse_replicas() -> NoReturn:
+    """Replaces a patched model's function that makes the replicas of `nn.DataParallel`.
+
+    A replica's modules would hold our functions of the first GPU's modules.
+    """
+    raise ContextParallelError(
+        "a patched model",
+        expected="one that runs on one GPU, or on several by turbo_rcm_patch.parallel",
+        got="nn.DataParallel, which copies it for each GPU",
+        remedy="Start a process for each GPU, or unpatch the model first",
+    )
+
+
 @dataclass(slots=True, eq=False)
 class PatchRecord:
     """All that is needed to restore one patched model and to report on it.
@@ -126,6 +140,7 @@ class PatchRecord:
         entries: The functions that are replaced.
         guard: Its guard, or None.
         dropped: Number of Linears that lost their original weights (int8-only).
+        keeps_vae: True if the VAE of the pipeline was patched before, by another call.
     """
 
     model: nn.Module
@@ -136,6 +151,7 @@ class PatchRecord:
     entries: list[Entry] = field(default_factory=list)
     guard: Guard | None = None
     dropped: int = 0
+    keeps_vae: bool = False
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"
@@ -165,6 +181,7 @@ class PatchRecord:
     def install(self) -> None:
         """Install all entries. After an exception, `undo` removes those that were installed."""
         setattr(self.model, ATTRIBUTE, self)  # first, so that `unpatch_model` always finds it
+        self.replace(self.model, "_replicate_for_data_parallel", refuse_replicas)
         for entry in self.entries:
             entry.install()
 
@@ -182,26 +199,23 @@ class PatchRecord:
         vars(self.model).pop(ATTRIBUTE, None)
 
 
-def _replaced(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Yield every place that holds a replacement of a module's function, with the name of that."""
-    for name in ("forward", *WRITERS):
+def _installed(model: nn.Module) -> Iterator[Entry]:
+    """Yield every replacement in a model, also those that were copied with their blocks."""
+    for module, name in product(model.modules(), ("forward", *WRITERS)):
         for slot in _slots(module, name):
             if isinstance(getattr(_held(slot), "__self__", None), Replacement):
-                yield name, slot
+                yield Entry(module, name, _held(slot), slot, absent=True)
 
 
 def holds_patch(model: nn.Module) -> bool:
-    """Return True if a model, or one inside, is patched, or a module inside holds a replacement,
-    perhaps one that was copied with its block."""
-    modules = model.modules()
-    return any(record_of(module) is not None or any(_replaced(module)) for module in modules)
+    """Return True if a model, or one inside, is patched or holds a replacement."""
+    return any(map(record_of, model.modules())) or any(True for _ in _installed(model))
 
 
 def undo_replacements(model: nn.Module) -> None:
-    """Remove every replacement in a model, also in blocks that were copied from elsewhere."""
-    for module in model.modules():
-        for name, slot in list(_replaced(module)):
-            Entry(module, name, _held(slot), slot, absent=True).undo()
+    """Remove every replacement in a model."""
+    for entry in list(_installed(model)):
+        entry.undo()
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

@@ -108,7 +108,7 @@ class PatchReport:
     def ran(self) -> dict[str, str]:
         """Return how each block ran on the last forward outside a compiled graph, by its path.
 
-        Blocks that have not run are missing.
+        Blocks that did not run, or that a cache skipped, are missing.
         """
         return dict(self._live().ran)
 
@@ -132,11 +132,6 @@ class PatchReport:
         """The implementation on the model's device: "triton" or "reference"."""
         return self._live().impl
 
-    @property
-    def pv(self) -> str:
-        """Element type of probabilities and values on the model's device."""
-        return self._live().pv
-
     def __str__(self) -> str:
         live, config = self._live(), self.config
         pairs = live.pairs
@@ -149,7 +144,7 @@ class PatchReport:
             f"attention {attention}; implementation {live.impl} on {live.device}",
         ]
         if config.linear != "as-is":
-            head[1] += f"; Linears in {config.linear}"
+            head[1] += f"; {live.linears}"
         if config.conv != "as-is":
             head[1] += f"; convolutions of a VAE in {config.conv}"
         each = self.last_forward.items()
@@ -191,6 +186,7 @@ class Live:
         device: The device on which it computes.
         impl: "triton" or "reference".
         pv: Element type of probabilities and values.
+        linears: How many Linears run in int8, and why others do not.
         notes: Remarks, such as a setting that the patched model ignores.
     """
 
@@ -199,6 +195,7 @@ class Live:
     device: str
     impl: str
     pv: str
+    linears: str
     notes: list[str]
 
 

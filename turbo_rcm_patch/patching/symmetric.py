@@ -30,8 +30,9 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from turbo_rcm_patch.patching.agreement import gather_objects
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
     """Map memory of every rank, on all of them or on none."""
-    hosts = _gather(group, None if os.environ.get(OFF) == "1" else _boot(device))
+    hosts = gather_objects(group, None if os.environ.get(OFF) == "1" else _boot(device), device)
     if None in hosts or len(set(hosts)) > 1:
         return None
     steps: tuple[Callable[[Any], Any], ...] = (
@@ -224,7 +225,7 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
         except Exception as failure:  # of torch's private functions, too
             error = str(failure) or type(failure).__name__
         # Only after a step that succeeded on all ranks may one wait for another.
-        if not all(_gather(group, not error)):
+        if not all(gather_objects(group, not error, device)):
             _log.warning(
                 "The ranks exchange through the process group, because their memory could not be "
                 "shared: %s",
@@ -232,12 +233,6 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
             )
             return None
     return result
-
-
-def _gather(group: Any, value: object) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _boot(device: torch.device) -> str | None:

@@ -18,12 +18,15 @@ VAE's `_decode` or `_encode`, and decides once for a whole video.
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
@@ -42,8 +45,9 @@ from turbo_rcm_patch.patching.plain import (
     hook_names,
     hooked,
     original_class,
-    root_package,
+    own_function,
     runs_only_its_forward,
+    torchs_own,
 )
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -51,6 +55,14 @@ _log = logging.getLogger(__name__)
 
 #: Least root mean square of a frame or a line that an error is relative to, for values in -1..1.
 _LEAST_SIZE: Final = 0.05
+#: Functions of `torch.nn.functional` that the original modules call and the fast path replaces.
+_TORCH_FUNCTIONS: Final = (
+    *("avg_pool1d", "conv2d", "conv3d", "dropout", "group_norm", "interpolate", "normalize"),
+    *("pad", "silu"),
+)
+_CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d)
+#: Methods that the forwards of the original modules call.
+_METHODS: Final = ("_conv_forward", "fake_context_parallel_forward")
 
 
 class CoderSession:
@@ -137,8 +149,7 @@ class CoderSession:
         """Run a convolution of the model on x [B, T + history, H, W, C].
 
         Args:
-            conv: The module. Its own padding is read only if it has a stride in space; else zeros
-                around a frame keep its size.
+            conv: The module. Without a stride, zeros around a frame keep its size.
             x: Its input, in the dtype of the products.
             residual: Added to the result, or None.
             with_bias: False leaves the bias to the next pass.
@@ -147,7 +158,7 @@ class CoderSession:
             phases: Use the weight of `pack_phases`.
         """
         weight, bias = self.weights(conv, phases)
-        stride = (1,) * (3 - len(conv.stride)) + tuple(conv.stride)
+        stride = (1, *conv.stride)[-3:]
         same_size = weight.shape[2] // 2, weight.shape[3] // 2
         return conv3d(
             x,
@@ -155,7 +166,7 @@ class CoderSession:
             bias if with_bias else None,
             residual=residual,
             stride=stride,
-            padding=same_size if stride[1:] == (1, 1) else tuple(conv.padding),
+            padding=same_size if stride[1:] == (1, 1) else (0, 0),
             dtype=dtype or (self.stream if with_bias else self.dtype),
             impl=self.impl,
             counts=self._coder.ran,
@@ -194,6 +205,11 @@ class PatchedCoder(PatchedBlock):
     known: ClassVar[frozenset[type[nn.Module]]]
     #: Name of an author's class inside -> the first parameters of its forward.
     forwards: ClassVar[Mapping[str, tuple[str, ...]]]
+    #: Kind of a module -> the kinds of its `layers`, as a regular expression.
+    layer_kinds: ClassVar[Mapping[str, str]]
+    #: End of a convolution's name -> the only kernel size and stride that the fast path knows
+    #: there. Other convolutions have any kernel size, and no stride.
+    resampling: ClassVar[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]]
     #: Parts of the channels of the result that the guard compares by themselves.
     halves: ClassVar[int] = 1
     #: Whether copies of the first frame come before it, instead of zeros.
@@ -204,7 +220,8 @@ class PatchedCoder(PatchedBlock):
     def __init__(self, vae: Any, path: str, config: PatchConfig) -> None:
         name = f"{path}.{self.part}".strip(".")
         super().__init__(uncompiled(getattr(vae, self.part)), name, config, 1, 0)
-        self.vae, self.compared = vae, dict[Any, int]()
+        self.vae, self.vae_class = vae, original_class(vae)
+        self.compared = dict[Any, int]()
         self.ran: Counter[str] = Counter()
         self.logged = ""
 
@@ -221,17 +238,20 @@ class PatchedCoder(PatchedBlock):
         if compiling():
             self.last = f"{self.caller} is compiled"
             return self.run_original(self.vae, x, *args, **kwargs)
-        why = self.why_original(x)
-        self.last = why or (0, 0)
-        if why:
-            out = self.run_original(self.vae, x, *args, **kwargs)
-        else:
-            self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
-            expected = self._expected_start(x, *args, **kwargs)
-            self.ran = Counter()
-            out = self.run_video(x, *args, **kwargs)
-            if expected is not None and not self._fits(_tensor(out), expected, x):
+        ranks = self.decode_group()
+        with ranks.lock:
+            why, compares = ranks.agree(self, x, self.why_original(x), self._is_due(x))
+            self.last = why or (0, 0)
+            if why:
                 out = self.run_original(self.vae, x, *args, **kwargs)
+            else:
+                self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
+                expected = self._expected_start(x, *args, **kwargs) if compares else None
+                self.ran = Counter()
+                out = self.run_video(x, *args, **kwargs)
+                fits = expected is None or self._fits(_tensor(out), expected, x)
+                if compares and not ranks.all_agree(fits, x):
+                    out = self.run_original(self.vae, x, *args, **kwargs)
         if (how := self.describe_last_run()) != self.logged:
             self.logged = how
             _log.info("%s: %s", self.path, how)
@@ -284,33 +304,80 @@ class PatchedCoder(PatchedBlock):
 
     # --- which path ------------------------------------------------------------------------------
 
+    def why_original(self, *inputs: Any) -> str:
+        children = self.vae.named_children() if torch.is_grad_enabled() else ()
+        around = [child for name, child in children if name not in ("decoder", "encoder")]
+        weights = [weight for module in around for weight in module.parameters()]
+        return super().why_original(*inputs, *weights)  # they too may want a gradient
+
     def why_modules(self) -> str:
-        block, part = self.block, self.part
-        if uncompiled(getattr(self.vae, part)) is not block:
-            return f"the {part} was replaced"
-        for name, module in block.named_modules(prefix=part):
-            if module is not block and not self.knows(module):
-                return f"{name} is a {type(module).__name__}, which is not supported"
+        if uncompiled(getattr(self.vae, self.part)) is not self.block:
+            return f"the {self.part} was replaced"
+        if original_class(self.vae) is not self.vae_class:
+            return "the class of the VAE was replaced"
+        if not own_function(self.vae_class, self.caller):
+            return f"{self.caller} of its class was replaced"
+        for name in _TORCH_FUNCTIONS:
+            if not torchs_own(getattr(F, name), name):
+                return f"torch.nn.functional.{name} was replaced"
+        classes = set[type[nn.Module]]()
+        modules: list[tuple[str, nn.Module]] = [(self.part, self.block)]
+        for name, module in modules:  # `named_modules` would take longer than all checks
+            cls = original_class(module)
+            if not self.knows(cls):
+                return f"{name} is a {cls.__name__}, which is not supported"
             # A list is never called, so its forward is torch's for "not implemented".
-            if type(module) is not nn.ModuleList and not runs_only_its_forward(module):
+            if cls is not nn.ModuleList and not runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
-            why = "dropout is on" if drops(module) else self.why_module(module)
-            if why:
+            if why := "dropout is on" if drops(module) else self.why_module(name, module):
                 return f"{name}: {why}"
-        return ""
+            if replaced := vars(module).keys() & _METHODS:
+                return f"{name}: {min(replaced)} was replaced"
+            classes.add(cls)
+            children = module._modules.items()
+            modules += [(f"{name}.{key}", child) for key, child in children if child is not None]
+        return replaced_method(classes)
 
-    def knows(self, module: nn.Module) -> bool:
-        """Return True if a module inside is of a class that the fast path knows."""
-        cls = original_class(module)
-        same_package = root_package(cls) == root_package(original_class(self.vae))
-        return cls in self.known or (same_package and cls.__name__ in self.forwards)
+    def knows(self, cls: type[nn.Module]) -> bool:
+        """Return True if the fast path knows a class of modules inside: one of torch's, or one of
+        the file in which the VAE was written."""
+        file = vars(sys.modules[self.vae_class.__module__])
+        name = cls.__name__
+        return cls in self.known or (name in self.forwards and file.get(name) is cls)
 
-    def why_module(self, module: nn.Module) -> str:
-        """Return why a module inside is not one that the fast path knows, or ""."""
-        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+    def why_module(self, name: str, module: nn.Module) -> str:
+        """Return why the layers and settings of a module inside are not those that the fast path
+        knows, or ""."""
+        kinds = self.layer_kinds.get(kind_of(module))
+        if kinds and not re.fullmatch(kinds, " ".join(map(kind_of, self.layers(module)))):
+            return "its layers are not the author's"
+        if not isinstance(module, _CONVOLUTIONS):
             return ""
-        plain = module.groups == 1 and module.padding_mode == "zeros" and {*module.dilation} == {1}
-        return "" if plain else "its groups, dilation or padding are not the author's"
+        taps = tuple(module.weight.shape[2:])
+        strides = ones = (1,) * len(taps)
+        padding, frames = tuple([size // 2 for size in taps[-2:]]), self.causal_frames(module)
+        for end, (resampling_taps, resampling_strides) in self.resampling.items():
+            if name.endswith(end):
+                taps, strides = resampling_taps, resampling_strides
+                padding = (0, 0) if strides != ones else padding
+        known = (
+            module.kernel_size == taps == tuple(module.weight.shape[2:])
+            and module.stride == strides
+            and zeros_around(module) == (frames, *padding)
+            and module.dilation == ones
+            and module.groups == 1
+            and module.padding_mode == "zeros"
+        )
+        return "" if known else "its stride, padding, groups or dilation are not the author's"
+
+    def layers(self, module: Any) -> list[Any]:
+        """Return the layers of a module of a kind in `layer_kinds`, in the order in which they
+        run."""
+        raise NotImplementedError
+
+    def causal_frames(self, conv: Any) -> int:
+        """Return the number of frames of zeros that a convolution itself puts before a video."""
+        return 0
 
     def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
         """Return the kind of the skip pair that a module inside is, if it is one."""
@@ -320,7 +387,7 @@ class PatchedCoder(PatchedBlock):
         """Return True if weights may be anywhere, because the coder's modules cast them."""
         return False
 
-    def why_inputs(self, x: Tensor) -> str:
+    def why_inputs(self, x: Tensor, *_: Any) -> str:
         cast = self.casts_weights()
         for name, weight in self.block.named_parameters():
             if type(weight) is not nn.Parameter or weight.dtype not in FLOATS:
@@ -332,19 +399,23 @@ class PatchedCoder(PatchedBlock):
 
     # --- the guard -------------------------------------------------------------------------------
 
+    def _is_due(self, x: Tensor) -> bool:
+        """Return True if the guard compares a call."""
+        requests = self.compared.get((x.dtype, x.device.type))
+        return self.guard is not None and requests != self.guard.requests
+
     @torch.no_grad()
     def _expected_start(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the author's result of the first frames, or None if the guard does not compare
-        this call, or if the author's code fails."""
-        key = x.dtype, x.device.type
-        if self.guard is None or self.compared.get(key) == self.guard.requests:
+        """Return the author's result of the first frames; None without a guard, or if the author's
+        code fails."""
+        if self.guard is None:
             return None
-        self.compared[key] = self.guard.requests
+        self.compared[x.dtype, x.device.type] = self.guard.requests
         try:
             x = x[:, :, : self.first_frames(x)]
             return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
         except Exception as error:  # Its memory may not suffice.
-            reason = f"its author's code failed: {type(error).__name__}: {error}"
+            reason = f"the original code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", reason)
             return None
 
@@ -387,7 +458,8 @@ class PatchedCoder(PatchedBlock):
     def pairs(self) -> list[SkipPair]:
         why = self.left or self.why_modules()
         reasons = [why or LEVEL_DESCRIPTIONS.get(self.level, ""), self.reason]
-        runs: Residual = "as-written" if why or self.level == Level.ORIGINAL else "two-launch"
+        left = bool(why) or self.level == Level.ORIGINAL
+        how: dict[str, Residual] = {"convolution": "in-kernel", "self": "two-launch"}
         return [
             SkipPair(
                 path=f"{self.path}.{name}",
@@ -397,7 +469,7 @@ class PatchedCoder(PatchedBlock):
                 streams=(Stream("video", "1", "1"),),
                 cast="model",
                 projection=kind == "self",
-                runs=runs,
+                runs="as-written" if left else how[kind],
                 reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()
@@ -440,6 +512,42 @@ def uncompiled(module: Any) -> Any:
     """Return the module inside of a compiled one that has no hooks of its own."""
     compiled = type(module).__name__ == "OptimizedModule" and not hooked(module)
     return module._orig_mod if compiled else module
+
+
+def kind_of(module: Any) -> str:
+    """Return the name of a module's class, without the prefix that diffusers gives it."""
+    return _without_prefix(original_class(module).__name__)
+
+
+@cache
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("Wan").removeprefix("CogVideoX")
+
+
+def zeros_around(conv: Any) -> tuple[int, int, int] | None:
+    """Return the frames of zeros that a convolution puts before a video, the rows that it puts
+    above and below a frame, and the columns left and right; None for any other padding."""
+    if type(conv.padding) is not tuple:
+        return None
+    time, height, width = (0, *conv.padding)[-3:]
+    causal = getattr(conv, "_padding", 0)  # of Wan's convolutions: in time, or on all six sides
+    if isinstance(causal, int):
+        causal = (0, 0, 0, 0, causal, 0)
+    left, right, above, below, before, after = causal
+    if time or after or left != right or above != below:
+        return None
+    return before, height + above, width + left
+
+
+def replaced_method(classes: set[type[nn.Module]]) -> str:
+    """Name a method that other code replaced in one of the classes or in a base of it, among those
+    that a call runs, or return ""."""
+    for cls in classes:
+        for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+            for name in ("forward", *_METHODS):
+                if name in vars(base) and not own_function(base, name):
+                    return f"{name} of {base.__name__} was replaced"
+    return ""
 
 
 def _tensor(out: Any) -> Tensor:

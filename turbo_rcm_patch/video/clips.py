@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from turbo_rcm_patch.video.filters import vmaf
-from turbo_rcm_patch.video.measures import Drift, frame_drift, latent_drift
+from turbo_rcm_patch.video.measures import Drift, frame_drift
 from turbo_rcm_patch.video.store import CLIP_FILES, Store, reading
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
@@ -33,7 +33,7 @@ class Clip:
         prompt: The prompt, or the name of its files.
         patched: Distance of the judged video from the baseline.
         control: Distance of the control from the baseline, None without a control.
-        height: Of the frames, 0 for latents.
+        height: Of the frames.
         width: The same.
         fps: Frames a second.
         gain: Amplification of the videos of differences.
@@ -46,23 +46,13 @@ class Clip:
     prompt: str
     patched: Drift
     control: Drift | None = None
-    height: int = 0
-    width: int = 0
-    fps: float = 0
-    gain: int = 1
+    height: int
+    width: int
+    fps: float
+    gain: int
     unmeasured: str = ""
     seed: int | None = None
     runs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_latents(self) -> bool:
-        """True if the clip is latents, so that no video shows it."""
-        return self.height == 0
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The pictures and videos in its folder."""
-        return () if self.is_latents else CLIP_FILES
 
     @property
     def frames(self) -> int:
@@ -93,7 +83,7 @@ class Clip:
             drifts = {run: record[run] for run in ("patched", "control")}
             drifts = {run: values and Drift.from_dict(values) for run, values in drifts.items()}
             clip = cls(**record | drifts)
-        complete = all((store.folder(key) / file).is_file() for file in clip.files)
+        complete = all((store.folder(key) / file).is_file() for file in CLIP_FILES)
         return clip if complete else None
 
     def record(self, store: Store, inputs: object) -> None:
@@ -108,7 +98,6 @@ def measure(
     fps: float,
     *,
     label: str = "patched",
-    latents: bool = False,
     **identity: Any,
 ) -> Clip:
     """Measure a clip, and write the videos and the sheet of pictures that show it.
@@ -116,23 +105,18 @@ def measure(
     Args:
         store: The folder; the files are panes.mp4 for the report's player, side_by_side.mp4 to
             look at, and sheet.png.
-        clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1, or
-            latents of any shape.
+        clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1.
         fps: Frames a second.
         label: The word for "patched" in pictures.
-        latents: True if they are latents, which no picture shows.
         **identity: The fields of the clip that say which one it is.
     """
     truth = clips["baseline"]
     runs = {run: clip for run, clip in clips.items() if run != "baseline"}
-    distance = latent_drift if latents else frame_drift
-    drifts: dict[str, Any] = {run: distance(clip, truth) for run, clip in runs.items()}
-    if latents:
-        return Clip(**identity, **drifts, fps=fps)
+    drifts: dict[str, Any] = {}
     missing = set()
     for run, clip in runs.items():
         score, why = vmaf(clip, truth, fps)
-        drifts[run] = replace(drifts[run], vmaf=score)
+        drifts[run] = replace(frame_drift(clip, truth), vmaf=score)
         missing |= {why} - {""}
     gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
     _write_pictures(store, identity["key"], clips, label, gain, fps)

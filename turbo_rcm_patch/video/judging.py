@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -47,8 +45,9 @@ from turbo_rcm_patch.video.video import (
 #: Most bytes of a file of tensors: `MOST_VALUES` in fp64, and something beside them.
 _MOST_BYTES: Final = 1 << 32
 _TENSORS: Final = (".pt", ".pth", ".safetensors")
-#: Names under which a file of several tensors holds its clip, and the ones of frames.
-_NAMES: Final = ("frames", "video", "latents")
+#: Names under which a file of several tensors holds its clip.
+_NAMES: Final = ("frames", "video")
+_DECODE: Final = "Latents are no video: decode them"
 #: Frames a second of clips that do not say.
 FPS: Final = 16
 
@@ -58,21 +57,18 @@ class Media:
     """A clip that was read.
 
     Attributes:
-        values: Frames [F, H, W, 3] in 0..1, or latents of any shape; fp32.
-        latents: True for latents.
+        frames: [F, H, W, 3] in 0..1, fp32.
         fps: Frames a second, if the file says.
     """
 
-    values: torch.Tensor
-    latents: bool = False
+    frames: torch.Tensor
     fps: float | None = None
 
     @property
     def words(self) -> str:
         """What it is, for messages."""
-        shape = list(self.values.shape)
-        frames = f"{shape[0]} frames of {shape[2]} x {shape[1]}"
-        return f"latents {shape}" if self.latents else frames
+        count, height, width, _ = self.frames.shape
+        return f"{count} frames of {width} x {height}"
 
 
 def read_clip(path: Path) -> Media:
@@ -81,7 +77,7 @@ def read_clip(path: Path) -> Media:
     Args:
         path: An .mp4 or another of `VIDEO_ENDINGS`; a folder of .png, in the order of the numbers
             in their names; a .pt, .pth or .safetensors with one tensor, or one that is named
-            "frames", "video" or "latents". Frames are uint8, or float in 0..1, in one of the
+            "frames" or "video". Frames are uint8, or float in 0..1, in one of the
             layouts [F, H, W, 3], [F, 3, H, W] and [3, F, H, W], with or without a batch of one.
 
     Raises:
@@ -93,9 +89,9 @@ def read_clip(path: Path) -> Media:
     check_regular(path, SamplingError, _MOST_BYTES)
     if path.suffix.lower() not in _TENSORS:
         frames = read_frames(path, MOST_VALUES)
-        return Media(_stacked([np.asarray(one) for one in frames], path), fps=frame_rate(path))
-    name, found = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
-    return _media(name, found, path)
+        return Media(_stacked([*map(np.asarray, frames)], path), frame_rate(path))
+    tensor = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
+    return Media(_frames(tensor, path))
 
 
 def _folder(path: Path) -> Media:
@@ -130,36 +126,37 @@ def _check_size(count: int, path: Path) -> None:
         raise _wrong(path, f"1 to {MOST_VALUES} numbers", count, "Cut it into parts")
 
 
-def _safetensor(path: Path) -> tuple[str, torch.Tensor]:
+def _safetensor(path: Path) -> torch.Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
         with reraise_interrupts(), safe_open(path, framework="pt") as file:
             name = _chosen(list(file.keys()), path)
             _check_size(int(np.prod(file.get_slice(name).get_shape(), dtype=object)), path)
-            return name, file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
     except (OSError, SafetensorError) as error:
         raise SamplingError(f"{path} is missing, damaged or incomplete ({error})") from error
 
 
-def _archived(path: Path) -> tuple[str, torch.Tensor]:
+def _archived(path: Path) -> torch.Tensor:
     archive = read_archive(path)
     if not isinstance(archive, Mapping):
         archive = {"": archive}
     tensors = {str(name): x for name, x in archive.items() if isinstance(x, torch.Tensor)}
-    name = _chosen(list(tensors), path)
-    return name, tensors[name]
+    return tensors[_chosen(list(tensors), path)]
 
 
 def _chosen(names: list[str], path: Path) -> str:
     known = [name for name in _NAMES if name in names] or names
     if len(known) != 1:
         expected = f"one tensor, or one by a name of {', '.join(_NAMES)}"
-        raise _wrong(path, expected, ", ".join(names[:8]) or "none")
+        raise _wrong(path, expected, ", ".join(names[:8]) or "none", _DECODE)
     return known[0]
 
 
-def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
+def _frames(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return the frames [F, H, W, 3] in 0..1 that a tensor holds in one of several layouts."""
     plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
     if not plain or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
         got = f"{tensor.layout}, {tensor.dtype}"
@@ -170,10 +167,8 @@ def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
     if clip.ndim != 4:
         raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
     threes = [i for i in (3, 1, 0) if clip.shape[i] == 3]
-    if name == "latents" or not threes and clip.is_floating_point():
-        return Media(clip.float(), latents=True)
     if not threes:
-        raise _wrong(path, "a dimension of 3 colours", list(tensor.shape))
+        raise _wrong(path, "a dimension of 3 colours", list(tensor.shape), _DECODE)
     # Of [3, H, W, 3] the last dimension has the colours: no picture is three pixels wide.
     axes = [i for i in threes if 3 not in (clip.shape[1:3] if i == 3 else clip.shape[2:])]
     if len(axes) > 1:
@@ -181,16 +176,16 @@ def _media(name: str, tensor: torch.Tensor, path: Path) -> Media:
             path,
             "frames whose shape says where the colours are",
             f"{list(tensor.shape)}: three frames of three colours, in either order",
-            'Save it as [F, H, W, 3], or save latents as {"latents": tensor}',
+            "Save it as [F, H, W, 3]",
         )
     frames = clip.movedim((axes or threes)[0], 3).float()
     frames = frames / (255 if clip.dtype == torch.uint8 else 1)
     # A number that is not finite is a fault of the video, and not of its scale.
     low, high = map(float, frames.nan_to_num(0.5, 0.5, 0.5).aminmax())
     if not 0 <= low <= high <= 1:
-        remedy = 'Scale them, or save latents as {"latents": tensor}'
-        raise _wrong(path, "frames in 0..1", f"numbers from {low:.4g} to {high:.4g}", remedy)
-    return Media(frames)
+        got = f"numbers from {low:.4g} to {high:.4g}"
+        raise _wrong(path, "frames in 0..1", got, f"Scale them. {_DECODE}")
+    return frames
 
 
 def _is_png(path: Path) -> bool:
@@ -268,24 +263,13 @@ def judge_folders(
         identity |= {name: _of_place(Path(places[name])) for name in ("baseline", "candidate")}
         store = Store(out, identity, fresh=fresh)
         names = list(dict.fromkeys(name for named in clips.values() for name in named))
-        began, measured_clips = time.perf_counter(), 0
         for done, name in enumerate(names):
             progress("judge", done, len(names))
             with _refusing(refused, name):
                 pair = _paired(name, clips)
                 inputs = {which: _digest(path) for which, path in pair.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
-                clip = kept or _measure(store, name, pair, inputs, fps)
-                if results and clip.is_latents != results[0].is_latents:
-                    expected = f"frames or latents as in {results[0].prompt!r}"
-                    raise _wrong(pair["candidate"], expected, "the other")
-                results.append(clip)
-                measured_clips += kept is None
-                if kept is None and measured_clips == 1:
-                    seconds = time.perf_counter() - began
-                    left = timedelta(seconds=round(seconds * (len(names) - done - 1)))
-                    text = f"One clip took {seconds:.2g} s; the others take {left} at this pace."
-                    progress(text, 0, 0)
+                results.append(kept or _measure(store, name, pair, inputs, fps))
         progress("judge", len(names), len(names))
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
@@ -332,9 +316,8 @@ def conclude(
         **numbers: What `verdict.judge` takes beside the drifts.
     """
     controls = [clip.control for clip in results if clip.control] or None
-    patched, latents = [clip.patched for clip in results], results[0].is_latents
     judged = Judged(
-        judgement=judge(patched, controls, latents=latents, **numbers),
+        judgement=judge([clip.patched for clip in results], controls, **numbers),
         results=tuple(results),
         command=command,
         out=store.out,
@@ -395,31 +378,31 @@ def _measure(
     """Read, measure and show one clip; its record comes last and marks the end."""
     media = {which: read_clip(path) for which, path in paths.items()}
     truth, first = media["baseline"], paths["baseline"]
-    if not truth.values.isfinite().all() or truth.latents and not truth.values.any():
-        raise _wrong(first, "finite numbers, not all zero", "others")
-    if not truth.latents and min(truth.values.shape[1:3]) < SSIM_SIDE:
+    if not truth.frames.isfinite().all():
+        raise _wrong(first, "finite numbers", "others")
+    if min(truth.frames.shape[1:3]) < SSIM_SIDE:
         raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", truth.words)
     timed, rate = next(((paths[k], x.fps) for k, x in media.items() if x.fps), (first, fps))
-    for which, one in media.items():
-        if (one.latents, one.values.shape) != (truth.latents, truth.values.shape):
-            raise _wrong(paths[which], f"{truth.words}, as {first}", one.words)
-        if one.fps not in (None, rate):
-            raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", f"{one.fps:g}")
-    control = media.get("control")
-    key, clips = Store.key(name, 0), {run: clip.values for run, clip in media.items()}
+    for which, clip in media.items():
+        if clip.frames.shape != truth.frames.shape:
+            raise _wrong(paths[which], f"{truth.words}, as {first}", clip.words)
+        if clip.fps not in (None, rate):
+            got = f"{clip.fps:g}"
+            raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", got)
+    clips = {run: clip.frames for run, clip in media.items()}
     clips["patched"] = clips.pop("candidate")
-    if control is not None and not _differs(control.values, truth.values):
-        finite = bool(control.values.isfinite().all())
-        got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
-        remedy = "Make it with another exact attention backend, and save it without loss"
-        raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
-    clip = measure(
-        store, clips, rate, label="candidate", latents=truth.latents, key=key, prompt=name
-    )
+    if (control := clips.get("control")) is not None:
+        _check_control(control, truth.frames, paths["control"])
+    key = Store.key(name, 0)
+    clip = measure(store, clips, rate, label="candidate", key=key, prompt=name)
     clip.record(store, inputs)
     return clip
 
 
-def _differs(control: torch.Tensor, truth: torch.Tensor) -> bool:
-    """Return True if a control measures something: it is finite and not equal to the baseline."""
-    return bool(control.isfinite().all()) and not torch.equal(control, truth)
+def _check_control(control: torch.Tensor, truth: torch.Tensor, path: Path) -> None:
+    """Refuse a control that measures nothing: it is not finite, or equal to the baseline."""
+    finite = bool(control.isfinite().all())
+    if not finite or torch.equal(control, truth):
+        got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
+        remedy = "Make it with another exact attention backend, and save it without loss"
+        raise _wrong(path, "another rounding than the baseline's", got, remedy)

@@ -50,7 +50,6 @@ class Drift:
         ssim: Mean SSIM over frames.
         frame_psnr: PSNR of each frame.
         frame_ssim: SSIM of each frame.
-        latents: Relative L2 of latents, None of frames.
         vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
     """
 
@@ -58,7 +57,6 @@ class Drift:
     ssim: float
     frame_psnr: tuple[float, ...]
     frame_ssim: tuple[float, ...]
-    latents: float | None = None
     vmaf: float | None = None
 
     @property
@@ -128,19 +126,6 @@ def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
         frame_psnr=tuple((-10.0 * torch.log10(of_frames)).tolist()),
         frame_ssim=tuple(similarity.tolist()),
     )
-
-
-def latent_drift(latents: torch.Tensor, truth: torch.Tensor) -> Drift:
-    """Return the distances of latents. In the place of the PSNR is the SNR in dB, because latents
-    have no largest value; twice the error is 6 dB for both. SSIM says nothing about latents.
-
-    Args:
-        latents: Any shape.
-        truth: The same shape, not all zero.
-    """
-    far = relative_l2(latents, truth)
-    snr = math.inf if far == 0.0 else -20.0 * math.log10(far)
-    return Drift(snr, math.nan, (snr,), (), latents=far)
 
 
 def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

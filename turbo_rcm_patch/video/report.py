@@ -45,12 +45,6 @@ _MEASURES: Final = (
     ("VMAF", "0 to 100; equal videos have some 97 to 100, 6 are just noticeable", "vmaf", ".1f",
      verdict.lowest),
 )  # fmt: skip
-#: The same for clips that are latents.
-_LATENT_MEASURES: Final = (
-    ("SNR, dB", "mean square of the baseline over that of the difference", "psnr", ".1f",
-     verdict.lowest),
-    ("relative L2", "the same as a share; 0 is equal", "latents", ".5f", verdict.highest),
-)  # fmt: skip
 
 
 def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> None:
@@ -78,7 +72,7 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
     jinja.filters |= {"db": _db, "number": _number, "value": _value, "scale": _scale}
     jinja.filters["bare"] = without_places
     results = judged.results
-    videos = [judged.out / "prompts" / clip.key / "panes.mp4" for clip in results if clip.height]
+    videos = [judged.out / "prompts" / clip.key / "panes.mp4" for clip in results]
     page = jinja.get_template("report.html.j2").render(
         m=judged,
         name=judged.name,
@@ -89,7 +83,7 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
         limits=verdict,
         checks={check.name: check for check in judged.judgement.checks},
         videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
-        players=[json.dumps(_player(judged, clip)) for clip in results if clip.height],
+        players=[json.dumps(_player(judged, clip)) for clip in results],
     )
     write_text(judged.report, page)
 
@@ -125,7 +119,7 @@ def _measures(judged: Judged) -> list[dict[str, object]]:
     controls = [clip.control for clip in judged.results if clip.control is not None]
     runs += [controls] if controls else []
     rows: list[dict[str, object]] = []
-    for name, why, attribute, form, worst in _LATENT_MEASURES if judged.latents else _MEASURES:
+    for name, why, attribute, form, worst in _MEASURES:
         columns = [[getattr(drift, attribute) for drift in drifts] for drifts in runs]
         known = [[v for v in values if v is not None] for values in columns]
         if not any(known):

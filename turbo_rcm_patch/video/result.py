@@ -159,11 +159,6 @@ class Judged:
         return self.judgement.word
 
     @property
-    def latents(self) -> bool:
-        """True if the clips are latents, so that no video shows them."""
-        return self.results[0].is_latents
-
-    @property
     def name(self) -> str:
         """The word for what was judged."""
         return self.model.name if self.model else "candidate"
@@ -210,7 +205,7 @@ class Judged:
             for clip in self.results
         }
         several = f"clips of {len(sizes)} lengths, sizes or frame rates"
-        return "latents" if self.latents else sizes.pop() if len(sizes) == 1 else several
+        return sizes.pop() if len(sizes) == 1 else several
 
     @property
     def facts(self) -> dict[str, str]:
@@ -222,25 +217,12 @@ class Judged:
         facts["versions"] = ", ".join(f"{name} {text}" for name, text in self.versions.items())
         return {name: without_places(text) for name, text in facts.items()}
 
-    @property
-    def chips(self) -> list[str]:
-        """The most important facts, in a few words each."""
-        if (model := self.model) is None:
-            return [*(f"{name}: {place}" for name, place in self.places.items()), self.sizes]
-        chips = [model.title, model.identity["device"], self.sizes]
-        if model.attention_backend:
-            chips.insert(1, f"attention backend {model.attention_backend}")
-        if steps := model.identity["settings"].get("steps"):
-            chips.append(f"{steps} steps")
-        packages = [name for name in ("torch", "triton") if name in self.versions]
-        return chips + [f"{name} {self.versions[name]}" for name in packages]
-
     def as_dict(self) -> dict[str, object]:
         """Return the contents of metrics.json."""
         ran = self.judgement.ran
         psnrs = {"patched": [clip.patched.psnr for clip in self.results]}
         psnrs["control"] = [clip.control.psnr for clip in self.results if clip.control]
-        names = ("verdict", "latents", "refused", "places", "notes", "versions", "command")
+        names = ("verdict", "refused", "places", "notes", "versions", "command")
         return {
             "schema": 1,
             **{name: getattr(self, name) for name in names},
@@ -256,14 +238,14 @@ class Judged:
         }
 
     def __str__(self) -> str:
-        facts, unit = self.facts, "SNR" if self.latents else "PSNR"
+        facts = self.facts
         lines = [f"verdict: {self.verdict}, {self.scope}"]
         lines += [f"  {sentence}" for sentence in self.sentences]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         for clip in self.results:
             control = f", control {clip.control.psnr:.1f}" if clip.control else ""
-            lines += [f"  {clip.prompt}: {unit} {clip.patched.psnr:.1f} dB{control}"]
+            lines += [f"  {clip.prompt}: PSNR {clip.patched.psnr:.1f} dB{control}"]
         models = ("judged", "baseline", "candidate", "control")
         lines += [f"{name}: {facts[name]}" for name in models if name in facts]
         lines += [f"could not be judged: {why}" for why in self.refused.values()]

@@ -60,17 +60,10 @@ NO_CONTROL: Final = (
     "how far is too far, because no control was given: videos of the same model under another "
     "exact attention, which differ from the baseline by rounding alone"
 )
-NO_FLOORS: Final = (
-    "the limits that hold whatever the control does, because they are for frames: decode the "
-    "latents, and judge the videos"
-)
 
 #: Names of the conditions.
 MEDIAN: Final = "median PSNR"
 WORST: Final = "worst frame"
-#: The same of latents, which have no range and therefore no PSNR.
-LATENTS_MEDIAN: Final = "median SNR of the latents"
-LATENTS_WORST: Final = "worst SNR of the latents"
 NETWORK: Final = "error of the network, patched / unpatched"
 FUSION: Final = "fused against unfused, relative L2"
 
@@ -240,7 +233,6 @@ def judge(
     patched: Sequence[Drift],
     control: Sequence[Drift] | None,
     *,
-    latents: bool = False,
     network_ratio: float | None = None,
     fusion: float | None = None,
     missing: Sequence[str] = (),
@@ -253,7 +245,6 @@ def judge(
         patched: Changed model against baseline, one entry per prompt.
         control: Control against baseline, same prompts; None if there is none, which leaves the
             verdict open.
-        latents: Both are of latents (`latent_drift`).
         network_ratio: e(changed)/e(unpatched) of the network, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
         missing: The numbers that could not be measured, and why. A number that was left out on
@@ -279,17 +270,13 @@ def judge(
             remedy="Choose another exact attention backend for the control",
         )
     margins, floors, counted = [], [], []
-    of_median, of_worst = (LATENTS_MEDIAN, LATENTS_WORST) if latents else (MEDIAN, WORST)
-    missing = [*missing, NO_FLOORS] if latents else missing
     for name, how, of, margin, wider, floor in (
-        (of_median, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
-        (of_worst, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
+        (MEDIAN, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
          WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
         value, other = (how([getattr(one, of) for one in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
-        if latents:
-            continue
         whatever = f"{name}, whatever the control does"
         floors.append(Check(whatever, value, floor, floor, True, " dB"))
         # Where the control is below a floor too, the change is not to blame for it.

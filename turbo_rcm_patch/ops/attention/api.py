@@ -520,9 +520,7 @@ def launch_projected(inputs: AttentionInputs, weight: Tensor, bias: Tensor | Non
     tile = one_launch.tile_of(inputs)
     counters = one_launch.empty_counters(inputs, tile)
     operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
-    return one_launch.launch_kernel(
-        inputs, operands, counters, weight, bias, cast="fp32", tile=tile
-    )
+    return one_launch.launch_kernel(inputs, operands, counters, weight, bias, tile=tile)
 
 
 @replayed

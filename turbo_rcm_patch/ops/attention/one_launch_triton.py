@@ -28,7 +28,6 @@ from turbo_rcm_patch.ops.launch import (
     cdiv,
     launch,
     near_rows,
-    round_to,
     skip_arguments,
     target_of,
     tile_for,
@@ -52,13 +51,11 @@ class ProjectionForm(NamedTuple):
         BLOCK_C: Columns of a tile.
         BLOCK_K: Depth of a tile.
         EVEN_K: True if that depth divides Cin.
-        ROUND_TO: As in `close_skip`.
     """
 
     BLOCK_C: int
     BLOCK_K: int
     EVEN_K: bool
-    ROUND_TO: tl.dtype | None
 
 
 @triton.jit
@@ -147,10 +144,7 @@ def one_launch_kernel(
             branch, offs_c, mask_c = project_tile(
                 attended, c_in, mask_m, projection, start_c, PROJECTION, ".cg"
             )
-            y = close_skip(
-                branch, skip, b, (offs_m, offs_c), (mask_m, mask_c),
-                KINDS=KINDS, ROUND_TO=PROJECTION.ROUND_TO,
-            )  # fmt: skip
+            y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_c), KINDS)
             tl.store(
                 out.y_ptr + row * c_out + rows * c_out + offs_c[None, :],
                 y.to(out.y_ptr.dtype.element_ty),
@@ -176,7 +170,6 @@ def launch_kernel(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    cast: str,
     tile: Tile,
 ) -> torch.Tensor:
     """Compute an attention, its projection and its skip: [B, Nq, Cout].
@@ -190,8 +183,6 @@ def launch_kernel(
     block_k = 32 if a.q.dtype == torch.float32 else 64
     attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
     y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)
-    skip = a.skip or NO_SKIP
-    skip_operands = skip_arguments(*skip, y.shape)
     launch(
         one_launch_kernel,
         (a.spec.heads, counters.shape[1], batch),
@@ -200,12 +191,11 @@ def launch_kernel(
         projection=Projection(
             weight, weight.stride(0), None if bias is None else bias.contiguous(), features
         ),
-        **skip_operands,
+        **skip_arguments(*(a.skip or NO_SKIP), y.shape),
         PROJECTION=ProjectionForm(
             BLOCK_C=64,
             BLOCK_K=block_k,
             EVEN_K=channels % block_k == 0,
-            ROUND_TO=round_to(cast, a.out_dtype if skip.residual is None else skip.residual.dtype),
         ),
         **arguments,
     )

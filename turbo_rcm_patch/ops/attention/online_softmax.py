@@ -246,8 +246,8 @@ def begin(q_src, k_src, v_src, operands, b, h, start_m, FORM: tl.constexpr):
         l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
         v_head = v_src + b.to(tl.int64) * operands.v_strides[0] + h * FORM.HEAD_DIM
     head = Head(
-        q, q_scale, offs_m, k_src, k_scales, v_head, operands.v_strides, ones, bh,
-        operands.n_kv_padded,
+        q=q, q_scale=q_scale, offs_m=offs_m, k_src=k_src, k_scale_ptr=k_scales, v_src=v_head,
+        v_strides=operands.v_strides, ones=ones, bh=bh, n_kv_padded=operands.n_kv_padded,
     )  # fmt: skip
     return head, acc, l_i, m_i
 

@@ -58,7 +58,7 @@ def attention_kernel(
             shift = out.shift_ptr + bh * operands.n_q_padded + offs_m
             lse += tl.load(shift, mask=mask_m, other=0.0)
         tl.store(out.lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
-    y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_d), KINDS, None)
+    y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_d), KINDS)
     y = y.to(out.y_ptrs[0].dtype.element_ty)
     for rank in tl.static_range(RANKS):  # A tile may have rows of two of them.
         offs_rank = offs_m - rank * n_rank

@@ -9,7 +9,7 @@ both, in one pass over memory. `skip` takes any coefficients. `norm_modulate` an
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.formats import Int8Tensor, Streams, int8_rows, padded_channels
 from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
 from turbo_rcm_patch.ops.residual import reference
-from turbo_rcm_patch.skip import Cast, Coefficient
+from turbo_rcm_patch.skip import Coefficient
 
 
 class Norm(NamedTuple):
@@ -87,7 +87,7 @@ def skip_norm(
     if norm is None and not isinstance(x, tuple):
         assert branch is not None and not isinstance(gate, tuple)
         close = _registered_skip if registered else close_skip
-        return close(x, branch, 1.0, 1.0 if gate is None else gate, impl, dtype, "fp32"), None
+        return close(x, branch, 1.0, 1.0 if gate is None else gate, impl, dtype), None
     compute = _registered_skip_norm if registered else _skip_norm
     results = compute(x, branch, gate, norm, dtype, norm_dtype, impl)
     y: Any = None
@@ -107,7 +107,6 @@ def close_skip(
     c_out: float | Tensor,
     impl: str,
     out_dtype: torch.dtype,
-    cast: Cast = "fp32",
 ) -> Tensor:
     """Compute c_skip * residual + c_out * branch, inside the body of any operation.
 
@@ -118,14 +117,13 @@ def close_skip(
         c_out: Float or tensor that broadcasts to [B, N, C].
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result.
-        cast: As in `skip`.
     """
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.ops.residual.triton import skip as launch
 
-        return launch(residual, branch, c_skip, c_out, cast=cast, out_dtype=out_dtype)
-    how: Any = {"cast": cast, "out_dtype": out_dtype}
-    return reference.close_skip(residual, branch, c_skip, c_out, **how).contiguous()
+        return launch(residual, branch, c_skip, c_out, out_dtype=out_dtype)
+    y = reference.close_skip(residual, branch, c_skip, c_out, out_dtype=out_dtype)
+    return y.contiguous()
 
 
 def _skip_norm(
@@ -181,7 +179,7 @@ _registered_skip_norm = register("skip_norm", _skip_norm, _empty_skip_norm, Norm
 
 def _empty_skip(
     residual: Tensor | None, branch: Tensor, c_skip: object, c_out: object, impl: str,
-    out_dtype: torch.dtype, cast: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return branch.new_empty(branch.shape, dtype=out_dtype)
 
@@ -198,20 +196,16 @@ def skip(
     c_skip: Coefficient = 1.0,
     c_out: Coefficient = 1.0,
     *,
-    cast: Cast = "fp32",
     impl: Impl = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute c_skip * residual + c_out * branch in one elementwise pass.
+    """Compute c_skip * residual + c_out * branch in one elementwise pass, in fp32, rounded once.
 
     Args:
         residual: [B, N, C], bf16, fp16 or fp32.
         branch: [B, N, C], any of these dtypes.
         c_skip: Float or tensor [B], [B, 1, C] or [B, N, C].
         c_out: Float or tensor, as c_skip.
-        cast: "fp32" computes in fp32 and rounds once; "model" rounds every step to the residual's
-            dtype, as eager code in the model's dtype does (tensor coefficients are rounded to it
-            first).
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result; the residual's by default.
 
@@ -221,7 +215,6 @@ def skip(
     Raises:
         OpError: The arguments do not fit together, or a gradient is wanted.
     """
-    check_choice("cast", cast, get_args(Cast))
     check_impl(impl)
     check_out_dtype(out_dtype)
     check_float("residual", residual)
@@ -238,7 +231,7 @@ def skip(
     check_same_device(residual.device, branch=branch, c_skip=c_skip, c_out=c_out)
     refuse_gradient("skip", (residual, *tensors))
     close = _registered_skip if needs_registered(residual, *tensors) else close_skip
-    return close(residual, branch, c_skip, c_out, impl, out_dtype or residual.dtype, cast)
+    return close(residual, branch, c_skip, c_out, impl, out_dtype or residual.dtype)
 
 
 def norm_modulate(

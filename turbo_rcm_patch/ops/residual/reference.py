@@ -8,7 +8,6 @@ from torch import Tensor
 
 from turbo_rcm_patch.ops.formats import Streams, padded_channels
 from turbo_rcm_patch.ops.int8_linear.api import quantized_rows
-from turbo_rcm_patch.skip import Cast
 
 
 def close_skip(
@@ -17,15 +16,9 @@ def close_skip(
     c_skip: float | Tensor,
     c_out: float | Tensor,
     *,
-    cast: Cast,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Compute c_skip * residual + c_out * branch; see `api.close_skip`."""
-    if cast == "model":
-        dtype = out_dtype if residual is None else residual.dtype
-        c_skip, c_out = (c.to(dtype) if isinstance(c, Tensor) else c for c in (c_skip, c_out))
-        y = branch.to(dtype) * c_out
-        return (y if residual is None else residual * c_skip + y).to(out_dtype)
     c_skip, c_out = (c.float() if isinstance(c, Tensor) else c for c in (c_skip, c_out))
     y = branch.float() * c_out
     if residual is not None:
@@ -89,7 +82,7 @@ def skip_norm(
         parts = torch.split(branch, [part.shape[1] for part in streams], dim=1)
         gates: tuple[float | Tensor, ...] = _each(gate) or (1.0,) * len(streams)
         streams = sums = tuple(
-            close_skip(part, out, 1.0, c, cast="fp32", out_dtype=dtype).contiguous()
+            close_skip(part, out, 1.0, c, out_dtype=dtype).contiguous()
             for part, out, c in zip(streams, parts, gates, strict=True)
         )
     if norm_dtype is None:

@@ -19,7 +19,6 @@ from turbo_rcm_patch.ops.launch import (
     cdiv,
     dense_rows,
     launch,
-    round_to,
     skip_arguments,
     strides,
     target_of,
@@ -36,7 +35,6 @@ from turbo_rcm_patch.ops.numerics import (
     row_parts,
     row_warps,
     scaled,
-    skipped,
 )
 from turbo_rcm_patch.ops.replay import replayed
 
@@ -148,7 +146,7 @@ def _stream(streams, place, offs_c, mask_c, FORM: tl.constexpr):
         x_ptrs = _ptrs(streams.x, place, offs_c, TWO, VALUES)
         out = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
         residual = tl.load(x_ptrs, mask=mask_c, other=0.0)
-        y = skipped(scaled(out, c_out, None), residual, 1.0, None)
+        y = scaled(residual.to(tl.float32), 1.0) + scaled(out, c_out)
         y = y.to(streams.y[0].ptr.dtype.element_ty)
         tl.store(_ptrs(streams.y, place, offs_c, TWO), y, mask=mask_c)
         y = y.to(tl.float32)
@@ -358,7 +356,7 @@ def skip_norm(
 def skip_kernel(
     y_ptr, branch_ptr, skip, branch_strides, n_tokens, channels,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    KINDS: tl.constexpr, ROUND_TO: tl.constexpr,
+    KINDS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * branch, with the arguments of `close_skip`.
 
@@ -377,7 +375,7 @@ def skip_kernel(
         mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip
-    y = close_skip(branch, skip, b, (offs_n, offs_c), (mask_n, mask_c), KINDS, ROUND_TO)
+    y = close_skip(branch, skip, b, (offs_n, offs_c), (mask_n, mask_c), KINDS)
     rows = (b.to(tl.int64) * n_tokens + offs_n.to(tl.int64)) * channels
     tl.store(y_ptr + rows[:, None] + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -389,7 +387,6 @@ def skip(
     c_skip: float | torch.Tensor,
     c_out: float | torch.Tensor,
     *,
-    cast: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Compute c_skip * residual + c_out * branch of [B, N, C]; coefficients broadcast to it."""
@@ -397,7 +394,6 @@ def skip(
     batch, n_tokens, channels = branch.shape
     branch = dense_rows(branch)
     y = torch.empty(batch, n_tokens, channels, dtype=out_dtype, device=branch.device)
-    dtype = out_dtype if residual is None else residual.dtype
     launch(
         skip_kernel,
         (cdiv(n_tokens, tile.block_m) * cdiv(channels, tile.block_n), batch),
@@ -409,7 +405,6 @@ def skip(
         channels=channels,
         BLOCK_N=tile.block_m,
         BLOCK_C=tile.block_n,
-        ROUND_TO=round_to(cast, dtype),
         **skip_arguments(residual, c_skip, c_out, branch.shape),
         num_warps=tile.warps,
         num_stages=tile.stages,

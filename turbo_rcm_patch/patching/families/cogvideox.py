@@ -36,7 +36,6 @@ from turbo_rcm_patch.patching.families.common import (
     pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.measure import Notes, Operands
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
@@ -86,11 +85,10 @@ class CogVideoXBlockForward(PatchedBlock):
         # ConsisID's block takes no arguments for the attention.
         more = () if attention_kwargs is None else (attention_kwargs,)
         inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
-        other = self.instead_of_fast(*inputs)
-        made: _Two = self.fast(None, *inputs) if other is None else other(*inputs)
+        made: _Two = self.runs(*inputs)(*inputs)
         return made
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> _Two:
+    def fast(self, *inputs: Any, notes: Notes | None = None) -> _Two:
         video, text, temb, rotary = inputs[:4]
         block, impl, dtype = self.block, self.config.impl, video.dtype
         streams = text, video
@@ -161,10 +159,7 @@ class CogVideoXBlockForward(PatchedBlock):
     ) -> Tensor:
         """Run the attention over both streams and its output projection: [B, T + N, C]."""
         spec = self.spec
-        linears = _qkv(attn)
-        x = shared_rows(linears, h)
-        made = [linear(x) for linear in linears]
-        q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
+        q, k, v = parts.project(_qkv(attn), h, 3)
         q, k, norms = _norms_of_heads(attn, q, k)
         tables = None if rotary is None else self.rotary(rotary, text)
         out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
@@ -200,7 +195,7 @@ class CogVideoXBlockForward(PatchedBlock):
         self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None, kwargs: Any = None
     ) -> str:
         if kwargs:
-            return "attention_kwargs are given"
+            return "it has attention_kwargs"
         batch, tokens, channels = video.shape
         fits = (
             text.dtype == video.dtype == temb.dtype
@@ -226,15 +221,15 @@ class CogVideoXBlockForward(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backend(self) -> str:
-        return parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+    def unused_backends(self) -> set[str]:
+        return parts.chosen_backends(self.block.attn1)
 
     def notes(self) -> list[str]:
-        chosen = self.unused_backend() or self.backend
-        if chosen == self.replaced_attention():
+        if self.replaced_attention():
             return super().notes()
         why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
-        return [f"the attention backend {chosen!r} {why}"] if chosen else []
+        chosen = sorted(self.unused_backends() | self.backends)
+        return [f"the attention backend {name!r} {why}" for name in chosen]
 
     def linears(self) -> dict[str, Any]:
         attn = self.block.attn1
@@ -246,7 +241,7 @@ class CogVideoXBlockForward(PatchedBlock):
         return found | parts.feed_forward_linears("ff", self.block.ff)
 
     def pairs(self) -> list[SkipPair]:
-        why = self.left or self.why_modules()
+        why = self.why_block()
         attention, ff = (
             [Stream(name, "1", f"{gate}_{branch}", "[B, 1, C]") for name, gate in _GATES]
             for branch in ("msa", "ff")

@@ -89,19 +89,18 @@ def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> Non
             remedy="This model cannot run through the fused attention",
         )
     for name, linear in linears.items():
-        if (
-            type(linear) is nn.Linear
-            and runs_only_its_forward(linear)
-            and linear.weight.dtype not in FLOATS
-        ):
-            plain = type(linear.weight) is nn.Parameter
-            if plain and linear.weight.dtype.is_floating_point and linear.weight.itemsize > 1:
-                raise DTypeError(
-                    f"{path}.{name}.weight",
-                    expected="bfloat16, float16 or float32",
-                    got=str(linear.weight.dtype),
-                    remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
-                )
+        if type(linear) is not nn.Linear or not runs_only_its_forward(linear):
+            continue
+        weight = linear.weight
+        plain = type(weight) is nn.Parameter and weight.dtype.is_floating_point
+        if plain and weight.dtype not in FLOATS:
+            raise DTypeError(
+                f"{path}.{name}.weight",
+                expected="bfloat16, float16 or float32",
+                got=str(weight.dtype),
+                remedy="Cast the model first, e.g. model.to(torch.bfloat16)"
+                + (", or enable_layerwise_casting" if weight.itemsize == 1 else ""),
+            )
 
 
 # --- for the report ------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def pairs_between_blocks(model: Any, path: str, name: str, c_out: str) -> list[S
         SkipPair(
             path=f"{path}.{name}.{index}".lstrip("."), kind="cross", heads=attn.heads,
             head_dim=attn.to_q.out_features // attn.heads, streams=(Stream("video", "1", c_out),),
-            cast="model", projection=True, runs="as-written",
+            projection=True,
             reason="the model's own forward adds it between two blocks",
         )
         for index, attn in enumerate(getattr(model, name, ()))

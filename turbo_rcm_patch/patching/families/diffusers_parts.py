@@ -30,6 +30,12 @@ ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
 
 #: Functions that a processor looks up in its file.
 _CALLED: Final = ("dispatch_attention_fn", "_get_qkv_projections", "_get_added_kv_projections")
+#: What is projected -> the names of its Linears, singly and fused.
+_LINEARS: Final = {
+    "qkv": (("to_q", "to_k", "to_v"), ("to_qkv",)),
+    "kv": (("to_k", "to_v"), ("to_kv",)),
+    "added": (("add_k_proj", "add_v_proj"), ("to_added_kv",)),
+}
 _NATIVE: Final = "_native_attention"
 #: Class of a processor -> the functions of its attention that were found to be their authors'.
 _own_functions: Final[dict[type, list[object]]] = {}
@@ -38,18 +44,19 @@ _own_functions: Final[dict[type, list[object]]] = {}
 # --- what a block calls --------------------------------------------------------------------------
 
 
-def qkv_linears(attn: Any) -> tuple[Any, ...]:
-    """Return the Linears of q, k and v of a self-attention: one if they are fused, else three."""
-    if attn.fused_projections:
-        return (attn.to_qkv,)
-    return attn.to_q, attn.to_k, attn.to_v
+def linears_of(attn: Any, name: str) -> tuple[Any, ...]:
+    """Return the Linears of "qkv", "kv" or "added" (k and v of an image) of an attention: one if
+    they are fused."""
+    return tuple([getattr(attn, one) for one in _LINEARS[name][attn.fused_projections]])
 
 
-def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
-    """Project the input of a self-attention to q, k and v, [B, N, H*D] each."""
-    if attn.fused_projections:
-        return tuple(attn.to_qkv(h).chunk(3, -1))
-    return attn.to_q(h), attn.to_k(h), attn.to_v(h)
+def project(linears: tuple[Any, ...], x: Any, count: int) -> tuple[Tensor, ...]:
+    """Project x, [B, N, C] or int8 rows of it, by `count` Linears or by one that fuses them:
+    [B, N, H*D] each."""
+    if len(linears) == 1:
+        return tuple(linears[0](x).chunk(count, -1))
+    x = shared_rows(linears, x)
+    return tuple([linear(x) for linear in linears])
 
 
 def qkv_sent(
@@ -58,7 +65,7 @@ def qkv_sent(
     """Do what `qkv` and `rms_norms` do, and send v and q while the next one is computed."""
     k = None
     if attn.fused_projections:
-        q, k, v = qkv(attn, h)
+        q, k, v = project((attn.to_qkv,), h, 3)
         sent_v = ulysses.send(2, v)
     else:
         sent_v, q = ulysses.send(2, attn.to_v(h)), attn.to_q(h)
@@ -71,24 +78,6 @@ def qkv_sent(
     if norms is None:
         k = called(attn.norm_k, k)
     return sent_q, ulysses.send(1, k, norms or NO_NORMS, tables), sent_v
-
-
-def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
-    """Project the context of a cross-attention to k and v, [B, T, H*D] each."""
-    if attn.fused_projections:
-        return tuple(attn.to_kv(context).chunk(2, -1))
-    to_k, to_v = attn.to_k, attn.to_v
-    given = shared_rows((to_k, to_v), context)
-    return to_k(given), to_v(given)
-
-
-def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
-    """Project the image tokens of a cross-attention to k and v, [B, T, H*D] each."""
-    if attn.fused_projections:
-        return tuple(attn.to_added_kv(image).chunk(2, -1))
-    to_k, to_v = attn.add_k_proj, attn.add_v_proj
-    given = shared_rows((to_k, to_v), image)
-    return to_k(given), to_v(given)
 
 
 def project_out(attn: Any, out: Tensor) -> Tensor:
@@ -122,9 +111,9 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
         return f"{name} is a {type(attn).__qualname__}"
     processor = attn.processor
     if type(processor) not in processors or not own_function(type(processor), "__call__"):
-        return f"the processor of {name} is a {type(processor).__qualname__} of its own"
+        return f"the processor of {name} is {type(processor).__qualname__}, not diffusers' own"
     if not runs_only_its_forward(attn) and (stand_in is None or replaced_by(attn) is not stand_in):
-        return f"{name} is called as a module: {hook_names(attn)}"
+        return f"{name} has {hook_names(attn)}"
     if drops(attn.to_out._modules["1"]):  # the index of a ModuleList is slow
         return "dropout is active (training mode)"
     return ""
@@ -135,7 +124,7 @@ def why_feed_forward(name: str, ff: Any) -> str:
     if type(ff) is not FeedForward:
         return f"{name} is a {type(ff).__qualname__}"
     if not runs_only_its_forward(ff):
-        return f"{name} is called as a module: {hook_names(ff)}"
+        return f"{name} has {hook_names(ff)}"
     if ff.training and any(map(drops, ff.net)):
         return "dropout is active (training mode)"
     return ""
@@ -151,6 +140,13 @@ def chosen_backend(processor: Any) -> str:
     if name == AttentionBackendName.NATIVE.value:
         return replaced_attention(processor)
     return name
+
+
+def chosen_backends(*attentions: Any) -> set[str]:
+    """Return what `chosen_backend` says of several attentions."""
+    chosen = {chosen_backend(getattr(attn, "processor", None)) for attn in attentions}
+    chosen.discard("")
+    return chosen
 
 
 def replaced_attention(processor: Any) -> str:
@@ -182,12 +178,10 @@ def attention_linears(name: str, attn: Any) -> dict[str, Any]:
     """Return the Linears that an attention calls, by their paths in the block."""
     if type(attn) not in ATTENTIONS:
         return {}
-    cross = getattr(attn, "is_cross_attention", False)
-    names = ["to_q", "to_k", "to_v"]
-    if getattr(attn, "fused_projections", False):
-        names = ["to_q", "to_kv"] if cross else ["to_qkv"]
+    cross, fused = getattr(attn, "is_cross_attention", False), attn.fused_projections
+    names = ["to_q", *_LINEARS["kv"][fused]] if cross else [*_LINEARS["qkv"][fused]]
     if getattr(attn, "add_k_proj", None) is not None:
-        names += ["to_added_kv"] if attn.fused_projections else ["add_k_proj", "add_v_proj"]
+        names += _LINEARS["added"][fused]
     found = {f"{name}.{one}": getattr(attn, one) for one in names}
     return found | {f"{name}.to_out.0": attn.to_out[0]}
 

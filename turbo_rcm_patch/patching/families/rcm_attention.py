@@ -34,11 +34,10 @@ class RCMBlock(PatchedBlock):
         Returns:
             [B, N, C], dtype of x.
         """
-        other = self.instead_of_fast(x, t)
-        out: Tensor = self.fast(None, x, t) if other is None else other(x, t)
+        out: Tensor = self.runs(x, t)(x, t)
         return out
 
-    def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:
+    def fast(self, x: Tensor, t: float | Tensor, *, notes: Notes | None = None) -> Tensor:
         module, config, spec = self.block, self.config, self.spec
         c_skip, c_out = module.coefficients(x, t)
         q, k, v = module.qkv(x).chunk(3, dim=-1)
@@ -63,7 +62,7 @@ class RCMBlock(PatchedBlock):
 
     def pairs(self) -> list[SkipPair]:
         stream = Stream("x", "c_skip(t)", "c_out(t)")
-        pair = branch_pair(self, "", "self", self.left, stream)
+        pair = branch_pair(self, "", "self", self.why_block(), stream)
         if self.block.proj is not None:
             return [pair]
         return [replace(pair, projection=False, runs="in-kernel" if pair.fused else pair.runs)]

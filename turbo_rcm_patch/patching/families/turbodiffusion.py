@@ -104,11 +104,10 @@ class TurboBlock(PatchedBlock):
             [B, N, C], dtype of x.
         """
         inputs = x, e, seq_lens, freqs, context, context_lens
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        out: Tensor = self.runs(*inputs)(*inputs)
         return out
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+    def fast(self, *inputs: Any, notes: Notes | None = None) -> Tensor:
         x, e, seq_lens, freqs, context, _ = inputs
         block, impl, dtype = self.block, self.config.impl, x.dtype
         attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
@@ -202,8 +201,9 @@ class TurboBlock(PatchedBlock):
         name = "scaled_dot_product_attention"
         return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
 
-    def unused_backend(self) -> str:
-        return "" if self.config.attention == "exact" else self.replaced_attention()
+    def unused_backends(self) -> set[str]:
+        replaced = self.replaced_attention()
+        return {replaced} if replaced and self.config.attention != "exact" else set()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
@@ -236,7 +236,7 @@ class TurboBlock(PatchedBlock):
         return found
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.left or self.why_modules()
+        block, why = self.block, self.why_block()
         gates = [Stream("video", "1", f"e[{index}]", "[B, 1, C]") for index in (2, 5)]
         pairs = [
             branch_pair(self, "self_attn", "self", why, gates[0], cast="model"),
@@ -288,12 +288,13 @@ def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
     if original_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
     if not runs_only_its_forward(attn) and replaced_by(attn) is not RotaryForward:
-        return f"{name} is called as a module: {hook_names(attn)}"
+        return f"{name} has {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
         local = getattr(op, "local_attn", None)
         if type(op).__name__ != "MinimalA2AAttnOp" or not runs_only_its_forward(op):
-            return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
+            kind = type(op).__qualname__
+            return f"the attn_op of {name} is {kind}, or has a hook or a replaced forward"
         if name == "cross_attn" and _exchanges(op):
             return "the attn_op of cross_attn exchanges heads with other ranks"
         if type(local).__name__ in _SPARSE:
@@ -314,7 +315,7 @@ def _why_sparse(local: Any) -> str:
         or type(local.proj_l) is not nn.Linear
         or not runs_only_its_forward(local.proj_l)
     ):
-        return "its sparse attention or proj_l is called as a module"
+        return "its sparse attention or proj_l has a hook or a replaced forward"
     blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
     if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
         return f"its sparsity is {local.topk} of blocks of {blocks[0]} by {blocks[1]}"
@@ -327,7 +328,7 @@ def _why_feed_forward(ffn: Any) -> str:
     kinds = [type(part) for part in ffn] if type(ffn) is nn.Sequential else []
     if len(kinds) != 3 or kinds[1] is not nn.GELU or ffn[1].approximate != "tanh":
         return f"ffn is a {type(ffn).__qualname__} of another form"
-    return "" if runs_only_its_forward(ffn) else f"ffn is called as a module: {hook_names(ffn)}"
+    return "" if runs_only_its_forward(ffn) else f"ffn has {hook_names(ffn)}"
 
 
 # --- what is patched in a model ------------------------------------------------------------------

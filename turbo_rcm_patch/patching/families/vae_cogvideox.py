@@ -7,6 +7,7 @@ path keeps the author's batches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -18,7 +19,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.formats import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 from turbo_rcm_patch.skip import SkipPair
 
 #: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
@@ -34,6 +35,23 @@ _FORWARDS: Final = {
     ("DownBlock3D", "MidBlock3D", "UpBlock3D"),
     ("self", "hidden_states", "temb", "zq", "conv_cache"),
 )
+
+
+def _layer_kinds(norm: str, resample: str) -> dict[str, str]:
+    """Return the kinds of the layers of each kind of module, in a coder with this kind of norm and
+    of modules that enlarge or reduce."""
+    return {
+        "CausalConv3d": "SafeConv3d",
+        "SpatialNorm3D": "GroupNorm CausalConv3d CausalConv3d",
+        "ResnetBlock3D": f"({norm} SiLU (Dropout )?CausalConv3d ?){{2}}(SafeConv3d)?",
+        **dict.fromkeys(("DownBlock3D", "UpBlock3D"), f"(ResnetBlock3D ?)+({resample})?"),
+        "MidBlock3D": "(ResnetBlock3D ?)+",
+        resample: "Conv2d",
+        **dict.fromkeys(
+            ("Decoder3D", "Encoder3D"),
+            f"CausalConv3d ((Down|Mid|Up)Block3D )+{norm} SiLU CausalConv3d",
+        ),
+    }
 
 
 class _Coder(PatchedCoder):
@@ -55,16 +73,36 @@ class _Coder(PatchedCoder):
         frames = int(getattr(self.vae, self.batch_frames))
         return min(x.shape[2], frames + x.shape[2] % frames)
 
-    def why_module(self, module: nn.Module) -> str:
-        if isinstance(module, author.CogVideoXCausalConv3d) and module.pad_mode == "replicate":
-            return f"its pad_mode is {module.pad_mode!r}"
-        if (
-            isinstance(module, author.CogVideoXResnetBlock3D)
-            and module.in_channels != module.out_channels
-            and module.use_conv_shortcut
-        ):
-            return "its shortcut is a causal convolution"
-        return super().why_module(module)
+    def why_module(self, name: str, module: nn.Module) -> str:
+        if isinstance(module, author.CogVideoXCausalConv3d):
+            if module.pad_mode == "replicate":
+                return f"its pad_mode is {module.pad_mode!r}"
+            if module.time_kernel_size != module.conv.kernel_size[0]:
+                return "its time_kernel_size is not the author's"
+        if isinstance(module, nn.GroupNorm) and module.weight is None:
+            return "it has no weight"
+        return super().why_module(name, module)
+
+    def layers(self, module: Any) -> list[Any]:
+        match kind_of(module):
+            case "CausalConv3d" | "Downsample3D" | "Upsample3D":
+                return [module.conv]
+            case "SpatialNorm3D":
+                return [module.norm_layer, module.conv_y, module.conv_b]
+            case "ResnetBlock3D":
+                silu, wider = module.nonlinearity, module.in_channels != module.out_channels
+                first, second = [module.norm1, silu, module.conv1], [module.norm2, silu]
+                shortcut = [module.conv_shortcut] if wider else []
+                return [*first, *second, module.dropout, module.conv2, *shortcut]
+            case "Decoder3D" | "Encoder3D":
+                return [
+                    module.conv_in,
+                    *self.blocks(),
+                    module.norm_out,
+                    module.conv_act,
+                    module.conv_out,
+                ]
+        return [*module.resnets, *(getattr(module, self.resamples, None) or ())]
 
     def closes(self, module: nn.Module) -> Literal["convolution"] | None:
         return "convolution" if isinstance(module, author.CogVideoXResnetBlock3D) else None
@@ -94,7 +132,7 @@ class _Coder(PatchedCoder):
             for resample in getattr(block, self.resamples, None) or ():
                 h = self.resample(session, resample, h)
         h = session.with_history(end, h, group(session, self.block.norm_out, zq))
-        return session.conv(end, h).movedim(-1, 1), session
+        return session.conv(end, h).movedim(-1, 1).contiguous(), session
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
         """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
@@ -121,6 +159,8 @@ class CogVideoXDecoder(_Coder):
 
     part, caller, batch_frames = "decoder", "_decode", "num_latent_frames_batch_size"
     resamples = "upsamplers"
+    layer_kinds = _layer_kinds("SpatialNorm3D", "Upsample3D")
+    resampling: ClassVar[Mapping[str, Any]] = {"upsamplers.0.conv": ((3, 3), (1, 1))}
 
     def blocks(self) -> list[Any]:
         return [self.block.mid_block, *self.block.up_blocks]
@@ -137,6 +177,8 @@ class CogVideoXEncoder(_Coder):
 
     part, caller, batch_frames = "encoder", "_encode", "num_sample_frames_batch_size"
     resamples = "downsamplers"
+    layer_kinds = _layer_kinds("GroupNorm", "Downsample3D")
+    resampling: ClassVar[Mapping[str, Any]] = {"downsamplers.0.conv": ((3, 3), (2, 2))}
     halves = 2  # mean and logarithm of the variance
 
     def blocks(self) -> list[Any]:

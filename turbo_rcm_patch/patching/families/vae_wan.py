@@ -20,9 +20,9 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.api import pack_weight
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder, kind_of
+from turbo_rcm_patch.patching.families.wan_coders import Decoder, Encoder, WanCoder
 from turbo_rcm_patch.patching.plain import original_class
-from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 from turbo_rcm_patch.skip import SkipPair
 
 #: The module of ComfyUI whose convolutions keep their weights elsewhere, and cast them when read.
@@ -90,10 +90,9 @@ class _Original(WanCoder):
         """Return True for Wan 2.2's VAE, whose coders see squares of four pixels as channels."""
         return kind_of(self.vae.decoder.upsamples[0]) == "Up_ResidualBlock"
 
-    def knows(self, module: nn.Module) -> bool:
-        cls = original_class(module)
+    def knows(self, cls: type[nn.Module]) -> bool:
         casts = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
-        return casts or super().knows(module)
+        return casts or super().knows(cls)
 
     def casts_weights(self) -> bool:
         return _COMFY_OPS in {base.__module__ for base in type(self.block.conv1).__mro__}
@@ -144,7 +143,7 @@ class OriginalEncoder(_Original, Encoder):
             mu = (mu - mean) * factor
         return mu
 
-    def why_inputs(self, x: Tensor) -> str:
+    def why_inputs(self, x: Tensor, *_: Any) -> str:
         window = getattr(self.vae, "temporal_window", 4)  # TurboDiffusion's
         if x.dim() == 5 and (x.shape[2] % 4 != 1 or window % 4):
             return f"{x.shape[2]} frames in windows of {window} are not 4 n + 1 in windows of 4 n"

@@ -95,19 +95,19 @@ class WanBlock(PatchedBlock):
             [B, N, C], dtype of hidden_states.
         """
         inputs = hidden_states, encoder_hidden_states, temb, rotary_emb
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        out: Tensor = self.runs(*inputs)(*inputs)
         return out
 
     def fast(
         self,
-        notes: Notes | None,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: Rotary,
         mask: Tensor | None = None,
         cache: Any = None,
+        *,
+        notes: Notes | None = None,
     ) -> Tensor:
         block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
         attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
@@ -115,7 +115,7 @@ class WanBlock(PatchedBlock):
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
 
         plain = mask is None and cache is None
-        rows = int8 and plain and takes_rows(parts.qkv_linears(attn1))
+        rows = int8 and plain and takes_rows(parts.linears_of(attn1, "qkv"))
         h = norm(block.norm1, hidden_states, scale1, shift1, dtype, impl, rows=rows)
         rows = int8 and takes_rows((attn2.to_q,))
         if plain and self.one_launch(attn1):
@@ -166,7 +166,7 @@ class WanBlock(PatchedBlock):
         tables: Rotary | None = own
         ulysses = ulysses_of(self, attn.processor, own)
         if ulysses is None:
-            q, k, v = parts.qkv(attn, h)
+            q, k, v = parts.project(parts.linears_of(attn, "qkv"), h, 3)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         else:
             sent = parts.qkv_sent(attn, h, ulysses, own)
@@ -206,12 +206,12 @@ class WanBlock(PatchedBlock):
             tokens = context.shape[1] - TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
         own_q = attn.to_q(h)
-        k, v = parts.kv(attn, context)
+        k, v = parts.project(parts.linears_of(attn, "kv"), context, 2)
         spec = self.spec_over(k.shape[1])
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, own_q, k)
         out = attention.attend(q, k, v, spec=spec, norms=norms)
         if image is not None:
-            k, v = parts.added_kv(attn, image)
+            k, v = parts.project(parts.linears_of(attn, "added"), image, 2)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_added_k, own_q, k)
             out = attention.attend(q, k, v, spec=spec, norms=norms, residual=out)
         return parts.project_out(attn, out)
@@ -254,7 +254,7 @@ class WanBlock(PatchedBlock):
     ) -> Tensor:
         """Run self-attention, its projection and its skip in one kernel: fp32 [B, N, C]."""
         linear = attn.to_out[0]
-        q, k, v = parts.qkv(attn, h)
+        q, k, v = parts.project(parts.linears_of(attn, "qkv"), h, 3)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         skip = Skip(residual, c_out=gate)
         inputs = AttentionInputs(
@@ -330,9 +330,11 @@ class WanBlock(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backend(self) -> str:
-        exact = self.config.attention == "exact"
-        return "" if exact else parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+    def unused_backends(self) -> set[str]:
+        if self.config.attention == "exact":
+            return set()
+        block = self.block
+        return parts.chosen_backends(block.attn1, block.attn2)
 
     def linears(self) -> dict[str, Any]:
         block = self.block
@@ -341,7 +343,7 @@ class WanBlock(PatchedBlock):
         return found | parts.feed_forward_linears("ffn", block.ffn)
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.left or self.why_modules()
+        block, why = self.block, self.why_block()
         pairs = [
             branch_pair(self, "attn1", "self", why, _GATED_ATTENTION),
             branch_pair(self, "attn2", "cross", why, cast="model"),
@@ -381,8 +383,7 @@ class SkyReelsBlock(WanBlock):
             [B, N, C], dtype of hidden_states.
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        out: Tensor = self.runs(*inputs)(*inputs)
         return out
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:

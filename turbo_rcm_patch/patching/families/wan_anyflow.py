@@ -85,8 +85,7 @@ class AnyFlowBlock(WanBlock):
         inputs: Any = (
             hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, *cached
         )  # fmt: skip
-        other = self.instead_of_fast(*inputs)
-        out: Tensor = self.fast(None, *inputs) if other is None else other(*inputs)
+        out: Tensor = self.runs(*inputs)(*inputs)
         return out
 
     def call_attention(
@@ -150,9 +149,9 @@ class Cache(NamedTuple):
 class AnyFlowFARBlock(AnyFlowBlock):
     """Replaces the forward of a causal `AnyFlowTransformerBlock`."""
 
-    def fast(self, notes: Notes | None, *inputs: Any) -> Tensor:
+    def fast(self, *inputs: Any, notes: Notes | None = None) -> Tensor:
         x, text, temb, rotary, mask, *cached = inputs
-        return super().fast(notes, x, text, temb, rotary, mask, cache=Cache(*cached))
+        return super().fast(x, text, temb, rotary, mask, Cache(*cached), notes=notes)
 
     def self_attention(
         self, notes: Notes | None, attn: Any, h: Any, rotary: Any, mask: Any, cache: Cache
@@ -162,7 +161,7 @@ class AnyFlowFARBlock(AnyFlowBlock):
             out: Tensor = attn(h, rotary_emb=rotary, **cached)
             return out
         spec = self.spec
-        q, k, v = parts.qkv(attn, h)
+        q, k, v = parts.project(parts.linears_of(attn, "qkv"), h, 3)
         k, v = cache.joined(0, called(attn.norm_k, k)), cache.joined(1, v)
         rest: Any = {"weight": None, "heads": spec.heads, "impl": spec.impl}
         q = called(attn.norm_q, q)
@@ -194,8 +193,10 @@ class AnyFlowFARBlock(AnyFlowBlock):
             pairs[0] = replace(pairs[0], runs="two-launch")
         return pairs
 
-    def notes(self) -> list[str]:
-        return []  # The backend "flex" is the author's own choice.
+    def unused_backends(self) -> set[str]:
+        # The backend "flex" of the self-attention is the author's own choice.
+        exact = self.config.attention == "exact"
+        return set() if exact else parts.chosen_backends(self.block.attn2)
 
 
 # --- what is patched in a model ------------------------------------------------------------------

@@ -12,8 +12,8 @@ what its author has around the coders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
-from turbo_rcm_patch.patching.plain import original_class
-from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 
 #: Frames of full resolution that run at once, as in the author's decoder.
 _FRAMES: int = 4
 #: How many times as many frames run at once in a decoder's lower resolutions.
-_CHUNK_FACTOR: int = 4
+_CHUNK_FACTOR: int = 2
 #: Latent frames that an encoder's lowest resolution runs at once.
 _LATENT_FRAMES: Final = 16
 
@@ -60,9 +59,13 @@ _TORCH: Final = frozenset(
         nn.ZeroPad2d,
     }
 )
-#: Layers of a coder's end, and of a residual block.
-_END: Final = ["RMS_norm", "SiLU", "CausalConv3d"]
-_RESIDUAL: Final = [*_END[:2], "CausalConv3d", *_END[:2], "Dropout", "CausalConv3d"]
+_NEAREST: Final = ("nearest", "nearest-exact")
+#: Kinds of the layers of a block.
+_LAYER_KINDS: Final = {
+    "AttentionBlock": "RMS_norm Conv2d Conv2d",
+    "ResidualBlock": "RMS_norm SiLU CausalConv3d RMS_norm SiLU Dropout CausalConv3d "
+    "(Identity|CausalConv3d)",
+}
 
 
 class Resolution(NamedTuple):
@@ -105,21 +108,43 @@ class WanCoder(PatchedCoder):
         known = {*map(kind_of, blocks)} <= {"ResidualBlock", "AttentionBlock"}
         resampled = before and all(level.resample is not None for level in before)
         resampled = resampled and last.resample is None
-        if known and resampled and [*map(kind_of, self.end())] == _END:
+        ends = " ".join(map(kind_of, [self.start(), *self.end()]))
+        if known and resampled and ends == "CausalConv3d RMS_norm SiLU CausalConv3d":
             return ""
         return f"{self.part}: its blocks are not the author's"
 
-    def why_module(self, module: nn.Module) -> str:
-        if hasattr(module, "gamma") and not module.channel_first:
-            return "its norm is not over channels"
-        if isinstance(module, nn.Upsample) and (
-            module.scale_factor != (2.0, 2.0) or not module.mode.startswith("nearest")
-        ):
-            return "it does not repeat pixels"
-        if kind_of(module) == "ResidualBlock" and [*map(kind_of, _layers(module))] != _RESIDUAL:
-            return "its layers are not the author's"
-        why = "" if _keeps_size(module) else "its padding is not the author's"
-        return super().why_module(module) or why
+    def why_module(self, name: str, module: Any) -> str:
+        kind, unknown = kind_of(module), ""
+        if kind == "RMS_norm":
+            scaled = module.scale == module.gamma.numel() ** 0.5
+            biased = isinstance(module.bias, Tensor) or not module.bias
+            unknown = "" if module.channel_first and scaled and biased else "its norm"
+        elif kind == "Upsample":
+            size = module.size, module.scale_factor, module.align_corners
+            nearest = size == (None, (2.0, 2.0), None) and module.mode in _NEAREST
+            unknown = "" if nearest else "its factor or mode"
+        elif kind == "ZeroPad2d":
+            right_and_below = module.padding == (0, 1, 0, 1) and module.value == 0
+            unknown = "" if right_and_below else "its padding"
+        elif kind == "DupUp3D" and module.factor_s != 2:
+            unknown = "its factor"
+        return f"{unknown} is not the author's" if unknown else super().why_module(name, module)
+
+    def layers(self, module: Any) -> list[Any]:
+        kind = kind_of(module)
+        if kind == "AttentionBlock":
+            return [module.norm, module.to_qkv, module.proj]
+        if kind == "Resample":
+            return [*module.resample, *([module.time_conv] if module.mode.endswith("3d") else ())]
+        if hasattr(module, "residual"):
+            return [*module.residual, module.shortcut]
+        silu, shortcut = module.nonlinearity, module.conv_shortcut
+        norm1, conv1, norm2, conv2 = module.norm1, module.conv1, module.norm2, module.conv2
+        return [norm1, silu, conv1, norm2, silu, module.dropout, conv2, shortcut]
+
+    def causal_frames(self, conv: Any) -> int:
+        causal = hasattr(conv, "_padding") and conv.stride[0] == 1
+        return conv.kernel_size[0] - 1 if causal else 0
 
     def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
         if kind_of(module) == "AttentionBlock":
@@ -171,8 +196,7 @@ class WanCoder(PatchedCoder):
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
-        norm1, _, conv1, norm2, _, _, conv2 = _layers(block)
-        shortcut = getattr(block, "shortcut", None) or block.conv_shortcut
+        norm1, _, conv1, norm2, _, _, conv2, shortcut = self.layers(block)
         h = x
         if not isinstance(shortcut, nn.Identity):
             h = session.conv(shortcut, x.to(session.dtype))
@@ -203,6 +227,8 @@ class Decoder(WanCoder):
     """A Wan VAE's decoder."""
 
     part, shared = "decoder", True
+    layer_kinds = _LAYER_KINDS | {"Resample": "Upsample Conv2d( CausalConv3d)?"}
+    resampling: ClassVar[Mapping[str, Any]] = {"resample.1": ((3, 3), (1, 1))}
 
     def first_frames(self, x: Tensor) -> int:
         return 2
@@ -272,6 +298,11 @@ class Encoder(WanCoder):
     """A Wan VAE's encoder."""
 
     part = "encoder"
+    layer_kinds = _LAYER_KINDS | {"Resample": "ZeroPad2d Conv2d( CausalConv3d)?"}
+    resampling: ClassVar[Mapping[str, Any]] = {
+        "resample.1": ((3, 3), (2, 2)),
+        "time_conv": ((3, 1, 1), (2, 1, 1)),
+    }
 
     def first_frames(self, x: Tensor) -> int:
         return 5
@@ -330,11 +361,6 @@ class Encoder(WanCoder):
         return torch.cat([start, session.conv(conv, x)], 1) if x.shape[1] > 1 else start
 
 
-def kind_of(module: Any) -> str:
-    """Return the name of a module's class, without the prefix that diffusers gives it."""
-    return original_class(module).__name__.removeprefix("Wan")
-
-
 def _inside(module: Any) -> Iterator[Any]:
     """Yield residual blocks, attentions, resamplings and unknown modules in the order in which
     they run."""
@@ -349,29 +375,10 @@ def _inside(module: Any) -> Iterator[Any]:
         yield module
 
 
-def _layers(block: Any) -> list[Any]:
-    """Return the layers of a residual block."""
-    if hasattr(block, "residual"):
-        return [*block.residual]
-    silu = block.nonlinearity
-    return [block.norm1, silu, block.conv1, block.norm2, silu, block.dropout, block.conv2]
-
-
 def rms(norm: Any, x: Tensor) -> RMSNorm:
     """Return the weights of one of Wan's norms on the device of x."""
     bias = norm.bias if isinstance(norm.bias, Tensor) else None
     return RMSNorm(norm.gamma.to(x.device), None if bias is None else bias.to(x.device))
-
-
-def _keeps_size(module: Any) -> bool:
-    """Return False for a causal convolution whose padding changes a frame's size."""
-    padding = getattr(module, "_padding", None)
-    if padding is None:
-        return True
-    height, width = module.kernel_size[1] // 2, module.kernel_size[2] // 2
-    if isinstance(padding, int):  # in time; ComfyUI's newest leaves the rest to the convolution
-        return bool(module.padding == (0, height, width))
-    return bool(padding[:4] == (width, width, height, height))
 
 
 def _average(x: Tensor, shortcut: Any) -> Tensor:

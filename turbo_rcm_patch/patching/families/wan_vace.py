@@ -53,17 +53,21 @@ class VACEBlock(WanBlock):
             The hint (None without an output projection) and the control stream, [B, N, C] each.
         """
         inputs = hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-        other = self.instead_of_fast(*inputs)
-        made: _Hint = self.fast(None, *inputs) if other is None else other(*inputs)
+        made: _Hint = self.runs(*inputs)(*inputs)
         return made
 
     def fast(  # type: ignore[override]
-        self, notes: Notes | None, video: Tensor, text: Tensor, control: Tensor, *rest: Any
+        self,
+        video: Tensor,
+        text: Tensor,
+        control: Tensor,
+        *rest: Any,
+        notes: Notes | None = None,
     ) -> _Hint:
         block = self.block
         if block.proj_in is not None:
             control = block.proj_in(control) + video
-        control = super().fast(notes, control, text, *rest)
+        control = super().fast(control, text, *rest, notes=notes)
         return None if block.proj_out is None else block.proj_out(control), control
 
     def why_inputs(  # type: ignore[override]

@@ -342,6 +342,5 @@
   }
 
   for (const figure of document.querySelectorAll("figure[data-player]")) new Player(figure);
-  const keys = document.getElementById("keys"); // Latents have no player.
-  if (keys) keys.hidden = false;
+  document.getElementById("keys").hidden = false;
 })();
