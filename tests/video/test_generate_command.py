@@ -56,12 +56,13 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys, mo
     out = capsys.readouterr().out
     assert "one.mp4  5 frames, 3.00 s, and 1.00 s to decode\n" in out
     last = out.splitlines()[-1]
-    expected = "4 s a video (3 s encoding and denoising, 1 s decoding; median of 1) on "
+    expected = "4 s a video (3 s encoding and denoising, 1 s decoding; a first video) on "
     assert last.startswith(expected), last
     assert main([*given, str(video), "--resume"]) == 0 and "was there" in capsys.readouterr().out
     listing = tmp_path / "prompts.txt"
     listing.write_text("a red circle\n\n  a blue square  \n")
     assert main([*command, "--prompts", str(listing), "--out", str(many)]) == 0
+    assert "decoding; median of 1 after the first) on " in capsys.readouterr().out
     (tmp_path / "b.old").mkdir()
     assert main([*given, str(tmp_path / "b.old")]) == 0
     for folder, count in ((many, 2), (tmp_path / "b.old", 1)):
