@@ -287,10 +287,8 @@ def _records_for(
     log = GuardLog()
     records = [_record(model, one, config, log) for one in known]
     pairs = [pair for record in records for pair in record.pairs()]
-    fused, reasons = (
-        any(pair.fused for pair in pairs),
-        sorted({pair.reason for pair in pairs} - {""}),
-    )
+    fused = any(pair.fused for pair in pairs)
+    reasons = sorted({pair.reason for pair in pairs} - {""})
     if not fused and any(record.entries for record in records):
         _log.warning("No pair runs fused at present: %s", "; ".join(reasons))
     elif not fused:

@@ -95,22 +95,22 @@ def read_clip(path: Path) -> Media:
 
 
 def _folder(path: Path) -> Media:
-    def number(one: Path) -> list[tuple[int, str]]:
-        parts = re.findall(r"\d+|\D+", one.name)
+    def number(file: Path) -> list[tuple[int, str]]:
+        parts = re.findall(r"\d+|\D+", file.name)
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
-    files = sorted((one for one in path.iterdir() if _is_png(one)), key=number)
+    files = sorted(filter(_is_png, path.iterdir()), key=number)
     if len(files) > MOST_FRAMES:
         raise _wrong(path, f"at most {MOST_FRAMES} frames", f"{len(files)}")
     frames: list[np.ndarray] = []
-    for one in files:
-        frames.append(np.asarray(read_image(one)))
+    for file in files:
+        frames.append(np.asarray(read_image(file)))
         _check_size(frames[0].size * len(files), path)
     return Media(_stacked(frames, path))
 
 
 def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
-    sizes = Counter(f"{one.shape[1]} x {one.shape[0]}" for one in frames)
+    sizes = Counter(f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames)
     if len(sizes) > 1:
         got = ", ".join(f"{count} of {size}" for size, count in sizes.items())
         raise _wrong(path, "frames of one size", got)
@@ -365,10 +365,10 @@ def _paired(name: str, clips: Mapping[str, Mapping[str, list[Path]]]) -> dict[st
 
 def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for one in sorted(filter(_is_png, path.iterdir())) if path.is_dir() else [path]:
-        check_regular(one, SamplingError, _MOST_BYTES)
-        with one.open("rb") as file:
-            digest.update(one.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    for part in sorted(filter(_is_png, path.iterdir())) if path.is_dir() else [path]:
+        check_regular(part, SamplingError, _MOST_BYTES)
+        with part.open("rb") as file:
+            digest.update(part.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
 
 
