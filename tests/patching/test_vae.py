@@ -30,6 +30,7 @@ from tests.patching.test_threads import together
 from tests.patching.vae import (
     COGVIDEOX,
     COMFYUI,
+    COMFYUI_22,
     DIFFUSERS,
     ORIGINAL,
     VAE,
@@ -398,6 +399,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "pad.padding": (everywhere("ZeroPad2d", padding=(1, 0, 1, 0)), WANS, ""),
     "pad.value": (everywhere("ZeroPad2d", value=1.0), WANS, ""),
     "bilinear": (everywhere("Upsample", mode="bilinear"), WANS, ""),
+    "attention": (
+        everywhere("AttentionBlock", optimized_attention=lambda _: torch.addcmul),
+        (COMFYUI, COMFYUI_22), "",
+    ),
     "padding_mode": (everywhere(kernels(2), padding_mode="circular"), VAES, ""),
     "dilation": (
         everywhere(
