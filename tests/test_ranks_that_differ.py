@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from tests.patching.models import named
 from tests.patching.test_threads import together
 from tests.patching.vae import WAN, conv_in_float64, decode
 from tests.ranks import on_ranks
+from tests.test_several_ranks import counted
 from tests.video.micro import SMALL, micro_pipe
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import parallel, patch_model, report_of, unpatch_model
@@ -42,6 +44,7 @@ Call = dict[str, Any]
 EXACT: dict[str, Any] = {"attention": "exact", "guard": False}
 #: Seconds until an error, on a machine with other work.
 LIMIT = 60.0
+on_two = partial(on_ranks, 2, timeout=timedelta(seconds=1.5 * LIMIT))
 
 
 def call(seed: int = 0, **more: Any) -> Call:
@@ -110,8 +113,10 @@ def failing_at(name: str, count: int, pipe: Any) -> Iterator[None]:
         yield
 
 
-def other_weights(pipe: Any, call: Call) -> None:
-    [*pipe.transformer.parameters()][-9].data *= 1.01
+def other_weights(pipe: Any, call: Call, network: str = "transformer") -> None:
+    """Another weight of one Linear, but for its first element."""
+    weights = [x for x in getattr(pipe, network).parameters() if x.dim() == 2]
+    weights[-3].data.flatten()[1:] *= 1.01
 
 
 def other_adapter(pipe: Any, call: Call) -> None:
@@ -165,6 +170,8 @@ DEVIATIONS: dict[str, Row] = {
         lambda pipe, _: vars(pipe).update(_interrupt=True)), {"output_type": "pt"}),
     "failure": ("the call.*call 3 of transformer on rank 0, call 0", stops_between_two_calls, {}),
     "weights": ("the weights of transformer", other_weights, {}),
+    "weights-of-an-expert": ("the weights of transformer_2", partial(
+        other_weights, network="transformer_2"), {"experts": True}),
     "dtype": ("hidden_states", lambda pipe, _: pipe.transformer.bfloat16(), {}),
     "adapter": ("the weights of transformer", other_adapter, {}),
     "adapter-scale": ("the adapters of transformer", other_scale, {"adapter": True}),
@@ -172,7 +179,7 @@ DEVIATIONS: dict[str, Row] = {
     "unpatched": ("the patch of transformer", other_patch, {}),
     "vae-options": ("the patch of vae", lambda pipe, _: (
         unpatch_model(pipe.vae), patch_model(pipe.vae, conv="bf16", guard=False)), {}),
-    "guard": ("the guard of transformer", other_level, {}),
+    "guard": ("the patch of transformer", other_level, {}),
 }  # fmt: skip
 #: Those of CogVideoX, whose pipeline calls its network once a step.
 BATCHED = ["seed", "prompt", "negative-prompt", "guidance", "steps", "latents-of-a-callback",
@@ -188,7 +195,8 @@ def deviates(
     many = mock.patch.object(torch.accelerator, "device_count", return_value=4)
     for name in names:
         pattern, deviate, more = DEVIATIONS[name]
-        more, pipe = dict(more), make()
+        more = dict(more)
+        pipe = micro_pipe(experts=True) if more.pop("experts", False) else make()
         if more.pop("adapter", False):
             torch.manual_seed(0)
             other_adapter(pipe, {})
@@ -212,15 +220,15 @@ def deviates(
 
 @pytest.mark.parametrize("part", range(3))
 def test_all_ranks_raise_what_differs(part: int) -> None:
-    on_ranks(2, deviates, micro_pipe, list(DEVIATIONS)[part::3], {"cfg": 2})
+    on_two(deviates, micro_pipe, list(DEVIATIONS)[part::3], {"cfg": 2})
 
 
 def test_all_ranks_raise_what_differs_of_a_batch() -> None:
-    on_ranks(2, deviates, micro_cogvideox, BATCHED, {"cfg": 2})
+    on_two(deviates, micro_cogvideox, BATCHED, {"cfg": 2})
 
 
 def test_ranks_that_share_a_sequence_raise_what_differs() -> None:
-    on_ranks(2, deviates, micro_pipe, SPLIT, {"ulysses": 2})
+    on_two(deviates, micro_pipe, SPLIT, {"ulysses": 2})
 
 
 def goes_on(rank: int) -> None:
@@ -233,7 +241,9 @@ def goes_on(rank: int) -> None:
         for count in (1, 2):
             with failing_at("uncond", count, wan), pytest.raises(ZeroDivisionError):
                 wan(**call())
-            assert torch.equal(wan(**call()).frames, expected)
+            with counted(wan) as counts:
+                assert torch.equal(wan(**call()).frames, expected)
+            assert counts == {"samples": 3, "exchanges": 3, "compared": 6}
     stochastic = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     for pipe, scheduler, more in (
         (micro_pipe(), stochastic, {"latents": latents()}),
@@ -251,7 +261,7 @@ def goes_on(rank: int) -> None:
 
 
 def test_ranks_go_on_after_an_error_and_draw_the_same_noise() -> None:
-    on_ranks(2, goes_on)
+    on_two(goes_on)
 
 
 # --- a decode that ranks share -------------------------------------------------------------------
@@ -292,7 +302,7 @@ def decodes_something_else(rank: int) -> None:
 
 
 def test_a_shared_decode_of_something_else_raises_on_all_ranks() -> None:
-    on_ranks(2, decodes_something_else)
+    on_two(decodes_something_else)
 
 
 def has_a_reason_alone(rank: int) -> None:
@@ -334,7 +344,7 @@ def has_a_reason_alone(rank: int) -> None:
 
 
 def test_a_rank_that_has_a_reason_for_the_authors_decoder_takes_the_others_with_it() -> None:
-    on_ranks(2, has_a_reason_alone)
+    on_two(has_a_reason_alone)
 
 
 def threads_in_other_orders(rank: int) -> None:
@@ -353,7 +363,7 @@ def threads_in_other_orders(rank: int) -> None:
 
 
 def test_threads_that_decode_in_another_order_raise() -> None:
-    on_ranks(2, threads_in_other_orders)
+    on_two(threads_in_other_orders)
 
 
 @pytest.mark.parametrize("model", [named("t2v").model, WAN.model], ids=["network", "vae"])

@@ -1,7 +1,8 @@
 """Several ranks compute what one rank does: its bits, or close where sums come in another order.
 
 One table of ways, over ranks on a CPU through gloo, and over two GPUs through NCCL (`make
-test-two-gpus`).
+test-two-gpus`). What they refuse is at the end of the file; ranks that were given different
+things are in `tests/test_ranks_that_differ.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import FirstBlockCacheConfig
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor
 
@@ -29,10 +32,11 @@ from tests.patching.test_symmetric import mapped as mapped_memory
 from tests.patching.test_vae import FUSION
 from tests.patching.vae import VAE, WAN, WAN_RESIDUAL, conv_in_float64, decode, encode
 from tests.ranks import enable_parallelism, on_ranks
-from tests.video.micro import SMALL, micro_pipe, micro_video_pipe
+from tests.video.micro import SMALL, micro_pipe, micro_video_pipe, skyreels
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_sources import CASES, UNUSUAL, film
 from turbo_rcm_patch import (
+    is_patched,
     parallel,
     patch_model,
     patched,
@@ -42,7 +46,9 @@ from turbo_rcm_patch import (
 )
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.diffusers_parallel import ONE_CALL, TWO_CALLS
-from turbo_rcm_patch.patching import block, measure
+from turbo_rcm_patch.errors import ContextParallelError, WrappedError
+from turbo_rcm_patch.ops.residual import api as residual
+from turbo_rcm_patch.patching import block, guard, measure
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.find import qualified_name
 from turbo_rcm_patch.patching.vae import share
@@ -217,21 +223,29 @@ def latents(pipe: Any, inputs: dict[str, Any], guidance: float = 5.0, **more: An
 
 @contextmanager
 def counted(pipe: Any) -> Iterator[dict[str, int]]:
-    """Count samples that the networks of this rank compute, and exchanges."""
-    counts = {"samples": 0, "exchanges": 0}
+    """Count samples that the networks of this rank compute, exchanges of predictions, and numbers
+    that ranks compare."""
+    counts = {"samples": 0, "exchanges": 0, "compared": 0}
 
     def count_samples(_: object, args: Any) -> None:
         counts["samples"] += len(args[0])
 
     networks = filter(None, (pipe.transformer, getattr(pipe, "transformer_2", None)))
     hooks = [one.proj_out.register_forward_pre_hook(count_samples) for one in networks]
-    gather = dist.all_gather
 
-    def count_exchanges(*args: Any, **kwargs: Any) -> Any:
-        counts["exchanges"] += 1
-        return gather(*args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
 
-    with mock.patch.object(dist, "all_gather", count_exchanges):
+        return call
+
+    with (
+        mock.patch.object(dist, "all_gather", counting("exchanges", dist.all_gather)),
+        mock.patch.object(
+            dist, "all_gather_into_tensor", counting("compared", dist.all_gather_into_tensor)
+        ),
+    ):
         yield counts
     for hook in hooks:
         hook.remove()
@@ -277,7 +291,132 @@ def guidance(device: torch.device, name: str, options: dict[str, Any] | None) ->
         assert (report.forms() if report else {}) == forms
     assert torch.equal(made, expected) and {*vars(pipe)} == before
     steps = STEPS - 1 if "video" in inputs and "mask" not in inputs else STEPS  # by its strength
-    assert counts == {"samples": steps, "exchanges": steps}
+    compared = steps if batched else 2 * steps
+    assert counts == {"samples": steps, "exchanges": steps, "compared": compared}
+
+
+def guidance_off_and_on(device: torch.device) -> None:
+    """Both groups compute the same without guidance; a callback changes the negative prompt."""
+    pipe = micro_pipe()
+    without, changed = latents(pipe, {}, 1.0), with_another_prompt(pipe)
+    with parallel(pipe, cfg=2), counted(pipe) as counts:
+        assert torch.equal(latents(pipe, {}, 1.0), without)
+        assert counts == {"samples": STEPS, "exchanges": 0, "compared": STEPS}
+        assert torch.equal(with_another_prompt(pipe), changed)
+    # A step's second call has other inputs than were computed ahead.
+    assert counts == {"samples": 2 * STEPS + 1, "exchanges": STEPS, "compared": 3 * STEPS}
+
+
+def with_another_prompt(pipe: Any) -> Tensor:
+    """Latents where a callback changes the negative prompt after the first step."""
+
+    def change(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: x if step else 2 * x + 1 for name, x in values.items()}
+
+    made: Tensor = pipe(
+        prompt=PROMPT, negative_prompt="green", guidance_scale=5.0, num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(0), output_type="latent", **SMALL,
+        callback_on_step_end=change, callback_on_step_end_tensor_inputs=["negative_prompt_embeds"],
+    ).frames  # fmt: skip
+    return made
+
+
+def compiled(device: torch.device) -> None:
+    pipe = micro_pipe()
+    del pipe.transformer.blocks[1]
+    expected = latents(pipe, {}, steps=2)
+    pipe.transformer.compile(backend="eager")
+    with parallel(pipe, cfg=2):
+        assert torch.equal(latents(pipe, {}, steps=2), expected)
+
+
+def both(device: torch.device, patch_first: bool) -> None:
+    """Two by two ranks, patched before and after, and what is left of it."""
+    pipe = micro_pipe(experts=True)
+    networks = (pipe.transformer, pipe.transformer_2)
+    alone = latents(pipe, {})
+    with patched(pipe, **INT8):
+        expected = latents(pipe, {})
+
+    def attributes() -> list[dict[str, set[str]]]:
+        return [{name: {*vars(one)} for name, one in net.named_modules()} for net in networks]
+
+    before = attributes()
+    if patch_first:
+        patch_model(pipe, **INT8)
+    together = parallel(pipe, cfg=2, ulysses=2)
+    if not patch_first:
+        made = latents(pipe, {})
+        assert relative_l2(made, alone) < 1e-4 and same_everywhere(made)
+        patch_model(pipe, **INT8)
+    made = latents(pipe, {})
+    assert relative_l2(made, expected) < NEAR_INT8 and same_everywhere(made)
+    report = str(report_of(pipe))
+    for name in ("transformer", "transformer_2"):
+        assert f"{name} on ranks 0, 1, 2, 3: 2 blocks fused with int8 attention" in report
+    assert "parallel over 2 ranks" in report
+    folder = f"{patch_first}"
+    os.makedirs(folder, exist_ok=True)
+    with mapped_memory(folder):  # Each pair of ranks has memory of its own, for both networks.
+        assert torch.equal(latents(pipe, {}), made)
+        assert "in symmetric memory" in str(report_of(pipe))
+    undo = [together.undo, partial(unpatch_model, pipe)]
+    undo[not patch_first]()
+    if patch_first:
+        assert torch.equal(latents(pipe, {}), expected)
+    undo[patch_first]()
+    together.undo()
+    assert torch.equal(latents(pipe, {}), alone)
+    for were, are in zip(before, attributes(), strict=True):
+        assert not patch_first or all(are[name] == were[name] for name in were)
+
+
+def uneven_heads_of_a_pipeline(device: torch.device) -> None:
+    pipe = micro_pipe()
+    with pytest.raises(ContextParallelError, match="patch_model first"):
+        parallel(pipe, ulysses=3)  # diffusers refuses two heads on three ranks
+    with patched(pipe, **INT8):
+        expected = latents(pipe, {})
+        with mock.patch.object(dist, "all_gather", gather_uneven), parallel(pipe, ulysses=3):
+            made = latents(pipe, {})
+    assert relative_l2(made, expected) < NEAR_INT8
+
+
+# --- a fault on one rank -------------------------------------------------------------------------
+
+
+def decides_alike(device: torch.device, whole: int) -> None:
+    """A fault on one rank is seen there, and both decide."""
+    row = named("t2v")
+    model, inputs = row.model(), row.inputs()
+    expected = run(model, inputs)
+    report = patch_model(model, attention="int8")
+    enable_parallelism(model, ulysses_degree=2)
+    right = residual.skip_norm
+
+    def wrong(*args: Any, **named: Any) -> Any:
+        x, h = right(*args, **named)
+        return x if x is None else x * 2, h
+
+    with (
+        mock.patch.object(measure, "_WHOLE", whole),
+        mock.patch.object(residual, "skip_norm", right if dist.get_rank() else wrong),
+    ):
+        made = run(model, inputs)
+    assert {record.path for record in report.guard.decisions} == {"blocks.0", "blocks.1"}
+    assert relative_l2(made, expected) < 0.02
+
+
+def predicts_alike(device: torch.device) -> None:
+    """The prediction of one rank is far over the target."""
+    row = named("t2v")
+    model, far = row.model(), measure.Shares(1e-6, 1.0)
+    report = patch_model(model, attention="int8")
+    enable_parallelism(model, ulysses_degree=2)
+    alone = mock.patch.object(guard, "shares", lambda *_: far)
+    with alone if dist.get_rank() else nullcontext():
+        run(model, row.inputs())
+    assert report.last_forward == {"fused with exact attention": 2}
 
 
 # --- the rows of a video's frames ----------------------------------------------------------------
@@ -316,6 +455,38 @@ def rows_with_torchs_convolutions(device: torch.device) -> None:
     expected = decode(model, latent)
     share(model, dist.group.WORLD)
     assert relative_l2(decode(model, latent), expected) < FUSION
+
+
+def rows_of_a_pipeline(device: torch.device, patch_first: bool) -> None:
+    patching_vae.conv3d = conv_in_float64
+    pipe, call = micro_pipe(), {"sampler": "scheduler", "steps": 1, **SMALL}
+
+    def frames() -> Tensor:
+        return generate(pipe, PROMPT, **call).frames
+
+    original = frames()  # The author's code leaves its scratch there.
+    before = {*vars(pipe.vae)}
+    with patched(pipe, guard=False):
+        expected = frames()
+    if patch_first:
+        patch_model(pipe, guard=False)
+    with parallel(pipe, cfg=2):
+        if not patch_first:
+            patch_model(pipe, guard=False)
+        report = report_of(pipe)
+        assert torch.equal(frames(), expected)
+        assert "rows over 2 ranks" in report.ran()["vae.decoder"]
+        unpatch_model(pipe)
+        assert torch.equal(frames(), original)
+    assert {*vars(pipe.vae)} == before
+    with patched(pipe, guard=False) as report, parallel(pipe, cfg=2, vae=False):
+        assert torch.equal(frames(), expected)
+        assert "rows over" not in report.ran()["vae.decoder"]
+    with patched(pipe, guard=False) as report:
+        share(pipe.vae, dist.group.WORLD)
+        parallel(pipe, cfg=2).undo()
+        assert torch.equal(frames(), expected)
+        assert "rows over 2 ranks" in report.ran()["vae.decoder"]  # as before
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -363,7 +534,13 @@ WAYS: dict[str, tuple[int, list[Way]]] = {
     "guidance": (2, pipelines("wan", options=(None, EXACT, GUARDED)) + pipelines("wan-experts")),
     "guidance-batched": (2, pipelines("cogvideox", options=(None, GUARDED))),
     "guidance-others": (2, pipelines(*list(PIPELINES)[3:])),
-    "rows": (2, [partial(rows, vae=WAN, size=(3, 8, 6, 1))]),
+    "guidance-off-and-on": (2, [guidance_off_and_on, compiled]),
+    "guidance-and-sequence": (4, [partial(both, patch_first=first) for first in (True, False)]),
+    "heads-of-a-pipeline": (3, [uneven_heads_of_a_pipeline]),
+    "a-fault-of-one": (2, [*(partial(decides_alike, whole=whole) for whole in (4096, 8)),
+                           predicts_alike]),
+    "rows": (2, [partial(rows, vae=WAN, size=(3, 8, 6, 1)),
+                 *(partial(rows_of_a_pipeline, patch_first=first) for first in (True, False))]),
     "rows-on-three": (3, [partial(rows, vae=WAN, size=(1, 7, 5, 2)),
                           partial(rows, vae=WAN_RESIDUAL, size=(2, 7, 5, 1)),
                           partial(rows, vae=WAN, size=(2, 7, 5, 1), tiles=True),
@@ -383,9 +560,12 @@ def try_each(rank: int, name: str, on_gpus: bool, folder: str) -> None:
     torch.set_grad_enabled(False)
     os.chdir(folder)  # where memory is mapped
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    # diffusers counts accelerators, of which a CPU machine has none.
+    counts = nullcontext() if on_gpus else mock.patch("torch.accelerator.device_count", lambda: 4)
     for way in ON_GPUS[name] if on_gpus else WAYS[name][1]:
         try:
-            way(device)
+            with counts:
+                way(device)
         except Exception as error:
             error.add_note(str(way))
             raise
@@ -415,3 +595,68 @@ def test_two_gpus_compute_what_one_does(name: str, tmp_path: Path) -> None:
 def test_every_pipeline_of_the_list_is_tried() -> None:
     tried = {qualified_name(type(make())) for make, _ in PIPELINES.values()}
     assert tried == TWO_CALLS | ONE_CALL
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def refuses(rank: int) -> None:
+    def refused(pattern: str, pipe: Any, **degrees: Any) -> None:
+        with pytest.raises(ContextParallelError, match=pattern):
+            parallel(pipe, **(degrees or {"cfg": 2}))
+
+    pipe = micro_pipe()
+    network = pipe.transformer
+    shared = parallel(pipe, cfg=2)
+    refused("parallel already", pipe)
+    network.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(ContextParallelError, match="FirstBlockCacheConfig"):
+        latents(pipe, {})
+    network.disable_cache()
+    over = network.forward
+    network.forward = lambda **named: over(**named)
+    with pytest.raises(ContextParallelError, match="no other forward than"):
+        latents(pipe, {})
+    with pytest.raises(WrappedError):
+        shared.undo()
+    network.forward = over
+    shared.undo()
+    assert "forward" not in vars(network) and not is_patched(pipe)
+
+    network.enable_cache(FirstBlockCacheConfig())
+    refused("no cache; got FirstBlockCacheConfig", pipe)
+    network.disable_cache()
+    network.forward = lambda **named: None
+    refused("cache-dit", pipe)
+    refused("4 of one group", micro_pipe(), cfg=2, ulysses=2)
+    refused("cfg 1 or 2", micro_pipe(), cfg=3)
+    refused("not both 1", micro_pipe(), cfg=1)
+    refused("WanVACEPipeline", skyreels())
+    refused("a parallel plan in diffusers", micro_cogvideox(), ulysses=2)
+    with mock.patch.object(torch.accelerator, "device_count", return_value=0):
+        refused("expected a GPU.*Use cfg=2 alone", micro_pipe(), ulysses=2)
+
+    for name in ("three-heads-of-24", "head-dim-128"):  # without ulysses_anything
+        model, inputs = named(name).model(), named(name).inputs()
+        enable_parallelism(model, ulysses_degree=2)
+        with pytest.raises((RuntimeError, ValueError)):
+            run(model, inputs)
+        with pytest.raises(ContextParallelError, match=r"[13] heads?"):
+            patch_model(model, guard=False)
+        for options in (EXACT, WITH_GUARD):
+            model = named(name).model()
+            patch_model(model, **options)
+            enable_parallelism(model, ulysses_degree=2)
+            for _ in range(2):
+                with pytest.raises(ContextParallelError, match=r"ulysses_anything=True"):
+                    run(model, inputs)
+
+
+def test_what_would_go_wrong_is_refused_in_words() -> None:
+    on_ranks(2, refuses)
+    with pytest.raises(ContextParallelError, match=r"no process group.*torchrun"):
+        parallel(micro_pipe(), cfg=2)
+    model = named("t2v").model()
+    model._parallel_config = SimpleNamespace(context_parallel_config=None)
+    with pytest.raises(ContextParallelError, match="without it"):
+        patch_model(model)

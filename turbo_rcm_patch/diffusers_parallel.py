@@ -4,8 +4,9 @@ groups of ranks (CFG parallel), and within a group the sequence split by Ulysses
     with parallel(pipe, cfg=2, ulysses=2):
         video = pipe(prompt, generator=torch.Generator(device).manual_seed(0))
 
-Every rank runs the whole pipeline with the same inputs. Predictions are exchanged once a step, so
-every rank takes the same step:
+Every rank runs the whole pipeline with the same inputs, which every call of a network compares
+first (`patching/agreement.py`). Predictions are exchanged once a step, so every rank takes the
+same step:
 
 - Wan's pipelines call the network twice a step, with inputs that differ in the embedding of the
   prompt alone. `_NegativePrompt` keeps the negative one, so at the first call group 0 computes
@@ -22,6 +23,7 @@ diffusers has context parallelism and no CFG parallelism. Written against diffus
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -79,7 +81,8 @@ def parallel(
 
     Call it on every rank, before or after `patch_model` or without it. Everything is checked
     before the first change. Then call the pipeline on every rank with the same inputs and seeds.
-    The first forward of a video compares them.
+    Every call of a network compares them, and raises a ContextParallelError on all ranks if they
+    differ.
 
     Args:
         pipe: A pipeline of diffusers. CFG parallelism knows Wan's (one or two experts) from a
@@ -119,14 +122,17 @@ def parallel(
     anything = ulysses > 1 and (uneven if ulysses_anything is None else ulysses_anything)
     kind = execution_device(next(iter(networks.values()))).type
     mesh = init_device_mesh(kind, (cfg, 1, ulysses), mesh_dim_names=("cfg", "ring", "ulysses"))
-    result = Parallel(cfg, ulysses)
+    result, negative = Parallel(cfg, ulysses), None
+    result._undo.callback(symmetric.release)
     try:
         if cfg > 1 and qualified_name(type(pipe)) in TWO_CALLS:
-            result._negative = _NegativePrompt(pipe)
+            negative = _NegativePrompt(pipe)
+            _set_attribute(pipe, "encode_prompt", negative, result._undo)
         for name, network in networks.items():
             groups = mesh if cfg > 1 else None
-            parallel_network = _ParallelNetwork(pipe, name, network, groups, result._negative)
-            result._networks.append(parallel_network)
+            parallel_network = _ParallelNetwork(pipe, name, network, groups, negative)
+            result._undo.callback(parallel_network.undo)
+            _set_attribute(network, PARALLEL, parallel_network, result._undo)
             if ulysses > 1:
                 config = ContextParallelConfig(
                     ulysses_degree=ulysses, mesh=mesh, ulysses_anything=anything
@@ -134,14 +140,29 @@ def parallel(
                 network.enable_parallelism(config=config)  # type: ignore[operator]
             # Outside of diffusers' hooks, which split a timestep per token.
             parallel_network.install()
+            result._networks.append(parallel_network)
         module = getattr(pipe, VAE, None)
         if vae and isinstance(module, nn.Module) and DECODE_GROUP not in vars(module):
-            vars(module)[DECODE_GROUP] = DecodeGroup(dist.group.WORLD)
-            result._vae = module
+            _set_attribute(module, DECODE_GROUP, DecodeGroup(dist.group.WORLD), result._undo)
     except BaseException:
         result.undo()
         raise
     return result
+
+
+def _set_attribute(holder: object, name: str, value: object, undo: ExitStack) -> None:
+    """Set an attribute of an instance until `undo` is closed."""
+    attributes = vars(holder)
+    before = attributes.get(name, value)
+    attributes[name] = value
+
+    def restore() -> None:
+        if attributes.get(name) is value:  # else other code has replaced it
+            del attributes[name]
+            if before is not value:
+                attributes[name] = before
+
+    undo.callback(restore)
 
 
 def _check_world(cfg: int, ulysses: int) -> None:
@@ -213,8 +234,7 @@ class Parallel:
     def __init__(self, cfg: int, ulysses: int) -> None:
         self.cfg, self.ulysses = cfg, ulysses
         self._networks: list[_ParallelNetwork] = []
-        self._negative: _NegativePrompt | None = None
-        self._vae: nn.Module | None = None
+        self._undo = ExitStack()
 
     def __repr__(self) -> str:
         return f"Parallel(cfg={self.cfg}, ulysses={self.ulysses})"
@@ -232,17 +252,9 @@ class Parallel:
             WrappedError: Other code replaced the forward of a network. Nothing was changed.
         """
         for network in self._networks:
-            if network.installed:
-                network.entry.check(network.name)
-        while self._networks:
-            self._networks.pop().undo()
-        if self._negative is not None:
-            self._negative.undo()
-            self._negative = None
-        symmetric.release()
-        if self._vae is not None:
-            vars(self._vae).pop(DECODE_GROUP, None)
-            self._vae = None
+            network.entry.check(network.name)
+        self._networks.clear()
+        self._undo.close()
 
 
 class _NegativePrompt:
@@ -254,21 +266,12 @@ class _NegativePrompt:
 
     def __init__(self, pipe: Any) -> None:
         self.embeds: Tensor | None = None
-        self._pipe, self._inner = pipe, pipe.encode_prompt
-        self._replaced = vars(pipe).get("encode_prompt")
-        pipe.encode_prompt = self
+        self._inner = pipe.encode_prompt
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Encode the prompts of a video."""
         prompt_embeds, self.embeds = self._inner(*args, **kwargs)
         return prompt_embeds, self.embeds
-
-    def undo(self) -> None:
-        """Restore the pipeline's function."""
-        if vars(self._pipe).get("encode_prompt") is self:
-            del self._pipe.encode_prompt
-            if self._replaced is not None:
-                self._pipe.encode_prompt = self._replaced
 
 
 class _ParallelNetwork:
@@ -277,7 +280,6 @@ class _ParallelNetwork:
     Attributes:
         name: The network's name in the pipeline.
         entry: The replacement of its forward.
-        installed: True if it is in place.
         ran: How its blocks ran on each rank, on the first forward of a video.
     """
 
@@ -303,12 +305,11 @@ class _ParallelNetwork:
         # Collectives do not belong in a graph. The network's own forward is compiled.
         run = torch.compiler.disable(self.run, recursive=False)  # type: ignore[no-untyped-call]
         self.entry = Entry(network, "forward", run, (network, "forward"), absent=True)
-        self._inner, self.installed = network.forward, False
-        vars(network)[PARALLEL] = self
+        self._inner = network.forward
 
     def install(self) -> None:
         """Replace the network's forward, which is called instead."""
-        self._inner, self.installed = self._network.forward, True
+        self._inner = self._network.forward
         self.entry.install()
 
     def _holders(self) -> list[Any]:
@@ -322,7 +323,6 @@ class _ParallelNetwork:
         network = self._network
         for slot in self.entry.located():
             setattr(*slot, self._inner)
-        del vars(network)[PARALLEL]
         if getattr(network, "_parallel_config", None) is not None:
             remove_context_parallel(network, network._cp_plan)
         for holder in self._holders():  # Nothing stays that was not there.
@@ -378,6 +378,8 @@ class _ParallelNetwork:
                 would be mixed.
         """
         device = execution_device(self._network)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # The call before the capture was compared.
         timesteps = getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
         begins, self._timesteps = timesteps is not self._timesteps, _NO_VIDEO
         values = {f"{name} of {self.name}": x for name, x in (*enumerate(args), *named.items())}
@@ -458,13 +460,10 @@ class _ParallelNetwork:
         }
         for name, module in ((self.name, self._network), (VAE, getattr(pipe, VAE, None))):
             record = record_of(module) if isinstance(module, nn.Module) else None
-            if record is None:
-                values[f"the patch of {name}"] = None
-                continue
-            levels = [int(block.level) for block in record.blocks] if name != VAE else []
-            prediction = record.guard.prediction if record.guard else None
-            values[f"the patch of {name}"] = repr(record.config)
-            values[f"the guard of {name}"] = [levels, prediction]
+            if record is not None:
+                levels = None if name == VAE else [int(block.level) for block in record.blocks]
+                prediction = record.guard and record.guard.prediction
+                values[f"the patch of {name}"] = [repr(record.config), levels, prediction]
         return values
 
     def describe(self) -> list[str]:

@@ -128,7 +128,8 @@ class DroppedWeightError(PatchError, RuntimeError):
 
 
 class ContextParallelError(PatchError, RuntimeError):
-    """The model is split over several ranks in a way that the fused path does not support."""
+    """The model is split over several ranks in a way that the fused path does not support, or the
+    ranks were given different things."""
 
 
 # --- operations ----------------------------------------------------------------------------------

@@ -383,6 +383,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "subclass": (subclassed, VAES, "the class of the VAE was replaced"),
     "norm.scale": (everywhere("RMS_norm", scale=lambda norm: 1.1 * norm.scale), WANS, ""),
     "norm.bias": (everywhere("RMS_norm", bias=0.5), WANS, ""),
+    "norm.bias-of-channels": (
+        everywhere("RMS_norm", bias=lambda norm: nn.Parameter(0.3 * norm.gamma)), WANS, ""
+    ),
     "norm.eps": (everywhere("GroupNorm", eps=1.0), (COGVIDEOX,), ""),
     "norm.num_groups": (everywhere("GroupNorm", num_groups=2), (COGVIDEOX,), ""),
     "causal-padding": (
@@ -910,7 +913,7 @@ def test_two_pipelines_share_a_vae() -> None:
     with patched(second):
         assert is_patched(second.transformer)
     assert error(decode(vae, z), expected) < FUSION and is_patched(vae)
-    with pytest.raises(AlreadyPatchedError, match="vae"):
+    with pytest.raises(AlreadyPatchedError, match="vae=False"):
         patch_model(second, conv="bf16")
     unpatch_model(first)
     assert not is_patched(vae) and torch.equal(decode(vae, z), expected)

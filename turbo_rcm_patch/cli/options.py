@@ -57,11 +57,6 @@ class Model(Command):
     model: str = field(default="tiny", metadata=_MODEL)
     lora: tuple[str, ...] = field(default=(), metadata={"metavar": "PATH_OR_ID[:SCALE]"})
 
-    @property
-    def loras(self) -> dict[str, Any]:
-        """The keyword of `load_pipeline` for the LoRAs, if there are any."""
-        return {"lora": self.lora} if self.lora else {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Patched(Model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -23,9 +23,11 @@ _T = TypeVar("_T")
 
 #: Bytes of a number -> an integer type of that size.
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Odd numbers of 64 bits (those of splitmix64), which spread bits over a hash.
-_SPREAD_PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-_SPREAD_BITS: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+#: Constants of splitmix64, as signed numbers: its step, and its shifts and factors.
+_STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX: Final = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))
+#: Elements that are hashed at once.
+_PART: Final = 1 << 22
 #: Least number of elements that are read of each weight.
 _SAMPLE: Final = 32
 
@@ -79,11 +81,16 @@ def _refuse(of_ranks: list[dict[str, tuple[str, list[int]]]], ranks: list[int]) 
             )
 
 
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one, as torch's functions expect."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_objects(group: Any, value: _T, device: torch.device) -> list[_T]:
     """Return a value of each rank of a group."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -96,6 +103,7 @@ def sample(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> list[
     names: list[str] = []
     elements: dict[torch.dtype, list[Tensor]] = {}
     for name, weight in weights:
+        name = name.replace("_orig_mod.", "")  # A compiled module has the same weights.
         names.append(f"{name} {type(weight).__name__} {weight.dtype} {[*weight.shape]}")
         integer = _INTEGERS.get(weight.element_size())
         if type(weight) in (Tensor, nn.Parameter) and not weight.is_meta and integer is not None:
@@ -130,7 +138,13 @@ def _hash(x: Tensor) -> Tensor:
     """Return a number [] that depends on the bits of all elements and on their places."""
     x = x.detach()
     x = (torch.view_as_real(x) if x.is_complex() else x).flatten()
-    bits = x.view(_INTEGERS[x.element_size()]).to(torch.int64)
-    places = torch.arange(1, len(bits) + 1, device=x.device)
-    mixed = (bits + places * _SPREAD_PLACE) * _SPREAD_BITS
-    return (mixed ^ (mixed >> 29)).sum()
+    parts, place = [], 1
+    for part in torch.split(x.view(_INTEGERS[x.element_size()]), _PART):  # bounds the memory
+        places = torch.arange(place, place + len(part), device=x.device)
+        mixed = part.to(torch.int64) + places * _STEP
+        for shift, factor in _MIX:
+            shifted = (mixed >> shift) & ((1 << 64 - shift) - 1)  # without the sign
+            mixed = (mixed ^ shifted) * factor
+        parts.append(mixed.sum())
+        place += len(part)
+    return torch.stack(parts).sum()

@@ -63,11 +63,12 @@ class DecodeGroup:
             return why, compares
         vae = coder.vae
         sizes = {name: x for name, x in vars(vae).items() if name.startswith(("tile_", "use_"))}
+        weights = [item for item in vae.named_parameters() if not item[0].startswith("encoder.")]
         values = {
             "the latent": x,
             "the patch of the VAE": repr(coder.config),
             "the tiling of the VAE": sizes,
-            "the weights of the decoder": sample(coder.block.named_parameters(), x.device),
+            "the weights of the decoder": sample(weights, x.device),
         }
         agree(self.group, f"a call of {coder.path}", values, x.device)
         answers = gather_objects(self.group, (why, compares), x.device)
@@ -76,7 +77,7 @@ class DecodeGroup:
 
     def all_agree(self, fits: bool, x: Tensor) -> bool:
         """Return True if a result fits on all ranks."""
-        return self.size == 1 or all(gather_objects(self.group, fits, x.device))
+        return fits if self.size == 1 else all(gather_objects(self.group, fits, x.device))
 
 
 class HaloExchange:

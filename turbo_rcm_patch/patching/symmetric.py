@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.patching.agreement import gather_objects
+from turbo_rcm_patch.patching.agreement import gather_objects, on
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def shared(group: Any, x: Tensor) -> Shared | None:
     if group not in _memories or (memory is not None and not memory.fits(nbytes, x.device)):
         memory = None
         _memories.pop(group, None)  # What is too small is freed first.
-        with torch.inference_mode(False), _on(x.device):
+        with torch.inference_mode(False), on(x.device):
             memory = _memories[group] = _set_up(group, nbytes, x.device)
     return None if memory is None else memory.shared(x)
 
@@ -201,11 +201,6 @@ def release() -> None:
     except RuntimeError:
         return
     _memories.clear()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is the current one, as torch's functions expect."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:

@@ -259,7 +259,7 @@ def _known_class(index: Mapping[str, object]) -> str:
 
 def _attach_extra(transformer: Any, folder: Path) -> None:
     """Attach the `proj_l` of a transformer from its folder."""
-    if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
+    if folder_proj_l(folder):
         load_extra(transformer, folder)
     if isinstance(mark_of(transformer.config), Mapping) and not held_proj_l(transformer):
         what = f"{folder}/config.json says that it has SLA, but there is no {EXTRA_FILE} with its "

@@ -60,11 +60,11 @@ _TORCH: Final = frozenset(
     }
 )
 _NEAREST: Final = ("nearest", "nearest-exact")
-#: Kinds of the layers of a block.
-_LAYER_KINDS: Final = {
+#: Kind of a block -> the kinds of the layers in it (diffusers lists the activation once).
+_LAYERS: Final = {
     "AttentionBlock": "RMS_norm Conv2d Conv2d",
-    "ResidualBlock": "RMS_norm SiLU CausalConv3d RMS_norm SiLU Dropout CausalConv3d "
-    "(Identity|CausalConv3d)",
+    "ResidualBlock": "(SiLU RMS_norm|RMS_norm SiLU) CausalConv3d RMS_norm (SiLU )?Dropout "
+    "CausalConv3d (Identity|CausalConv3d)",
 }
 
 
@@ -130,20 +130,8 @@ class WanCoder(PatchedCoder):
             unknown = "its factor"
         return f"{unknown} is not the author's" if unknown else super().why_module(name, module)
 
-    def layers(self, module: Any) -> list[Any]:
-        kind = kind_of(module)
-        if kind == "AttentionBlock":
-            return [module.norm, module.to_qkv, module.proj]
-        if kind == "Resample":
-            return [*module.resample, *([module.time_conv] if module.mode.endswith("3d") else ())]
-        if hasattr(module, "residual"):
-            return [*module.residual, module.shortcut]
-        silu, shortcut = module.nonlinearity, module.conv_shortcut
-        norm1, conv1, norm2, conv2 = module.norm1, module.conv1, module.norm2, module.conv2
-        return [norm1, silu, conv1, norm2, silu, module.dropout, conv2, shortcut]
-
     def causal_frames(self, conv: Any) -> int:
-        causal = hasattr(conv, "_padding") and conv.stride[0] == 1
+        causal = "_padding" in vars(conv) and conv.stride[0] == 1
         return conv.kernel_size[0] - 1 if causal else 0
 
     def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
@@ -196,7 +184,12 @@ class WanCoder(PatchedCoder):
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
-        norm1, _, conv1, norm2, _, _, conv2, shortcut = self.layers(block)
+        if hasattr(block, "residual"):
+            norm1, _, conv1, norm2, _, _, conv2 = block.residual
+            shortcut = block.shortcut
+        else:
+            norm1, conv1, norm2, conv2 = block.norm1, block.conv1, block.norm2, block.conv2
+            shortcut = block.conv_shortcut
         h = x
         if not isinstance(shortcut, nn.Identity):
             h = session.conv(shortcut, x.to(session.dtype))
@@ -227,7 +220,7 @@ class Decoder(WanCoder):
     """A Wan VAE's decoder."""
 
     part, shared = "decoder", True
-    layer_kinds = _LAYER_KINDS | {"Resample": "Upsample Conv2d( CausalConv3d)?"}
+    layers = _LAYERS | {"Resample": "Upsample Conv2d( CausalConv3d)?"}
     resampling: ClassVar[Mapping[str, Any]] = {"resample.1": ((3, 3), (1, 1))}
 
     def first_frames(self, x: Tensor) -> int:
@@ -298,7 +291,7 @@ class Encoder(WanCoder):
     """A Wan VAE's encoder."""
 
     part = "encoder"
-    layer_kinds = _LAYER_KINDS | {"Resample": "ZeroPad2d Conv2d( CausalConv3d)?"}
+    layers = _LAYERS | {"Resample": "ZeroPad2d Conv2d( CausalConv3d)?"}
     resampling: ClassVar[Mapping[str, Any]] = {
         "resample.1": ((3, 3), (2, 2)),
         "time_conv": ((3, 1, 1), (2, 1, 1)),
