@@ -354,7 +354,8 @@ class Demo(Command):
       turbo-rcm-patch demo --model tiny-cogvideox --out outputs/cogvideox
 
     Attributes:
-        model: "tiny" (the shipped Wan), "tiny-cogvideox", or a folder with such a model.
+        model: "tiny" (the shipped Wan), "tiny-cogvideox", or another model that runs without
+            options.
         out: Folder for the report. What an earlier demo or comparison wrote there is removed;
             other files stay.
         resume: Continue an interrupted demo.
