@@ -13,7 +13,6 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from benchmarks.runner import Call, Plan, Record, generator
 from turbo_rcm_patch import PatchReport, patched
-from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: The Wan whose self-attention is sparse-linear: each one holds a `proj_l`.
@@ -182,7 +181,7 @@ class Way(NamedTuple):
         sage: Run diffusers' attentions on sageattention 2 (a CUDA build).
     """
 
-    options: PatchOptions | None = None
+    options: dict[str, Any] | None = None
     compiles: str = ""
     sage: bool = False
 
