@@ -68,28 +68,6 @@ Stages = Sequence[tuple[Tensor, ...]]
 _Stream = Sequence[Tensor]
 
 
-class Operands(NamedTuple):
-    """An attention's inputs and output, for the guard.
-
-    Attributes:
-        q: [B, N, H*D], before its norm if `norms` holds that.
-        k: [B, Nk, H*D].
-        v: [B, Nk, H*D].
-        norms: The norms that the kernel computed.
-        rotary: The rotary table that the kernel read, or None.
-        heads: H.
-        out: [B, N, H*D].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    norms: Norms
-    rotary: Rotary | None
-    heads: int
-    out: Tensor
-
-
 class Notes:
     """Records what the fast path of a block computes, for the guard.
 
@@ -115,15 +93,18 @@ class Notes:
         """Keep rows of the residual streams after a branch, fp32 [B, N, C] each."""
         self.streams.append(sample(streams))
 
-    def saw_attention(self, operands: Operands) -> None:
+    def saw_attention(self, *operands: Any) -> None:
         """Measure the self-attention, unless it ran exactly.
 
         This is done at once: other ranks overwrite operands in their symmetric memory.
+
+        Args:
+            *operands: Those of `attention_errors`.
         """
         if not self._measures:
             return
         try:
-            self.errors = attention_errors(operands)
+            self.errors = attention_errors(*operands)
         except Exception as error:
             self.failed = why_cannot_run(error)
 
@@ -327,17 +308,24 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def attention_errors(given: Operands) -> tuple[float, float]:
+def attention_errors(
+    q: Tensor, k: Tensor, v: Tensor, norms: Norms, rotary: Rotary | None, heads: int, out: Tensor
+) -> tuple[float, float]:
     """Compare an attention with fp32 on a sample of its rows, a few heads at a time.
 
     Args:
-        given: Operands and output of the attention.
+        q: [B, N, H*D], before its norm if `norms` holds that.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        norms: The norms that the kernel computed.
+        rotary: The rotary table that the kernel read, or None.
+        heads: H.
+        out: [B, N, H*D].
 
     Returns:
         The squares of two errors, as shares of the output's square: of int8 attention, and of
         exact attention in the model's dtype. Both include the error that rounded operands cause.
     """
-    q, k, v, norms, rotary, heads, out = given
     batch, keys, dim = len(k), k.shape[1], q.shape[2] // heads
     step = -(-q.shape[1] // _ROWS)
     rows = None if rotary is None else (rotary[0][::step], rotary[1][::step])
