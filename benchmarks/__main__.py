@@ -67,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = Plan(**options, command=f"{_PROGRAM} {shlex.join(arguments)}")
         return compare_trees(benchmark, plan, base) if base else benchmark(plan)
 
-    return run_command(
-        run,
-        lambda error: f"error: {error}",
-        interrupted="stopped; what was measured so far is kept",
-    )
+    return run_command(run, interrupted="stopped; what was measured so far is kept")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,37 +36,37 @@ from benchmarks.models import build_network, make_call, record_report
 from benchmarks.network import BROKEN
 from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import ERROR, MS, Benchmark, Column, Measure, Plan, Record, Wrong
-from turbo_rcm_patch import PatchConfig, PatchReport, patched, register_backend
+from turbo_rcm_patch import PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
+from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):
     """A way to run the network.
 
     Attributes:
         split: "ulysses" or "ring" over all ranks, "cfg" for two groups of ranks with Ulysses
             inside, or "" for one GPU.
-        config: How it is patched; None for unpatched.
+        options: Of its patch; None for unpatched.
         backend: An attention backend of diffusers. Rings need one that returns the logsumexp.
     """
 
     split: str = ""
-    config: PatchConfig | None = None
+    options: PatchOptions | None = None
     backend: str = ""
 
 
-_PATCHED: Final = PatchConfig(guard=False)
-_INT8: Final = PatchConfig(guard=False, linear="int8")
+_PATCHED: Final[PatchOptions] = {"guard": False}
+_INT8: Final[PatchOptions] = {"guard": False, "linear": "int8"}
 _WAYS: Final = {
-    "one GPU patched": _Way(config=_PATCHED),
-    "one GPU patched int8 Linears": _Way(config=_INT8),
+    "one GPU patched": _Way("", _PATCHED),
+    "one GPU patched int8 Linears": _Way("", _INT8),
     "Ulysses cuDNN": _Way("ulysses", backend="_native_cudnn"),
     "Ulysses patched": _Way("ulysses", _PATCHED),
     "Ulysses patched int8 Linears": _Way("ulysses", _INT8),
-    "Ulysses patched guard on": _Way("ulysses", PatchConfig()),
+    "Ulysses patched guard on": _Way("ulysses", {}),
     # The last of a forward, because diffusers does not take a ring off again.
     "ring patched": _Way("ring", _PATCHED, backend=BACKEND),
     "CFG patched": _Way("cfg", _PATCHED),
@@ -161,7 +161,7 @@ def _check_and_time(
         else:
             record["same_on_all_ranks"] = True
             for name, alone in _WAYS.items():
-                if not alone.split and alone.config == way.config and name in outputs:
+                if not alone.split and alone.options == way.options and name in outputs:
                     record["same_as_one"] = torch.equal(output, outputs[name])
         if hasattr(pipe, "scheduler"):
             _time_video(pipe, call, plan, device, record)
@@ -196,7 +196,9 @@ def _entered(way: _Way, pipe: Any, device: torch.device) -> Iterator[PatchReport
     with ExitStack() as stack:
         if way.backend:
             stack.enter_context(attention_backend(way.backend))
-        report = stack.enter_context(patched(pipe, way.config)) if way.config else None
+        report = None
+        if way.options is not None:
+            report = stack.enter_context(patched(pipe, **way.options))
         if device.type == "cpu":  # diffusers counts accelerators, of which it has none.
             stack.enter_context(mock.patch.object(torch.accelerator, "device_count", lambda: 1))
         if way.split == "ring":

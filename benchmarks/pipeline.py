@@ -26,15 +26,7 @@ import diffusers
 import torch
 
 from benchmarks import runner
-from benchmarks.models import (
-    SLA,
-    WAYS,
-    Way,
-    build_network,
-    build_vae,
-    record_report,
-    text_tokens,
-)
+from benchmarks.models import SLA, WAYS, Way, build_network, build_vae, record_report, text_tokens
 from benchmarks.runner import Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.config import PatchOptions

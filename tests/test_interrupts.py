@@ -21,7 +21,6 @@ from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.cli.exit_codes import run_command
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.files import atomic
-from turbo_rcm_patch.interrupts import held_back
 from turbo_rcm_patch.video import video
 from turbo_rcm_patch.video.loading import loading
 
@@ -87,14 +86,6 @@ def test_a_handler_of_the_caller_stays() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_an_interruption_waits_until_the_block_ends() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), held_back():
-        signal.raise_signal(signal.SIGINT)
-        done.append(True)
-    assert done
 
 
 def is_running(pid: int) -> bool:

@@ -21,7 +21,18 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 
 #: A row may import itself and the rows above it, and "engines" only what its row says.
 LAYERS = [
-    {"errors", "extras", "interrupts", "output", "files", "lazy", "config", "skip", "boundary"},
+    {
+        "errors",
+        "extras",
+        "interrupts",
+        "output",
+        "files",
+        "lazy",
+        "config",
+        "skip",
+        "boundary",
+        "text",
+    },
     {"ops"},
     {"models", "diffusers_backend", "tiny"},
     {"patching"},

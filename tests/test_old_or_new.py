@@ -33,7 +33,7 @@ from turbo_rcm_patch.files import (
     write_json,
     write_text,
 )
-from turbo_rcm_patch.video.store import Store, StoredClip
+from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import write_mp4
 
 
@@ -102,11 +102,11 @@ def test_stopped_at_any_write_the_old_or_the_new_is_there(
 
 def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> None:
     out, key = tmp_path / "out", Store.key("a", 0)
-    clip = StoredClip(frames=torch.ones(2), seconds=1.0)
+    frames, note = torch.ones(2), {"seconds": 1.0}
 
     def run() -> None:
         store = Store(out, {"model": "m"}, fresh=False)
-        store.save_clip(key, "baseline", clip)
+        store.save_clip(key, "baseline", frames, note)
         store.write_json("runs/baseline.json", {"a": 1})
 
     for step in itertools.count(1):
@@ -115,7 +115,8 @@ def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> Non
             break
         store = Store(out, {"model": "m"}, fresh=False)
         if store.has_clip(key, "baseline"):
-            assert torch.equal(store.load_clip(key, "baseline").frames, clip.frames)
+            kept, how = store.load_clip(key, "baseline")
+            assert torch.equal(kept, frames) and how == note
         assert store.read_json("runs/baseline.json") in (None, {"a": 1})
         assert not list(out.rglob(".*")), "what a killed process left is removed"
     assert step > 5
@@ -124,7 +125,7 @@ def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> Non
             break
         if json.loads((out / "settings.json").read_text())["model"] == "n":
             assert not (out / "clips").exists(), "it is called new when the old is gone"
-        Store(out, {"model": "m"}, fresh=True).save_clip(key, "baseline", clip)
+        Store(out, {"model": "m"}, fresh=True).save_clip(key, "baseline", frames, note)
     assert step > 3 and not (out / "clips").exists()
 
 

@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -178,11 +177,11 @@ def tests_of(file: str) -> tuple[str, ...]:
     return ()
 
 
-def tests_for(mutant: Mutant, record: Record, budget: float, root: Path) -> list[str]:
+def tests_for(mutant: Mutant, record: Record, budget: float) -> list[str]:
     """Return the tests that run the changed lines, in the order in which they are to run.
 
-    What runs while a file is imported (a constant, a default) is noticed where its name is read.
-    What runs in other processes is noticed by the tests of the file's name, or of the file.
+    What runs while a file is imported (a constant, a default) or in other processes is noticed by
+    the tests of the file's name, or of the file.
     """
     file_of_tests = f"test_{Path(mutant.file).stem}.py::"
 
@@ -191,7 +190,6 @@ def tests_for(mutant: Mutant, record: Record, budget: float, root: Path) -> list
 
     found = (
         runs({mutant.file: set(range(mutant.line, mutant.end + 1))})
-        or runs(_readers(mutant, root))
         or [name for name in record if file_of_tests in name]
         or runs({mutant.file: set(range(1, 10**5))})
     )
@@ -211,28 +209,6 @@ def tests_for(mutant: Mutant, record: Record, budget: float, root: Path) -> list
 
 def _runs(lines: dict[str, list[int]], wanted: dict[str, set[int]]) -> bool:
     return any(not some.isdisjoint(lines.get(file, ())) for file, some in wanted.items())
-
-
-def _readers(mutant: Mutant, root: Path) -> dict[str, set[int]]:
-    """Return the lines that read a name which the changed statement sets on import, by file; or
-    the body of the function whose defaults it changes."""
-    tree = ast.parse((root / mutant.file).read_text(encoding="utf-8"))
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
-        if not first <= mutant.line <= last:
-            continue
-        if isinstance(node, ast.FunctionDef) and mutant.line < node.body[0].lineno:
-            return {mutant.file: set(range(node.body[0].lineno, last + 1))}
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {one.id for one in targets if isinstance(one, ast.Name)}
-    found: dict[str, set[int]] = {}
-    for path in sorted((root / mutant.file).parent.rglob("*.py")) if names else ():
-        text = path.read_text(encoding="utf-8").splitlines()
-        lines = {i for i, one in enumerate(text, 1) if names & set(re.findall(r"\w+", one))}
-        found[path.relative_to(root).as_posix()] = lines
-    return found
 
 
 def recorded(folder: Path, tests: Sequence[str]) -> Record:
@@ -327,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = recorded(folder, sorted(rooms))
         for change in drawn:
             start = time.monotonic()
-            tests = tests_for(change, record, options.budget, folder)
+            tests = tests_for(change, record, options.budget)
             # Importing torch and diffusers, and a machine that is busier than it was.
             limit = 120 + 4 * options.budget
             verdict = run_mutant(change, folder, tests, limit) if tests else "unnoticed"

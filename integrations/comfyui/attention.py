@@ -194,6 +194,8 @@ def _int8(
         return "full precision was asked for"
     if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
         return f"dtypes {q.dtype} and {k.dtype}"
+    if scale is not None and scale <= 0.0:
+        return "a scale that is not over 0"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return "a gradient is wanted"
     if not skip_reshape:

@@ -37,7 +37,7 @@ __all__ = [*_operations, "errors", "sageattn"]
 def sources() -> dict[str, str]:
     """Return every file of the kernel by its path in the package: operations, kernels, and what
     they import."""
-    wanted = [path for part in ("ops", "kernels") for path in sorted((PACKAGE / part).rglob("*"))]
+    wanted = sorted((PACKAGE / "ops").rglob("*"))
     found: dict[str, str] = {}
     while wanted:
         path = wanted.pop()

@@ -85,6 +85,9 @@ def test_every_checkpoint_becomes_what_diffusers_makes_of_it(
         assert torch.equal(tensor, expected[name].reshape(tensor.shape)), name
     extra = load_file(folder / EXTRA_FILE) if options.sla else {}
     assert (folder / EXTRA_FILE).exists() == options.sla
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
+        "read by whom may read one"
+    )
     for name, tensor in extra.items():
         theirs = name.replace("attn1", "self_attn.attn_op.local_attn")
         assert torch.equal(tensor, state[theirs])

@@ -174,7 +174,7 @@ def test_a_folder_without_its_file_is_refused_unless_dense_is_meant(
     """As one that was saved: the file is copied beside the weights."""
     again = tmp_path / "again"
     loaded_pipeline(pipeline_of(folder)).save_pretrained(again)
-    with pytest.raises(ModelFolderError, match="has no turbo_extra.safetensors"):
+    with pytest.raises(ModelFolderError, match="no turbo_extra.safetensors"):
         load_pipeline(again, device="cpu")
     dense = load(again / "transformer")
     before = run(dense)
@@ -260,7 +260,7 @@ def no_bias(folder: Path) -> None:
 
 
 REFUSED = [
-    (without_file, f"no {EXTRA_FILE}"),
+    (without_file, f"no proj_l in {EXTRA_FILE}"),
     (cut, r"turbo_extra.safetensors is missing, damaged"),
     (dense_over_it, "other weights have left them"),
     (another_bias, "those that config.json beside it marks"),

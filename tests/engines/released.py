@@ -268,11 +268,17 @@ def inputs(heads: int, kv_heads: int, tokens: int, dim: int) -> list[Tensor]:
 
 
 def exact(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, keys: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    keys: int | None = None,
+    causal: bool = False,
 ) -> Tensor:
     q, k, v = (x.double().transpose(1, 2) for x in (q, k[:, :keys], v[:, :keys]))
     gqa = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa).transpose(1, 2)
+    out = scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal, enable_gqa=gqa)
+    return out.transpose(1, 2)
 
 
 def logsumexp(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -309,6 +315,8 @@ def of_lightx2v(attention: Any) -> None:
         q, k, v = inputs(4, 2, tokens, 64)
         whole = exact(q, k, v).flatten(2).flatten(0, 1)
         close(attention.apply(q, k, v, block_idx=0, scheduler=None), whole, tokens)
+        causal = exact(q, k, v, 0.1, causal=True).flatten(2).flatten(0, 1)
+        close(attention.apply(q, k, v, causal=True, sm_scale=0.1), causal, tokens)
         for bounds in ((0, tokens), (0, tokens - 9, tokens)):
             ends = torch.tensor(bounds, dtype=torch.int32)
             packed = (q[0], k[0], v[0], ends, ends, bounds[1], bounds[1])
@@ -316,8 +324,9 @@ def of_lightx2v(attention: Any) -> None:
             for a, b in zip(bounds[:-1], bounds[1:], strict=True):
                 part = [x[:1, a:b] for x in (q, k, v)]
                 close(out[a:b], exact(*part, 0.1)[0].flatten(1), b - a)
-        _, lse = attention.apply_with_lse(q[0], k[0], v[0])
-        close(lse, logsumexp(q, k, 64**-0.5)[0].T, tokens)
+        for scale in (None, 0.1):
+            _, lse = attention.apply_with_lse(q[0], k[0], v[0], scale)
+            close(lse, logsumexp(q, k, scale or 64**-0.5)[0].T, tokens)
 
 
 # --- a machine with a GPU, pretended -------------------------------------------------------------

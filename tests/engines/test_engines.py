@@ -247,6 +247,8 @@ def test_sglang(tokens: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> 
     layer = backend.get_impl_cls()()
     q, k, v = inputs(4, kv_heads, tokens, 64)
     close(layer.forward(q, k, v, None), exact(q, k, v, 0.1), tokens)
+    causal = backend.get_impl_cls()(causal=True)
+    close(causal.forward(q, k, v, None), exact(q, k, v, 0.1, causal=True), tokens)
     out, lse = layer.forward(q, k, v, None, return_softmax_lse=True)
     close(out, exact(q, k, v, 0.1), tokens)
     close(lse, logsumexp(q, k, 0.1), tokens)
@@ -273,7 +275,11 @@ def test_vllm_omni(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"SDPABackend": type("Backend", (), {}), "SDPAImpl": Layer}
     modules(monkeypatch, vllm_omni__diffusion__attention__backends__sdpa=content)
     module = ours(monkeypatch, "vllm_omni")
-    of_vllm_omni(module.Backend.get_impl_cls()(), types.SimpleNamespace)
+    layer = module.Backend.get_impl_cls()
+    of_vllm_omni(layer(), types.SimpleNamespace)
+    q, k, v = inputs(4, 2, SHORT, 64)
+    out = layer(causal=True).forward_cuda(q, k, v)
+    close(out, exact(q, k, v, 0.1, causal=True), SHORT)
     assert module.SERVED.calls["exact, because of a mask"] == 1
 
 
@@ -302,9 +308,11 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = registry["SAGE"](*heads_first, 0.0, False)
     close(out.transpose(1, 2), exact(q, k, v), LONG)
     assert info == {"has_sage": True} and (lse is not None) == ring
+    out, _ = registry["SAGE"](*heads_first, 0.0, True)
+    close(out.transpose(1, 2), exact(q, k, v, causal=True), LONG)
     mask = {"attn_mask": torch.ones(LONG, LONG, dtype=torch.bool)}
     emulated, masked = "int8 emulated in plain torch", "exact, because of a mask"
-    assert calls == {emulated: 1}
+    assert calls == {emulated: 2}
     if ring:
         close(lse, logsumexp(q, k, 64**-0.5), LONG)
         for given in (mask, {"packed": "keys that a mask leaves"}):
@@ -318,7 +326,7 @@ def test_xdit(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         close(out.transpose(1, 2), exact(q, k, v, None, n), LONG)
         out, lse = registry["SAGE"](*heads_first, 0.0, False, mask)
         assert torch.equal(out, heads_first[0] + 1) and lse is None
-        assert calls == {emulated: 2, masked: 1}
+        assert calls == {emulated: 3, masked: 1}
     with pytest.raises(errors.MaskError, match="dropout"):
         registry["SAGE"](*heads_first, 0.1, False)
 

@@ -254,7 +254,7 @@ def test_attention_reads_addresses_of_any_alignment(offset: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dim", [64, 40])  # Hopper's own kernels, and the portable ones
 @pytest.mark.parametrize("pv", ["fp8", "bf16"])
-def test_lengths_past_32_bits_and_scales_of_any_sign_are_right(pv: str, dim: int) -> None:
+def test_lengths_past_32_bits_are_right(pv: str, dim: int) -> None:
     if pv == "fp8":
         fp8_spec()
     q, k, v = (random(2, 333, 2 * dim) for _ in range(3))
@@ -263,13 +263,6 @@ def test_lengths_past_32_bits_and_scales_of_any_sign_are_right(pv: str, dim: int
     out = ops.attention_skip(q, k, v, plain)
     # With lengths, v's scales and k's mean are found by other code.
     assert relative_l2(ops.attention_skip(q, k, v, plain, kv_lengths=lengths), out) < 0.01
-    for scale in (-0.2, 0.0):
-        spec = ops.AttentionSpec(heads=2, pv=pv, sm_scale=scale)  # type: ignore[arg-type]
-        exact = ops.AttentionSpec(heads=2, attention="exact", sm_scale=scale)
-        made, expected = (
-            ops.attention_skip(q, k, v, s, norm_q=torch.ones_like(q[0, 0])) for s in (spec, exact)
-        )
-        assert relative_l2(made, expected) < 0.08
 
 
 @pytest.mark.parametrize("n", [65_537, 200_003])

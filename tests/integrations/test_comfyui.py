@@ -272,6 +272,7 @@ EXACT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dtypes": ({"dtype": torch.float64}, "dtypes"),
     "a gradient": ({"grad": True}, "a gradient"),
+    "a negative scale": ({"scale": -0.1}, "a scale that is not over 0"),
 }
 
 

@@ -194,7 +194,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"weight": x(4, 8)}, SHAPE, "weight of proj_l"),
         ({"bias": x(4)}, SHAPE, "bias of proj_l"),
         ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG, "causal=True"),
-        ({"spec": AttentionSpec(heads=HEADS, sm_scale=-1.0)}, CONFIG, "sm_scale=-1.0"),
         ({"spec": SAGE}, CONFIG, "sage"),
         (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE, "head_dim.*at most 128"),
     ],
@@ -228,7 +227,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:attn_mask")
+@pytest.mark.filterwarnings("ignore:this attention runs exactly")
 @pytest.mark.parametrize(
     ("call", "changes", "error", "words"),
     [
@@ -300,7 +299,8 @@ def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:
         *[({"heads": 2} | one, AttentionSpec) for one in (
             {"heads": 0}, {"attention": "int7"}, {"pv": "fp4"}, {"impl": "cuda"}, {"causal": 1},
             {"smooth_k": None}, {"eps": "1e-6"}, {"eps": 0.0}, {"eps": 1e-50}, {"eps": NAN},
-            {"sm_scale": NAN}, {"sm_scale": float("inf")}, {"sm_scale": "1"}, {"sm_scale": True},
+            {"sm_scale": NAN}, {"sm_scale": 0.0}, {"sm_scale": -1.0},
+            {"sm_scale": float("inf")}, {"sm_scale": "1"}, {"sm_scale": True},
         )],
         *[({"topk": 0.1} | one, Sparsity) for one in (
             {"topk": 0.0}, {"topk": 1.5}, {"topk": None}, {"topk": "0.1"}, {"topk": True},
@@ -445,7 +445,7 @@ def _registered() -> dict[str, tuple[Any, ...]]:
         "norm_rotate": (X, ROW, None, (TABLE, TABLE), HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
         "quantize_weight": (SQUARE, impl),
-        "skip": (X, X + 1, 0.5, gate, impl, low, "model"),
+        "skip": (X, X + 1, 0.5, gate, impl, low),
         "skip_norm": (X, X + 1, row, norm, fp32, low, impl),
         "skip_norm of the norm alone": (X, None, None, norm, fp32, low, impl),
         "skip_norm as int8 rows": (X, X + 1, None, norm, fp32, torch.int8, impl),

@@ -83,6 +83,15 @@ def test_short_attention_is_exact_and_long_attention_int8(
         )
 
 
+def test_keys_are_smoothed_unless_the_caller_says_no() -> None:
+    q, k, v = inputs("HND", n_kv=LONG)
+    k += 20 * torch.randn(64)
+    truth = exact(q, k, v, "HND")
+    smoothed, plain = (sageattn(q, k, v, smooth_k=smooth) for smooth in (True, False))
+    assert relative_l2(smoothed, truth) < INT8_FLOOR
+    assert relative_l2(plain, truth) > 3 * INT8_FLOOR
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [32, 72, 128])
 def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
@@ -101,58 +110,34 @@ def test_grouped_queries(layout: str, n_kv: int) -> None:
     assert relative_l2(sageattn(q, k, v, layout), exact(q, k, v, layout)) < limit
 
 
-def thrice(*args: Any, **given: Any) -> tuple[list[Tensor], list[str]]:
-    """The results of three equal calls, and what was said about the first."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        made = [sageattn(*args, **given) for _ in range(3)]
-    assert said[0].filename == __file__
-    return made, [str(one.message) for one in said]
-
-
-@each_layout
-@pytest.mark.parametrize("kind", ["boolean", "added"])
-def test_a_mask_is_exact_and_said_once(layout: str, kind: str) -> None:
-    """Also a mask at an address that 16 bytes do not divide."""
-    q, k, v = inputs(layout, n_kv=LONG)
-    mask = torch.randn(2 * 33 * LONG + 3)[3:].view(2, 1, 33, LONG)
-    given = mask > 0 if kind == "boolean" else mask
-    made, said = thrice(q, k, v, layout, attn_mask=given)
-    assert said == [TORCH_WARNING.format("a mask")]
-    truth = exact(q, k, v, layout, attn_mask=given if kind == "boolean" else given.double())
-    assert all(relative_l2(out, truth) < 1e-6 for out in made)
-
-
-@each_layout
-@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "grouped"])
-def test_a_wide_head_is_exact_and_said_once(layout: str, kind: str) -> None:
-    """A Wan VAE has one head of 384 channels, and a replaced function serves the VAE too."""
-    heads = {"heads": 4, "kv_heads": 2} if kind == "grouped" else {"heads": 1}
-    heads.setdefault("kv_heads", 1)
-    q, k, v = inputs(layout, dim=384, n_q=64, n_kv=64, **heads)
-    more: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
-    if kind == "masked":
-        more["attn_mask"] = torch.rand(64, 64) > 0.5
-    made, said = thrice(q, k, v, layout, **more)
-    wide = "a mask" if kind == "masked" else "heads of more than 256 channels"
-    assert said == [TORCH_WARNING.format(wide)]
-    assert all(relative_l2(out, exact(q, k, v, layout, **more)) < 1e-6 for out in made)
-    assert all(out.is_contiguous() for out in made)
-
-
 def of_shapes(q: tuple[int, ...], k: tuple[int, ...] = (), v: tuple[int, ...] = ()) -> Any:
     return [torch.randn(shape) for shape in (q, k or q, v or k or q)]
 
 
-SEEN = torch.rand(33, 33, generator=torch.manual_seed(0)) > 0.5
-SHAPE = (2, 2, 33, 64)
+SEEN = torch.rand(33, 33) > 0.5
+SHAPE, WIDE = (2, 2, 33, 64), (2, 1, 64, 384)
+#: At an address that 16 bytes do not divide.
+ADDED = torch.randn(2 * 33 * LONG + 3)[3:].view(2, 1, 33, LONG)
 #: What torch's attention takes and our kernels do not: reason, q, k and v, other arguments.
 TORCH_ALONE: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "a boolean mask": ("a mask", of_shapes(SHAPE, (2, 2, LONG, 64)), {"attn_mask": ADDED > 0}),
+    "an added mask": ("a mask", of_shapes(SHAPE, (2, 2, LONG, 64)), {"attn_mask": ADDED}),
+    # A Wan VAE has one head of 384 channels, and a replaced function serves the VAE too.
+    "wide": ("heads of more than 256 channels", of_shapes(WIDE), {}),
+    "wide and causal": ("heads of more than 256 channels", of_shapes(WIDE), {"is_causal": True}),
+    "wide and masked": ("a mask", of_shapes(WIDE), {"attn_mask": torch.rand(64, 64) > 0.5}),
+    "wide and grouped": (
+        "heads of more than 256 channels", of_shapes((2, 4, 64, 384), (2, 2, 64, 384)),
+        {"enable_gqa": True},
+    ),
     "two dimensions": ("tensors of 2 dimensions", of_shapes(SHAPE[2:]), {}),
     "three dimensions": ("tensors of 3 dimensions", of_shapes(SHAPE[1:]), {"scale": 0.3}),
     "five dimensions": ("tensors of 5 dimensions", of_shapes((2, *SHAPE)), {"is_causal": True}),
     "three, with a mask": ("a mask", of_shapes(SHAPE[1:]), {"attn_mask": SEEN}),
     "fp64": ("fp64", [x.double() for x in of_shapes(SHAPE)], {}),
+    "a negative factor": (
+        "a factor on the logits that is not over 0", of_shapes(SHAPE), {"scale": -0.1},
+    ),
     "dropout": ("dropout", of_shapes(SHAPE), {"dropout_p": 0.5}),
     "fewer channels of v": ("shapes that differ", of_shapes(SHAPE, SHAPE, (2, 2, 33, 32)), {}),
     "one sample of k": ("shapes that differ", of_shapes(SHAPE, (1, 2, 65, 64)), {}),
@@ -172,15 +157,27 @@ TORCH_ALONE: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", TORCH_ALONE)
-def test_what_torch_alone_takes_is_torchs(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (case, layout)
+        for case, (_, (q, *_), _) in TORCH_ALONE.items()
+        for layout in ("HND", "NHD")[: 2 if q.dim() == 4 else 1]
+    ],
+)
+def test_what_torch_alone_takes_is_torchs_and_said_once(case: str, layout: str) -> None:
     reason, qkv, more = TORCH_ALONE[case]
-    with pytest.warns(UserWarning) as said:
-        torch.manual_seed(0)
-        out = sageattn(*qkv, **more)
     torch.manual_seed(0)
-    assert torch.equal(out, F.scaled_dot_product_attention(*qkv, **more))
+    truth = F.scaled_dot_product_attention(*qkv, **more)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            torch.manual_seed(0)
+            out = sageattn(*(heads_first(x, layout) for x in qkv), layout, **more)
+    torch.testing.assert_close(heads_first(out, layout), truth, rtol=1e-5, atol=1e-6)
+    assert out.is_contiguous()
     assert [str(warning.message) for warning in said] == [TORCH_WARNING.format(reason)]
+    assert said[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -319,6 +316,11 @@ def test_packed_sequences() -> None:
     truths = [exact(*(x[None] for x in one), "NHD")[0] for one in zip(*parts, strict=True)]
     assert 1e-5 < relative_l2(out[:20], truths[0]) < INT8_FLOOR
     assert relative_l2(out[20:], truths[2]) < 1e-6
+    more: dict[str, Any] = {"is_causal": True, "sm_scale": 0.2}
+    out = names.sageattn_varlen(q, q, q, ends_q, ends_q, 33, 33, **more)
+    for part in (slice(0, 20), slice(20, 53)):
+        own = [q[None, part]] * 3
+        assert relative_l2(out[part], exact(*own, "NHD", is_causal=True, scale=0.2)[0]) < 1e-6
     with pytest.raises(errors.ShapeError, match="cu_seqlens"):
         names.sageattn_varlen(q, k, v, ends_q, ends_k[:-1], 33, LONG)
 

@@ -99,7 +99,7 @@ def test_what_is_given_reaches_the_model_and_the_comparison(tmp_path, monkeypatc
     given = ["compare", "--prompt", "a", "--prompt", "b", "--out", str(tmp_path)]
     assert main(given) == 1, "similar is not unchanged"
     assert seen["settings"] == {} and seen["config"] == PatchConfig()
-    assert "lora" not in seen and seen["prompts"] == ["a", "b"]
+    assert seen["lora"] == () and seen["prompts"] == ["a", "b"]
     more = ["--lora", "x.safetensors:0.5", "--lora", "me/y", "--attention-backend", "flash"]
     more += ["--steps", "3", "--pair-form", "two-launch", "--fidelity", "none"]
     assert main([*given, *more, "--no-guard", "--seed", "7", "--linear", "int8-only"]) == 1

@@ -127,12 +127,6 @@ def test_the_command_to_go_on_is_one_that_runs(typed: str, called: str, monkeypa
     assert program._called() == called
 
 
-def test_a_model_on_the_hub_is_refused_before_the_work(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(demo_module, "load_pipeline", pytest.fail)
-    assert main(["demo", "--model", "me/a-model", "--out", str(tmp_path / "out")]) == 2
-    assert "the hub" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
 def test_a_start_runs_nothing_of_the_working_directory(python_path, tmp_path, monkeypatch) -> None:
     for name in ("torch", "json", "turbo_rcm_patch"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video.generation import settings_for
-from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, resolve_model
+from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, pipeline_class, resolve_model
 
 
 @pytest.fixture
@@ -84,6 +85,26 @@ def test_what_the_hubs_cache_holds_is_an_id(tmp_path, monkeypatch) -> None:
         resolve_model("Wan-AI/Wan2.2")
 
 
+@pytest.mark.parametrize("cls", ["WanPipeline", "WanDMDPipeline"])
+def test_a_model_in_the_hubs_cache_is_a_folder(cls, micro_folder, tmp_path, monkeypatch) -> None:
+    """Its settings are read too, and a connection is not needed."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--me--video"
+    folder = shutil.copytree(micro_folder, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    change(folder / "model_index.json", _class_name=cls)
+    (folder / "turbo_rcm.json").write_text('{"height": 64}')
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    pipe = load_pipeline("me/video", device="cpu")
+    assert type(pipe).__name__ == pipeline_class("me/video") == "WanPipeline"
+    assert settings_for(pipe).height == 64
+    assert settings_for(pipe).sampler == ("scheduler" if cls == "WanPipeline" else "fastwan")
+    assert len(find_pairs(load_skeleton("me/video"))) == len(find_pairs(pipe))
+
+
 def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers import DiffusionPipeline
 
@@ -126,6 +147,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (
         lambda f: (f / "transformer" / "config.json").write_text("{"),
         r"config\.json is not valid JSON",
+    ),
+    "nested JSON": (
+        lambda f: (f / "vae" / "config.json").write_text("[" * 200_000 + "]" * 200_000),
+        "not valid JSON",
+    ),
+    "a file with a hole of 1 TiB": (
+        lambda f: os.truncate(f / "vae" / "config.json", 1 << 40), "at most"
     ),
     "other sizes": (
         lambda f: change(f / "transformer" / "config.json", ffn_dim=64), "could not be loaded"

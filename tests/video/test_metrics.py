@@ -57,7 +57,7 @@ def test_a_drift_survives_json() -> None:
 
     from turbo_rcm_patch.video.store import to_json
 
-    one = Drift(math.inf, 1.0, (30.0, math.inf), (1.0, 1.0), vmaf=95.5)
+    one = Drift(math.inf, 1.0, (30.0, math.inf), vmaf=95.5)
     assert Drift.from_dict(json.loads(json.dumps(to_json(one.as_dict())))) == one
 
 
@@ -74,7 +74,7 @@ def test_drift_takes_the_whole_video_and_its_worst_frame() -> None:
 
 
 def test_a_nan_frame_is_the_worst_frame() -> None:
-    one = Drift(math.nan, 0.0, (30.0, math.nan, 20.0), (1.0, 1.0, 1.0))
+    one = Drift(math.nan, 0.0, (30.0, math.nan, 20.0))
     assert one.worst_frame == 1
     assert math.isnan(one.worst_psnr)
 

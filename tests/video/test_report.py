@@ -61,7 +61,7 @@ MODEL = ModelFacts(
 
 
 def drift(psnr: float) -> Drift:
-    return Drift(psnr, 0.998, (psnr + 2, psnr - 1, psnr), (0.99,) * 3, vmaf=98.5)
+    return Drift(psnr, 0.998, (psnr + 2, psnr - 1, psnr), vmaf=98.5)
 
 
 def clips(lower: float = 3.0, control: bool = True, **more: Any) -> tuple[Clip, ...]:

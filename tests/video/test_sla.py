@@ -64,7 +64,7 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder, tmp_path, monke
         assert count == 2 * len(experts)
         sla = generate(pipe, PROMPT, settings=settings)
     store = Store(tmp_path, json.loads(found.metrics.read_text())["identity"], fresh=False)
-    frames = {run: store.load_clip(found.results[0].key, run).frames for run in RUNS}
+    frames = {run: store.load_clip(found.results[0].key, run)[0] for run in RUNS}
     assert torch.equal(frames["baseline"], sla.frames)
     assert relative_l2(dense.latents, sla.latents) > 0.02
     far = relative_l2(dense.frames, sla.frames)

@@ -27,7 +27,7 @@ from turbo_rcm_patch.video.verdict import (
 
 def one(psnr: float, worst: float | None = None) -> Drift:
     worst = psnr if worst is None else worst
-    return Drift(psnr, 1.0, (psnr, worst), (1.0, 1.0))
+    return Drift(psnr, 1.0, (psnr, worst))
 
 
 CONTROL = [one(40.0, 38.0), one(41.0), one(45.0)]
@@ -212,6 +212,10 @@ OFF = "(`guard=False` judges it)"
         (ran("exact", "exact|skipped", "asked|skipped"), "not judged",
          f"2 of 3 blocks were skipped by a cache or another hook in 50% of the forwards; 2 of 3 "
          f"blocks ran exact attention, {GUARD} in 75% of the forwards: {NOT_INT8} {OFF}"),
+        (ran("asked|skipped", "exact|skipped", "asked|skipped"), "unchanged",
+         "All 3 blocks were skipped by a cache or another hook in 50% of the forwards; 1 of 3 "
+         f"blocks ran exact attention, {GUARD} in 50% of the forwards; the rest ran int8 "
+         "attention"),
         # "auto" takes exact attention for few tokens, so that is what was asked for.
         (ran("length", "length"), "unchanged", f"All 2 blocks ran {SHORT}: {NOT_INT8}"),
         (ran("length", "length", part=()), "not judged",

@@ -10,25 +10,11 @@ from typing import Final, NamedTuple
 
 import torch
 
-from turbo_rcm_patch.checkpoints.folder import (
-    Written,
-    folder_bytes,
-    write_transformer,
-)
-from turbo_rcm_patch.checkpoints.pipeline import (
-    DEFAULTS_FILE,
-    check_part,
-    stored_settings,
-)
+from turbo_rcm_patch.checkpoints.folder import Written, folder_bytes, write_transformer
+from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, check_part, stored_settings
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
-from turbo_rcm_patch.files import (
-    atomic_folder,
-    check_outside,
-    check_target,
-    read_json,
-    write_json,
-)
+from turbo_rcm_patch.files import atomic_folder, check_outside, check_target, read_json, write_json
 
 #: Fraction of the time axis above which the high-noise expert of Wan 2.2 runs.
 _BOUNDARY: Final = 0.9
@@ -38,7 +24,7 @@ _SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
 _FROM_BASE: Final = ("eps", "rope_max_seq_len")
 #: Settings copied from the base; the rest belong to the sampler.
 _KEPT: Final = (
-    *("form", "height", "width", "num_frames", "fps"),
+    *("height", "width", "num_frames", "fps"),
     *("negative_prompt", "max_sequence_length"),
 )
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
@@ -81,11 +67,7 @@ def convert_transformer(
     needed = folder_bytes(source, dtype, int8_only=int8_only)
     with atomic_folder(target, force=force, needed=needed) as folder:
         written = write_transformer(
-            source,
-            folder,
-            dtype=dtype,
-            int8_only=int8_only,
-            progress=progress,
+            source, folder, dtype=dtype, int8_only=int8_only, progress=progress
         )
     is_assumed = heads is None and not source.sizes.sla
     note = f"{source.sizes.heads_text}: --heads N if that is wrong" if is_assumed else ""

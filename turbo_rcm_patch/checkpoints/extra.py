@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,26 +62,24 @@ def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
     path = place / EXTRA_FILE
     mark = mark_of(getattr(transformer, "config", None))
     proj_l = folder_proj_l(place)
-    if not proj_l and not path.is_file():
+    if not proj_l:
         raise CheckpointError(
-            f"{place} has no {EXTRA_FILE}",
+            f"{place} has no proj_l in {EXTRA_FILE}",
             expected="a folder that `python -m turbo_rcm_patch convert` wrote from a checkpoint "
             "with SLA",
         )
-    if proj_l or isinstance(mark, Mapping):
-        check_mark(place, proj_l, mark)
+    check_mark(place, proj_l, mark)
     modules = dict(transformer.named_modules())
     for name, (weight, _) in proj_l.items():
         _check_attention(place, name, modules.get(name), weight)
-    if proj_l and record_of(transformer) is not None:
+    if record_of(transformer) is not None:
         raise AlreadyPatchedError(
             f"{place}: proj_l of {len(proj_l)} attentions",
             expected="a transformer that is patched after its proj_l is attached",
             got="a patched one",
             remedy="Call unload_extra or unpatch_model, then load_extra, then patch_model",
         )
-    if proj_l:
-        _mark_sla(transformer, mark_of_tensors(proj_l))
+    _mark_sla(transformer, mark_of_tensors(proj_l))
     for name, (weight, bias) in proj_l.items():
         attach_proj_l(modules[name], weight, bias)
     return Extra(path if path.is_file() else place, tuple(proj_l))

@@ -25,9 +25,7 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 #: Parts of names that wrappers put between a module and its parameters.
-_WRAPPERS: Final = {
-    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"),
-}
+_WRAPPERS: Final = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
 #: The tensor that shows where a network is: "net_ema.patch_embedding.weight" is in "net_ema".
 _ANCHOR: Final = "patch_embedding.weight"
 #: Largest depth of nested dictionaries, and largest number of networks in a file.

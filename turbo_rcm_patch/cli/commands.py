@@ -77,7 +77,7 @@ def judge(given: options.Judge) -> int:
 
 def pairs(command: options.Pairs) -> int:
     """Print the table of skip pairs."""
-    print(find_pairs(load_skeleton(command.model, **command.loras)))
+    print(find_pairs(load_skeleton(command.model, lora=command.lora)))
     return OK
 
 

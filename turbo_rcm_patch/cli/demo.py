@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 from turbo_rcm_patch.cli.doctor import check_kernels
 from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Demo
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ModelFolderError, SamplingError
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.video.comparison import compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, resolve_model
@@ -35,12 +34,7 @@ def demo(given: Demo) -> int:
     out, fresh = given.out, not given.resume
     start = time.perf_counter()
     check_out(out, fresh=fresh)
-    folder = resolve_model(given.model)
-    if not isinstance(folder, Path):
-        expected, got = "a shipped model, or a folder", "a name on the hub"
-        remedy = f"Download it first, with `hf download {folder} --local-dir FOLDER`"
-        raise ModelFolderError(f"demo --model {folder}", expected=expected, got=got, remedy=remedy)
-    pipe = load_pipeline(folder)
+    pipe = load_pipeline(resolve_model(given.model))
     settings = settings_for(pipe)
     print(
         f"{len(DEMO_PROMPTS)} prompts, {settings.num_frames} frames of {settings.width} x "

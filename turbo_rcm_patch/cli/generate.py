@@ -242,10 +242,13 @@ def _write(made: generation.Generation, video: Video, record: dict[str, object])
 
 
 def _speed(times: list[tuple[float, float, int]], device: str, impl: str) -> str:
-    """Describe the seconds before and of decoding, and the peak memory, of several videos."""
-    denoise, decode = (statistics.median(row[i] for row in times) for i in range(2))
+    """Describe the seconds before and of decoding, and the peak memory, of several videos. The
+    first one compiles and fills caches, so its seconds count where there is no other."""
+    later = times[1:] or times
+    denoise, decode = (statistics.median(row[i] for row in later) for i in range(2))
+    which = f"median of {len(later)} after the first" if len(times) > 1 else "a first video"
     text = f"{denoise + decode:.3g} s a video ({denoise:.3g} s encoding and denoising, "
-    text += f"{decode:.3g} s decoding; median of {len(times)}) on {device}"
+    text += f"{decode:.3g} s decoding; {which}) on {device}"
     if peak := max(row[2] for row in times):
         text += f"; peak memory before decoding {peak / 2**30:.2f} GiB"
     return text + f". {EMULATED}" * (impl == "reference")

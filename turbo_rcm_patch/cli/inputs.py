@@ -77,5 +77,5 @@ def load(command: options.Run, device: str | None) -> VideoPipeline:
         device=device,
         offload=command.offload,
         int8="only" if command.config.linear == "int8-only" else None,
-        **command.loras,
+        lora=command.lora,
     )

@@ -57,11 +57,6 @@ class Model(Command):
     model: str = field(default="tiny", metadata=_MODEL)
     lora: tuple[str, ...] = field(default=(), metadata={"metavar": "PATH_OR_ID[:SCALE]"})
 
-    @property
-    def loras(self) -> dict[str, Any]:
-        """The keyword of `load_pipeline` for the LoRAs, if there are any."""
-        return {"lora": self.lora} if self.lora else {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Patched(Model):
@@ -173,16 +168,15 @@ class Compare(Run):
         out: Folder for everything.
         fresh: Start again: remove what an earlier comparison wrote into the folder. Other files
             stay.
-        network_number: Measure the error of a few network calls against fp32. Without
-            this option it is measured where that is possible; with --offload it is not, and the
-            verdict is "undecided".
+        network_number: Measure the error of a few network calls against fp32. With --offload
+            that cannot be done, and the verdict is at best "undecided".
         attention_backend: Judge this attention backend of diffusers (sage, flash, ...) in place of
             the patch.
     """
 
     out: Path = field(default=Path("outputs/compare"), metadata={"metavar": "DIR"})
     fresh: bool = False
-    network_number: bool | None = None
+    network_number: bool = True
     attention_backend: str | None = field(default=None, metadata={"metavar": "NAME"})
 
     @property
@@ -360,7 +354,8 @@ class Demo(Command):
       turbo-rcm-patch demo --model tiny-cogvideox --out outputs/cogvideox
 
     Attributes:
-        model: "tiny" (the shipped Wan), "tiny-cogvideox", or a folder with such a model.
+        model: "tiny" (the shipped Wan), "tiny-cogvideox", or another model that runs without
+            options.
         out: Folder for the report. What an earlier demo or comparison wrote there is removed;
             other files stay.
         resume: Continue an interrupted demo.

@@ -43,7 +43,7 @@ class Served:
         want_lse: bool = False,
     ) -> Result:
         """Compute `sageattn` and count the call."""
-        reason = reason_for_torch(q, k, v, layout, causal=causal)
+        reason = reason_for_torch(q, k, v, layout, causal=causal, sm_scale=sm_scale)
         self.count(q, k, layout, reason, want_lse=want_lse)
         return sageattn(q, k, v, layout, causal, sm_scale, want_lse)
 

@@ -38,7 +38,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
             q, k, v = q[None, : call["max_seqlen_q"]], k[None, :longest], v[None, :longest]
         reason = ours.reason_for_torch(
             q, k, v, layout, mask=call.get("attn_mask"), causal=bool(call["is_causal"]),
-            dropout_p=call.get("dropout_p", 0.0),
+            sm_scale=call["sm_scale"], dropout_p=call.get("dropout_p", 0.0),
         )  # fmt: skip
         SERVED.count(q, k, layout, reason, want_lse=bool(call.get("return_lse")))
         return function(*args, **named)

@@ -192,7 +192,6 @@ _OF_TARGETS: Final = {
 @cache
 def tile_for(kernel: str, variant: str, target: Target) -> Tile:
     """Return the tile of a kernel variant on a target: the target's own, or the safe default."""
-    kernel = "attention" if kernel == "one_launch" else kernel
     own = _OF_TARGETS.get(target.key, {}).get(kernel, {})
     return own.get(variant) or _DEFAULT[kernel][variant]
 
@@ -210,23 +209,9 @@ def pad_head(head_dim: int) -> int:
     return max(32, triton.next_power_of_2(head_dim))
 
 
-#: Most rows of a tile. `near_rows` copies rows that are further apart than 2**31 / this.
-_MOST_ROWS = 256
-
-
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x if its last dimension is contiguous, else a dense copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def near_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a dense copy if needed by a kernel whose offsets inside a tile have 32 bits.
-
-    It copies for the reason of `dense_rows`, and if rows are so far apart that the offsets of a
-    tile would overflow.
-    """
-    near = x.shape[-2] == 1 or x.stride(-2) < 2**31 // _MOST_ROWS
-    return dense_rows(x) if near else x.contiguous()
 
 
 def in_whole_copies(x: torch.Tensor) -> bool:
@@ -244,15 +229,10 @@ def in_whole_copies(x: torch.Tensor) -> bool:
     )
 
 
-def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Return the strides of batch and tokens of each tensor [B, N, C], by kernels' argument names.
-
-    With `one_sample` the stride of the batch is 0.
-    """
-    return {
-        f"{name}_strides": (0 if one_sample else x.stride(0), x.stride(1))
-        for name, x in tensors.items()
-    }
+def strides(x: torch.Tensor) -> tuple[int, int]:
+    """Return the strides of batch and tokens of x [B, N, C]; of one sample that of the batch is 0,
+    so that its value, which means nothing, compiles no kernel again."""
+    return 0 if x.shape[0] == 1 else x.stride(0), x.stride(1)
 
 
 def coefficient(

@@ -307,7 +307,7 @@ def _sage(
     **neutral: object,
 ) -> Result:
     """Check the arguments of a call in sageattention's form, and compute it."""
-    _check_options(neutral, is_causal, sm_scale, return_lse)
+    _check_options(neutral, is_causal, return_lse)
     layout = "HND" if tensor_layout is None else tensor_layout
     check_choice("tensor_layout", layout, ("HND", "NHD"))
     heads_at, tokens_at = (1, 2) if layout == "HND" else (2, 1)
@@ -316,8 +316,9 @@ def _sage(
     if attn_mask is not None and return_lse:
         raise MaskError("attn_mask", expected="no mask", got=f"{return_lse=}")
     reason = reason_for_torch(
-        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), dropout_p=dropout_p
-    )
+        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), sm_scale=sm_scale,
+        dropout_p=dropout_p,
+    )  # fmt: skip
     if reason is not None and not return_lse:
         out = _through_torch(
             q, k, v, layout, mask=attn_mask, dropout_p=dropout_p, causal=bool(is_causal),
@@ -405,6 +406,7 @@ def reason_for_torch(
     *,
     mask: object = None,
     causal: bool = False,
+    sm_scale: Any = None,
     dropout_p: float = 0.0,
 ) -> str | None:
     """Return why torch computes an attention, or None if our kernels do or nothing takes it."""
@@ -412,6 +414,8 @@ def reason_for_torch(
         return MASK
     if dropout_p:
         return "dropout"
+    if is_number(sm_scale) and sm_scale <= 0.0:
+        return "a factor on the logits that is not over 0"
     rank = q.dim()
     if rank < 2 or not rank == k.dim() == v.dim():
         return None
@@ -493,10 +497,8 @@ def _whole_rows(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
 
 
-def _check_options(
-    neutral: dict[str, object], is_causal: object, sm_scale: object, return_lse: object
-) -> None:
-    """Check the keywords that change nothing, two flags and the factor on logits."""
+def _check_options(neutral: dict[str, object], is_causal: object, return_lse: object) -> None:
+    """Check the keywords that change nothing, and two flags."""
     for name, value in neutral.items():
         if name not in _NEUTRAL:
             raise ConfigError(
@@ -515,13 +517,6 @@ def _check_options(
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
             raise ConfigError(name, expected="True or False", got=repr(flag))
-    if sm_scale is not None and not is_number(sm_scale):
-        raise ConfigError(
-            "sm_scale",
-            expected="a number or None",
-            got=repr(sm_scale),
-            remedy="Pass the arguments of torch's attention by keyword: their order is another",
-        )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:

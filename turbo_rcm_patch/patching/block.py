@@ -8,7 +8,7 @@ skip pairs for the report (`pairs`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
@@ -128,7 +128,7 @@ class PatchedBlock(Replacement):
         self._exact = replace(self._asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = ""
-        self.backends: set[str] = set()
+        self.backends: Collection[str] = ()
         self.guard: Any = None
         self.index = 0
         self.proj_out: Any = None
@@ -169,7 +169,7 @@ class PatchedBlock(Replacement):
         if self.copies is not None:
             self.renew_copies(why, begins and not capturing(x))
         if why:
-            self.last, self.backends = why, set()
+            self.last, self.backends = why, ()
             return self.original
         lengths = self.last = self.lengths(*inputs)  # of several ranks: an exchange
         self.backends = self.unused_backends()
@@ -265,9 +265,9 @@ class PatchedBlock(Replacement):
         """Return the process group of the ranks that share the block's sequence, or None."""
         return None
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         """Return the attention backends that the user chose and the block does not use."""
-        return set()
+        return ()
 
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""
@@ -277,7 +277,7 @@ class PatchedBlock(Replacement):
             f"the attention {'function' if '.' in chosen else 'backend'} {chosen!r} is chosen and "
             f"not used, because the model is patched with attention={self.config.attention!r}; "
             "attention='exact' uses it"
-            for chosen in sorted(self.unused_backends() | self.backends)
+            for chosen in sorted({*self.unused_backends(), *self.backends})
         ]
 
     def why_block(self) -> str:

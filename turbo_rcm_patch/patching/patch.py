@@ -112,7 +112,7 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
         known = find_known(model)
         if not config.vae and not isinstance(model, nn.Module):
             known = [one for one in known if one.path != VAE]
-        patched_before = [one for one in known if _is_vae_patched_alike(model, one, config)]
+        patched_before = [one for one in known if _stays_patched(model, one, config)]
         known = [one for one in known if one not in patched_before]
         for one in known:
             _refuse_patched(one, known, "patch_model")
@@ -287,10 +287,8 @@ def _records_for(
     log = GuardLog()
     records = [_record(model, one, config, log) for one in known]
     pairs = [pair for record in records for pair in record.pairs()]
-    fused, reasons = (
-        any(pair.fused for pair in pairs),
-        sorted({pair.reason for pair in pairs} - {""}),
-    )
+    fused = any(pair.fused for pair in pairs)
+    reasons = sorted({pair.reason for pair in pairs} - {""})
     if not fused and any(record.entries for record in records):
         _log.warning("No pair runs fused at present: %s", "; ".join(reasons))
     elif not fused:
@@ -390,13 +388,25 @@ def _refuse_shared(records: list[PatchRecord]) -> None:
         )
 
 
-def _is_vae_patched_alike(model: object, one: KnownModule, config: PatchConfig) -> bool:
-    """Return True for the VAE of a pipeline that is patched as `config` says."""
+def _stays_patched(model: object, one: KnownModule, config: PatchConfig) -> bool:
+    """Return True for the VAE of a pipeline that is patched already, with the same options.
+
+    Raises:
+        AlreadyPatchedError: Its options are others.
+    """
     record = record_of(one.module)
     if isinstance(model, nn.Module) or one.path != VAE or record is None:
         return False
     options = "conv", "guard", "impl"
-    return all(getattr(record.config, name) == getattr(config, name) for name in options)
+    before, asked = ([getattr(c, name) for name in options] for c in (record.config, config))
+    if before != asked:
+        raise AlreadyPatchedError(
+            "patch_model: vae",
+            expected=f"a VAE that is not patched, or with ({', '.join(options)}) = {asked}",
+            got=f"a VAE patched with {before}",
+            remedy="Pass vae=False to leave it as it is, or call unpatch_model on it first",
+        )
+    return True
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:

@@ -61,6 +61,7 @@ _TORCH_FUNCTIONS: Final = (
     *("pad", "silu"),
 )
 _CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d)
+_LISTS: Final = (nn.ModuleList, nn.Sequential)
 #: Methods that the forwards of the original modules call.
 _METHODS: Final = ("_conv_forward", "fake_context_parallel_forward")
 
@@ -205,8 +206,8 @@ class PatchedCoder(PatchedBlock):
     known: ClassVar[frozenset[type[nn.Module]]]
     #: Name of an author's class inside -> the first parameters of its forward.
     forwards: ClassVar[Mapping[str, tuple[str, ...]]]
-    #: Kind of a module -> the kinds of its `layers`, as a regular expression.
-    layer_kinds: ClassVar[Mapping[str, str]]
+    #: Kind of a module -> the kinds of the modules in it, as a regular expression (`kinds_in`).
+    layers: ClassVar[Mapping[str, str]]
     #: End of a convolution's name -> the only kernel size and stride that the fast path knows
     #: there. Other convolutions have any kernel size, and no stride.
     resampling: ClassVar[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -324,16 +325,16 @@ class PatchedCoder(PatchedBlock):
         modules: list[tuple[str, nn.Module]] = [(self.part, self.block)]
         for name, module in modules:  # `named_modules` would take longer than all checks
             cls = original_class(module)
-            if not self.knows(cls):
+            if cls not in classes and not self.knows(cls):
                 return f"{name} is a {cls.__name__}, which is not supported"
+            classes.add(cls)
             # A list is never called, so its forward is torch's for "not implemented".
             if cls is not nn.ModuleList and not runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
             if why := "dropout is on" if drops(module) else self.why_module(name, module):
                 return f"{name}: {why}"
-            if replaced := vars(module).keys() & _METHODS:
-                return f"{name}: {min(replaced)} was replaced"
-            classes.add(cls)
+            if not vars(module).keys().isdisjoint(_METHODS):
+                return f"{name}: a method was replaced"
             children = module._modules.items()
             modules += [(f"{name}.{key}", child) for key, child in children if child is not None]
         return replaced_method(classes)
@@ -348,8 +349,8 @@ class PatchedCoder(PatchedBlock):
     def why_module(self, name: str, module: nn.Module) -> str:
         """Return why the layers and settings of a module inside are not those that the fast path
         knows, or ""."""
-        kinds = self.layer_kinds.get(kind_of(module))
-        if kinds and not re.fullmatch(kinds, " ".join(map(kind_of, self.layers(module)))):
+        layers = self.layers.get(kind_of(module))
+        if layers and not re.fullmatch(layers, kinds_in(module)):
             return "its layers are not the author's"
         if not isinstance(module, _CONVOLUTIONS):
             return ""
@@ -369,11 +370,6 @@ class PatchedCoder(PatchedBlock):
             and module.padding_mode == "zeros"
         )
         return "" if known else "its stride, padding, groups or dilation are not the author's"
-
-    def layers(self, module: Any) -> list[Any]:
-        """Return the layers of a module of a kind in `layer_kinds`, in the order in which they
-        run."""
-        raise NotImplementedError
 
     def causal_frames(self, conv: Any) -> int:
         """Return the number of frames of zeros that a convolution itself puts before a video."""
@@ -519,6 +515,16 @@ def kind_of(module: Any) -> str:
     return _without_prefix(original_class(module).__name__)
 
 
+def kinds_in(module: nn.Module) -> str:
+    """Return the kinds of the modules in a module, in the order in which it was given them; for a
+    list the kinds of its elements."""
+    kinds = list[str]()
+    for child in module._modules.values():
+        listed = child.children() if isinstance(child, _LISTS) else [child]
+        kinds += map(kind_of, listed)
+    return " ".join(kinds)
+
+
 @cache
 def _without_prefix(name: str) -> str:
     return name.removeprefix("Wan").removeprefix("CogVideoX")
@@ -530,7 +536,7 @@ def zeros_around(conv: Any) -> tuple[int, int, int] | None:
     if type(conv.padding) is not tuple:
         return None
     time, height, width = (0, *conv.padding)[-3:]
-    causal = getattr(conv, "_padding", 0)  # of Wan's convolutions: in time, or on all six sides
+    causal = vars(conv).get("_padding", 0)  # of Wan's convolutions: in time, or on all six sides
     if isinstance(causal, int):
         causal = (0, 0, 0, 0, causal, 0)
     left, right, above, below, before, after = causal

@@ -39,7 +39,9 @@ class Clip:
         gain: Amplification of the videos of differences.
         unmeasured: Why a measure is missing, else empty.
         seed: The seed, if `compare` made the video.
-        runs: How `compare` made each of its videos (`StoredClip.note`), by the name of the run.
+        runs: How `compare` made each of its videos, by the name of the run: seconds, seconds of
+            decoding and peak memory (of a caller's function all in one, None on a CPU), and the
+            forms of the blocks in each forward, if they were watched.
     """
 
     key: str

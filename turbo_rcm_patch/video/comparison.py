@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -37,7 +37,9 @@ from turbo_rcm_patch.video.measures import (
     NetworkNumber,
     OnStep,
     fusion_number,
-    networks_number,
+)
+from turbo_rcm_patch.video.measures import (
+    network_number as measure_network,
 )
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
@@ -49,7 +51,7 @@ from turbo_rcm_patch.video.pipelines import (
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings, SettingsOptions
 from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
-from turbo_rcm_patch.video.store import Store, StoredClip, check_out, lock_folder
+from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import Ran
 
 #: Makes a video from a seed: frames [F, H, W, 3] in 0..1.
@@ -67,8 +69,8 @@ _BACKENDS: Final = {
 _NETWORK: Final = "runs/network.json"
 #: Of a video that holds NaN or infinity: `generate` raises in the place of returning it.
 _NO_FRAMES: Final = torch.empty(0, 1, 1, 3)
-#: Makes video i, and calls back after each step.
-_MakeClip = Callable[[int, OnStep], StoredClip]
+#: Makes video i, and calls back after each step; returns frames, and how long that took.
+_MakeClip = Callable[[int, OnStep], tuple[torch.Tensor, dict[str, Any]]]
 _Watched = PatchReport | BackendCalls | None
 
 
@@ -83,7 +85,7 @@ def compare(
     config: PatchConfig | None = None,
     attention_backend: str | None = None,
     settings: Settings | None = None,
-    network_number: bool | None = None,
+    network_number: bool = True,
     fresh: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -111,9 +113,9 @@ def compare(
             ("sage", "flash", "_native_cudnn", ...) or on "turbo_rcm_int8", instead of the patch.
             Backends are as before afterwards.
         settings: How to sample; by default as the model's folder says.
-        network_number: True measures the network's error against fp32, False leaves it out. None
-            measures it if it can be measured: the transformer is not offloaded, and one call in
-            fp32 fits into memory. If not, the verdict is not "unchanged" and says why.
+        network_number: Measure the network's error against fp32. Where that cannot be done,
+            because the transformer is offloaded or one call in fp32 does not fit into memory, the
+            verdict is at best "undecided" and says why.
         fresh: Start again: use nothing that comparisons wrote into `out`. Each file stays until it
             is replaced, the others until this comparison is done.
         progress: Called with a stage, what is done and the total, as the work proceeds; after the
@@ -141,13 +143,6 @@ def compare(
         fps, steps = _only_fps(overrides, images=images, settings=settings), 1
         how = {"fps": fps, "made by": "a function of the caller"}
     check_out(out, fresh=fresh)
-    if network_number and (why := why_no_network(pipe)):
-        raise SamplingError(
-            "the network number",
-            expected="a transformer that stays on one device",
-            got=why,
-            remedy="Leave `network_number=True` out, or load without `offload=`",
-        )
     with lock_folder(out):
         check_judged(pipe, config, attention_backend)
         digests = [source.digest for source in sources]
@@ -164,7 +159,7 @@ def compare(
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
         missing = [i for i, clip in enumerate(finished) if clip is None]
         passes = _Passes(store, keys, missing, make_clip, steps, pipe, progress)
-        networks = () if network_number is False else networks_of(pipe).values()
+        networks = networks_of(pipe).values() if network_number else ()
         calls = CapturedCalls(networks)
         unpatched = partial(_unpatched, pipe, config)
 
@@ -172,7 +167,7 @@ def compare(
         passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
         control = _run_control(passes, unpatched)
         network, why = None, ""
-        if network_number is not False:
+        if network_number:
             network, why = _network(passes, calls, pipe, config, attention_backend)
         fusion = _fusion(pipe, config, attention_backend)
         results = []
@@ -236,7 +231,7 @@ def _generating(
 ) -> _MakeClip:
     """Return the function that makes video i with `generate`."""
 
-    def make_clip(i: int, on_step: OnStep) -> StoredClip:
+    def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
         image = sources[i].read()
         if digest_of(image) != digests[i]:
             raise SamplingError(
@@ -244,26 +239,16 @@ def _generating(
                 expected="the same pixels for all three videos",
                 remedy="Start again, and leave the file alone until it is done",
             )
-        began = time.perf_counter()
+        began, prompt = time.perf_counter(), sources[i].prompt
         try:
             video = generate(
-                pipe,
-                sources[i].prompt,
-                image=image,
-                seed=seed + i,
-                settings=settings,
-                on_step=on_step,
+                pipe, prompt, image=image, seed=seed + i, settings=settings, on_step=on_step
             )
         except SamplingError as error:
             if "NaN or infinity" not in error.what:
                 raise
-            return StoredClip(frames=_NO_FRAMES, seconds=time.perf_counter() - began)
-        return StoredClip(
-            frames=video.frames,
-            seconds=video.seconds,
-            decode_seconds=video.decode_seconds,
-            peak_bytes=video.peak_bytes,
-        )
+            return _NO_FRAMES, _note(time.perf_counter() - began)
+        return video.frames, _note(video.seconds, video.decode_seconds, video.peak_bytes)
 
     return make_clip
 
@@ -271,7 +256,7 @@ def _generating(
 def _calling(pipe: VideoPipeline, make: Make, seed: int) -> _MakeClip:
     """Return the function that makes video i with a function of the caller."""
 
-    def make_clip(i: int, on_step: OnStep) -> StoredClip:
+    def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
         with torch.no_grad(), Meter(pipe._execution_device) as meter:
             frames = torch.as_tensor(make(seed + i))
         if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
@@ -282,13 +267,16 @@ def _calling(pipe: VideoPipeline, make: Make, seed: int) -> _MakeClip:
                 remedy='Call the pipeline with output_type="np", and return its .frames[0]',
             )
         on_step(1, 1)
-        return StoredClip(
-            frames=frames.to("cpu", torch.float32),
-            seconds=meter.seconds,
-            peak_bytes=meter.peak_bytes,
-        )
+        note = _note(meter.seconds, peak_bytes=meter.peak_bytes)
+        return frames.to("cpu", torch.float32), note
 
     return make_clip
+
+
+def _note(
+    seconds: float, decode_seconds: float = 0.0, peak_bytes: int | None = None
+) -> dict[str, Any]:
+    return {"seconds": seconds, "decode_seconds": decode_seconds, "peak_bytes": peak_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,36 +327,37 @@ class _Passes:
             if first_call is not None:
                 estimate = self._estimate() if run == "baseline" else _ignore
                 with first_call:
-                    note["first_call_seconds"] = self.make_clip(missing[0], estimate).seconds
+                    note["first_call_seconds"] = self.make_clip(missing[0], estimate)[1]["seconds"]
             for i in missing:
-                clip = self._clip(run, i, done, watched)
+                frames, made = self._clip(run, i, done, watched)
                 done += self.steps
                 if isinstance(watched, PatchReport):
                     note |= {"table": str(watched), "report": watched.as_dict()}
                 if first_call is not None:
                     self.store.write_json(f"runs/{run}.json", note)
-                self.store.save_clip(self.keys[i], run, clip)
+                self.store.save_clip(self.keys[i], run, frames, made)
         self.progress(run, total, total)
 
-    def _clip(self, run: Run, i: int, done: int, watched: _Watched) -> StoredClip:
+    def _clip(
+        self, run: Run, i: int, done: int, watched: _Watched
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Make a video, and note how the blocks ran in each forward."""
 
         def on_step(step: int, _: int) -> None:
             self.progress(run, done + step, len(self.keys) * self.steps)
 
         with Forwards(self.pipe, watched) as forwards:
-            clip = self.make_clip(i, on_step)
-        clip = replace(clip, forms=forwards.forms())
-        if run == "baseline" and not _is_finite(clip.frames):
+            frames, note = self.make_clip(i, on_step)
+        if run == "baseline" and not _is_finite(frames):
             raise SamplingError(
                 "the unpatched model gave NaN or infinity",
                 got=self.keys[i],
                 remedy="Check the model's dtype and weights: there is nothing to compare with",
             )
-        if not len(clip.frames):
-            baseline = self.store.load_clip(self.keys[i], "baseline").frames
-            clip = replace(clip, frames=torch.full_like(baseline, torch.nan))
-        return clip
+        if not len(frames):
+            baseline, _ = self.store.load_clip(self.keys[i], "baseline")
+            frames = torch.full_like(baseline, torch.nan)
+        return frames, note | {"forms": forwards.forms()}
 
     def _estimate(self) -> OnStep:
         """Return the function that says, once a step is done, how long all will take if every
@@ -414,11 +403,11 @@ def _choose_control(
     """Choose the backend with the first video that is missing, and keep this video."""
     i, refused = min(passes.missing, default=0), []
     key = passes.keys[i]
-    baseline = passes.store.load_clip(key, "baseline").frames
+    baseline, _ = passes.store.load_clip(key, "baseline")
     for name in candidates(passes.pipe._execution_device):
         try:
             with unpatched(name):
-                clip = passes.make_clip(i, _ignore)
+                frames, note = passes.make_clip(i, _ignore)
         except torch.OutOfMemoryError:
             refused.append(f"{name} runs out of memory")
             continue
@@ -428,12 +417,12 @@ def _choose_control(
                 raise
             refused.append(f"{name} cannot run this model")
             continue
-        if not _is_finite(clip.frames):
+        if not _is_finite(frames):
             refused.append(f"{name} gives NaN or infinity")
-        elif torch.equal(clip.frames, baseline):
+        elif torch.equal(frames, baseline):
             refused.append(f"{name} is bit-equal to the baseline")
         else:
-            passes.store.save_clip(key, "control", clip)
+            passes.store.save_clip(key, "control", frames, note)
             return name
     raise SamplingError(
         "no exact attention backend differs from the one the model uses",
@@ -537,7 +526,7 @@ def _network(
         return None, "the videos were made without a call of it"
     show = partial(passes.progress, "network")
     try:
-        number = networks_number(kept, config, attention_backend=attention_backend, progress=show)
+        number = measure_network(kept, config, attention_backend=attention_backend, progress=show)
     except torch.OutOfMemoryError:
         return None, "one call of it in fp32 does not fit the device's memory"
     if number.unpatched == 0:
@@ -583,12 +572,12 @@ def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: i
     runs = {run: store.load_clip(key, run) for run in RUNS}
     clip = measure(
         store,
-        {run: stored.frames for run, stored in runs.items()},
+        {run: frames for run, (frames, _) in runs.items()},
         fps,
         key=key,
         prompt=prompt,
         seed=seed,
-        runs={run: stored.note for run, stored in runs.items()},
+        runs={run: note for run, (_, note) in runs.items()},
     )
     clip.record(store, digest)
     return clip

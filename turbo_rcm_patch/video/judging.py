@@ -95,22 +95,22 @@ def read_clip(path: Path) -> Media:
 
 
 def _folder(path: Path) -> Media:
-    def number(one: Path) -> list[tuple[int, str]]:
-        parts = re.findall(r"\d+|\D+", one.name)
+    def number(file: Path) -> list[tuple[int, str]]:
+        parts = re.findall(r"\d+|\D+", file.name)
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
-    files = sorted((one for one in path.iterdir() if _is_png(one)), key=number)
+    files = sorted(filter(_is_png, path.iterdir()), key=number)
     if len(files) > MOST_FRAMES:
         raise _wrong(path, f"at most {MOST_FRAMES} frames", f"{len(files)}")
     frames: list[np.ndarray] = []
-    for one in files:
-        frames.append(np.asarray(read_image(one)))
+    for file in files:
+        frames.append(np.asarray(read_image(file)))
         _check_size(frames[0].size * len(files), path)
     return Media(_stacked(frames, path))
 
 
 def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
-    sizes = Counter(f"{one.shape[1]} x {one.shape[0]}" for one in frames)
+    sizes = Counter(f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames)
     if len(sizes) > 1:
         got = ", ".join(f"{count} of {size}" for size, count in sizes.items())
         raise _wrong(path, "frames of one size", got)
@@ -365,10 +365,10 @@ def _paired(name: str, clips: Mapping[str, Mapping[str, list[Path]]]) -> dict[st
 
 def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for one in sorted(filter(_is_png, path.iterdir())) if path.is_dir() else [path]:
-        check_regular(one, SamplingError, _MOST_BYTES)
-        with one.open("rb") as file:
-            digest.update(one.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    for part in sorted(filter(_is_png, path.iterdir())) if path.is_dir() else [path]:
+        check_regular(part, SamplingError, _MOST_BYTES)
+        with part.open("rb") as file:
+            digest.update(part.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
 
 
@@ -383,13 +383,13 @@ def _measure(
     if min(truth.frames.shape[1:3]) < SSIM_SIDE:
         raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", truth.words)
     timed, rate = next(((paths[k], x.fps) for k, x in media.items() if x.fps), (first, fps))
-    for which, clip in media.items():
-        if clip.frames.shape != truth.frames.shape:
-            raise _wrong(paths[which], f"{truth.words}, as {first}", clip.words)
-        if clip.fps not in (None, rate):
-            got = f"{clip.fps:g}"
+    for which, read in media.items():
+        if read.frames.shape != truth.frames.shape:
+            raise _wrong(paths[which], f"{truth.words}, as {first}", read.words)
+        if read.fps not in (None, rate):
+            got = f"{read.fps:g}"
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", got)
-    clips = {run: clip.frames for run, clip in media.items()}
+    clips = {run: read.frames for run, read in media.items()}
     clips["patched"] = clips.pop("candidate")
     if (control := clips.get("control")) is not None:
         _check_control(control, truth.frames, paths["control"])

@@ -88,7 +88,9 @@ def load_pipeline(
         expected = "a dtype of torch, for instance torch.bfloat16"
         raise ConfigError("dtype", expected=expected, got=repr(dtype))
     target = choose_device(device)
-    check_offload(offload, target)
+    if offload != "none" and target.type == "cpu":
+        expected, remedy = "a GPU to offload from", "Leave offload out on a machine without a GPU"
+        raise DeviceError(f"offload={offload!r}", expected=expected, got="cpu", remedy=remedy)
     check_loras(lora)
     folder = resolve_model(model)
     pipe = _from_pretrained(folder if isinstance(folder, Path) else _download(folder), dtype)
@@ -259,7 +261,7 @@ def _known_class(index: Mapping[str, object]) -> str:
 
 def _attach_extra(transformer: Any, folder: Path) -> None:
     """Attach the `proj_l` of a transformer from its folder."""
-    if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
+    if folder_proj_l(folder):
         load_extra(transformer, folder)
     if isinstance(mark_of(transformer.config), Mapping) and not held_proj_l(transformer):
         what = f"{folder}/config.json says that it has SLA, but there is no {EXTRA_FILE} with its "
@@ -291,14 +293,6 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         remedy = "Run `python -m turbo_rcm_patch doctor`, or use `device='cpu'`"
         raise DeviceError("device", expected=expected, got=repr(str(device)), remedy=remedy)
     return chosen
-
-
-def check_offload(offload: Offload, device: torch.device) -> None:
-    """Raise a `DeviceError` if there is no GPU to offload from."""
-    if offload != "none" and device.type == "cpu":
-        what, expected = f"offload={offload!r}", "a GPU to offload from"
-        remedy = "Leave offload at 'none' on a machine without a GPU"
-        raise DeviceError(what, expected=expected, got="cpu", remedy=remedy)
 
 
 def move(pipe: Any, device: torch.device, offload: Offload) -> None:

@@ -154,6 +154,7 @@ def add_loras(pipe: Any, loras: Sequence[str]) -> None:
 def _load(pipe: Any, lora: LoRA, part: str, name: str) -> None:
     """Load a LoRA under a name of peft's, and warn of weights without effect."""
     network = networks_of(pipe)[part]
+    second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
     with loading(
         ModelFolderError,
         f"LoRA {lora.text!r} could not be loaded into {part}",
@@ -162,32 +163,14 @@ def _load(pipe: Any, lora: LoRA, part: str, name: str) -> None:
     ):
         path = _find_file(lora.source)
         with safe_open(path, framework="pt") as file:
-            keys = [*file.keys()]
-            _refuse_patterns(
-                json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-            )
-            for key in keys:
-                if key.endswith(".alpha") and not file.get_tensor(key).item() >= 0:
-                    raise ValueError(f"{key} is negative or NaN")  # diffusers would not end
-            second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+            weights = _check_contents(file)
             pipe.load_lora_weights(
                 str(path.parent), weight_name=path.name, adapter_name=name, **second
             )
-            used = {
-                f"transformer.{where}"
-                for where, module in network.named_modules()
-                if name in getattr(module, "lora_A", {})
-            }
-            sources = _sources(pipe, keys)
-            effective = {sources[key] for key in sources if key.partition(".lora_")[0] in used}
-            if not effective:
+            used = _used_weights(pipe, network, name, [*file.keys()])
+            if not used:
                 raise ValueError("none of its weights is this model's")
-            weights = [key for key in keys if not key.endswith(".alpha")]
-            unused = [
-                key
-                for key in sorted({*weights} - effective)
-                if file.get_tensor(key).count_nonzero()  # Zeros have no effect anywhere.
-            ]
+            unused = [key for key in weights if key not in used and file.get_tensor(key).any()]
     if unused:
         _log.warning(
             "LoRA %r: %d of its %d weights fit the %s. These have no effect: %s%s",
@@ -198,6 +181,46 @@ def _load(pipe: Any, lora: LoRA, part: str, name: str) -> None:
             ", ".join(map(ascii, unused[:8])),
             f" and {len(unused) - 8} more" * (len(unused) > 8),
         )
+
+
+def _check_contents(file: Any) -> list[str]:
+    """Return the names of the weights of an open LoRA file, without their scales.
+
+    Raises:
+        ValueError: diffusers would not end with it.
+    """
+    _refuse_patterns(json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}")))
+    scales = [key for key in file.keys() if key.endswith(".alpha")]  # noqa: SIM118 - no dict
+    for key in scales:
+        if not file.get_tensor(key).item() >= 0:
+            raise ValueError(f"{key} is negative or NaN")
+    return sorted({*file.keys()} - {*scales})
+
+
+def _used_weights(pipe: Any, network: Any, name: str, keys: Sequence[str]) -> set[str]:
+    """Return the weights of a LoRA's file that change a network.
+
+    diffusers renames the weights of other programs, and drops some without a word. So weights that
+    hold nothing but their number are converted once more, with a scale of 1.
+
+    Args:
+        pipe: The pipeline.
+        network: Its transformer, which has the LoRA.
+        name: The name of the LoRA.
+        keys: The names in the file.
+    """
+    numbered = {
+        key: torch.ones(()) if key.endswith(".alpha") else torch.full((1, 1), float(number))
+        for number, key in enumerate(keys, 2)  # a converter fills in ones
+    }
+    layers = {
+        f"transformer.{where}"
+        for where, module in network.named_modules()
+        if name in getattr(module, "lora_A", {})
+    }
+    converted = pipe.lora_state_dict(numbered)
+    numbers = {int(converted[key]) for key in converted if key.partition(".lora_")[0] in layers}
+    return {key for number, key in enumerate(keys, 2) if number in numbers}
 
 
 def _find_file(source: str) -> Path:
@@ -222,22 +245,6 @@ def _only_file(names: Iterable[str]) -> str:
     if len(weights) != 1:
         raise ValueError(f"it has {len(weights)} .safetensors files; name one: {weights[:8]}")
     return weights[0]
-
-
-def _sources(pipe: Any, keys: Sequence[str]) -> dict[str, str]:
-    """Return for each weight that diffusers makes of a file the name of its source in the file.
-
-    Its converters rename the weights of other programs, and drop some without a word. So weights
-    that hold nothing but their number are converted, with a scale of 1.
-    """
-    numbers = {
-        key: torch.ones(()) if key.endswith(".alpha") else torch.full((1, 1), float(number))
-        for number, key in enumerate(keys, 2)  # a converter fills in ones
-    }
-    converted = pipe.lora_state_dict(numbers)
-    by_number = dict(enumerate(keys, 2))
-    sources = {name: by_number.get(int(weight)) for name, weight in converted.items()}
-    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _refuse_patterns(notes: dict[str, Any]) -> None:

@@ -49,14 +49,12 @@ class Drift:
             NaN.
         ssim: Mean SSIM over frames.
         frame_psnr: PSNR of each frame.
-        frame_ssim: SSIM of each frame.
         vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
     """
 
     psnr: float
     ssim: float
     frame_psnr: tuple[float, ...]
-    frame_ssim: tuple[float, ...]
     vmaf: float | None = None
 
     @property
@@ -118,13 +116,12 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
     """Return the distances of frames [F, H, W, 3] in 0..1, except VMAF, which ffmpeg measures."""
-    of_frames, similarity = _mse(frames, truth), ssim(frames, truth)
+    of_frames = _mse(frames, truth)
     mse = float(of_frames.mean())
     return Drift(
         psnr=math.inf if mse == 0.0 else -10.0 * math.log10(mse),
-        ssim=float(similarity.mean()),
+        ssim=float(ssim(frames, truth).mean()),
         frame_psnr=tuple((-10.0 * torch.log10(of_frames)).tolist()),
-        frame_ssim=tuple(similarity.tolist()),
     )
 
 
@@ -215,39 +212,24 @@ class CapturedCalls:
         self._seen[network] += 1
 
 
-def network_number(
-    transformer: torch.nn.Module,
-    inputs: Sequence[Call],
-    config: PatchConfig | None = None,
-    *,
-    attention_backend: str | None = None,
-    progress: OnStep = lambda done, total: None,
-) -> NetworkNumber:
-    """Measure a transformer, which is unpatched before and after.
-
-    Args:
-        transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
-            one block at a time, so a network of any size needs the memory of one block more.
-        inputs: The keyword arguments of each call, in bf16 or another low precision, on any
-            device.
-        config: How to patch. The guard decides on the first call, as in a video.
-        attention_backend: As for `compare`.
-        progress: Called before and after each call of the network with (done, total).
-    """
-    calls = {transformer: inputs}
-    return networks_number(calls, config, attention_backend=attention_backend, progress=progress)
-
-
 @torch.no_grad()
-def networks_number(
+def network_number(
     calls: Mapping[torch.nn.Module, Sequence[Call]],
     config: PatchConfig | None = None,
     *,
     attention_backend: str | None = None,
     progress: OnStep = lambda done, total: None,
 ) -> NetworkNumber:
-    """Measure the networks of a pipeline, one after the other, as `network_number` does; the
-    errors are averaged over the calls of all."""
+    """Measure the networks of a pipeline, which are unpatched before and after.
+
+    Args:
+        calls: A network in bf16, on any device, not offloaded -> the keyword arguments of each
+            call, in a low precision, on any device. For the truth a network is upcast in place,
+            one block at a time, so one of any size needs the memory of one block more.
+        config: How to patch. The guard decides on the first call, as in a video.
+        attention_backend: As for `compare`.
+        progress: Called before and after each call of a network with (done, total).
+    """
     config = config or PatchConfig()
     done, total = itertools.count(), 3 * sum(map(len, calls.values()))
 
@@ -298,7 +280,7 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
         network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
     """
     lists = [child for child in network.children() if isinstance(child, torch.nn.ModuleList)]
-    blocks = [block for one in lists for block in one]
+    blocks = [block for blocks in lists for block in blocks]
     inside = {id(x) for block in blocks for x in _tensors(block)}
     held: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 

@@ -13,9 +13,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,30 +38,6 @@ _PATTERNS: Final = (
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
 _AGAIN: Final = "Start again with `fresh=True`, or choose another folder"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredClip:
-    """A video that waits to be measured.
-
-    Attributes:
-        frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
-        seconds: Time of the pipeline's call; of a caller's function all of its time.
-        decode_seconds: Time of the VAE, 0 if it is in `seconds`.
-        peak_bytes: Peak memory of the call, None on a CPU.
-        forms: Of each forward of a network the form of each block, if that was watched.
-    """
-
-    frames: torch.Tensor
-    seconds: float
-    decode_seconds: float = 0.0
-    peak_bytes: int | None = None
-    forms: Sequence[Mapping[str, str]] = ()
-
-    @property
-    def note(self) -> dict[str, Any]:
-        """Everything but the frames, for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
 
 
 class Store:
@@ -91,12 +66,12 @@ class Store:
         if fresh:
             self._remove_all()
         wanted = json.loads(json.dumps(to_json({**_MADE_BY, **identity})))
-        found = None if fresh else self.read_json(_SETTINGS)
-        if found is not None:
-            there, new = found.get("inputs", {}), wanted.get("inputs", {})
+        earlier = None if fresh else self.read_json(_SETTINGS)
+        if earlier is not None:
+            there, new = earlier.get("inputs", {}), wanted.get("inputs", {})
             if all(there.get(key, digest) == digest for key, digest in new.items()):
-                wanted["inputs"] = found["inputs"] = there | new
-            _refuse_other(f"{self.out} holds a comparison", found, wanted, _AGAIN)
+                wanted["inputs"] = earlier["inputs"] = there | new
+            _refuse_other(f"{self.out} holds a comparison", earlier, wanted, _AGAIN)
         self.write_json(_SETTINGS, wanted)
 
     def _remove_all(self) -> None:
@@ -125,22 +100,20 @@ class Store:
         """Return True if a clip is there to be measured."""
         return self._clip(key, run).is_file()
 
-    def save_clip(self, key: str, run: str, clip: StoredClip) -> None:
-        """Keep a clip until it is measured."""
+    def save_clip(self, key: str, run: str, frames: torch.Tensor, note: dict[str, Any]) -> None:
+        """Keep frames, and how they were made, until they are measured."""
         from safetensors.torch import save_file
 
         with atomic(self._clip(key, run)) as path:
-            note = {"note": json.dumps(clip.note)}
-            save_file({"frames": clip.frames.contiguous()}, path, metadata=note)
+            save_file({"frames": frames.contiguous()}, path, {"note": json.dumps(note)})
 
-    def load_clip(self, key: str, run: str) -> StoredClip:
-        """Read a clip."""
+    def load_clip(self, key: str, run: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Read frames, and how they were made."""
         from safetensors import SafetensorError, safe_open
 
         path = self._clip(key, run)
         with reading(path, SafetensorError), safe_open(path, framework="pt") as file:
-            note = json.loads(file.metadata()["note"])
-            return StoredClip(frames=file.get_tensor("frames"), **note)
+            return file.get_tensor("frames"), json.loads(file.metadata()["note"])
 
     def remove_clips(self, key: str) -> None:
         """Remove the clips of a prompt, which are measured."""

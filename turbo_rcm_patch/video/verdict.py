@@ -215,7 +215,8 @@ class Verdict:
     def numbers(self) -> list[dict[str, object]]:
         """The conditions as plain data for JSON."""
         return [
-            asdict(one) | {"passed": one.passed, "similar": one.similar} for one in self.checks
+            asdict(check) | {"passed": check.passed, "similar": check.similar}
+            for check in self.checks
         ]
 
     @property
@@ -262,8 +263,8 @@ def judge(
             expected="as many control runs as patched runs, at least one",
             got=f"{len(control)} and {len(patched)}",
         )
-    if not all(math.isfinite(one.psnr) for one in control):
-        equal = any(one.psnr == math.inf for one in control)
+    if not all(math.isfinite(drift.psnr) for drift in control):
+        equal = any(drift.psnr == math.inf for drift in control)
         what = "is bit-equal to the baseline" if equal else "holds NaN or infinity"
         raise SamplingError(
             f"the control run {what}, so its drift measures nothing",
@@ -275,7 +276,7 @@ def judge(
         (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
          WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
-        value, other = (how([getattr(one, of) for one in run]) for run in (patched, control))
+        value, other = (how([getattr(drift, of) for drift in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))
         whatever = f"{name}, whatever the control does"
         floors.append(Check(whatever, value, floor, floor, True, " dB"))

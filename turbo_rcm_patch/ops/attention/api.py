@@ -347,7 +347,7 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
     tensors = _tensors_of(a)
     check_same_device(q.device, **tensors)
     refuse_gradient("attention", (q, k, v, *tensors.values()))
-    return _with_positive_scale(a)
+    return a
 
 
 def _checked_skip(skip: Skip, shape: tuple[int, int, int]) -> Skip | None:
@@ -368,23 +368,6 @@ def _tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
         "norm_k_bias": a.norms.k_bias, "cos": cos, "sin": sin, "kv_lengths": a.kv_lengths,
         "residual": residual, "c_skip": c_skip, "c_out": c_out,
     }  # fmt: skip
-
-
-def _with_positive_scale(a: AttentionInputs) -> AttentionInputs:
-    """Rewrite an attention so that sm_scale > 0, with equal logits.
-
-    The scales of int8 have to be positive, and torch's own attention computes NaN from a masked
-    logit times 0. The sign moves into q, or into weight and bias of its norm.
-    """
-    scale, norms = a.spec.sm_scale, a.norms
-    if scale is None or scale > 0.0:
-        return a
-    sign, scale = (-1.0, -scale) if scale < 0.0 else (0.0, 1.0)
-    a = a._replace(spec=replace(a.spec, sm_scale=scale))
-    if norms.q is None:
-        return a._replace(q=a.q * sign)
-    bias = None if norms.q_bias is None else norms.q_bias * sign
-    return a._replace(norms=norms._replace(q=norms.q * sign, q_bias=bias))
 
 
 # --- which implementation runs -------------------------------------------------------------------

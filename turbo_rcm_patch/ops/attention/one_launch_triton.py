@@ -27,7 +27,6 @@ from turbo_rcm_patch.ops.launch import (
     Tile,
     cdiv,
     launch,
-    near_rows,
     skip_arguments,
     target_of,
     tile_for,
@@ -65,7 +64,7 @@ def project_tile(
     """Compute x W^T + bias for the rows of mask_m and BLOCK_C columns, in fp32.
 
     x_ptr: the first of dense rows of c_in channels; projection: `Projection`; FORM:
-    `ProjectionForm`. Offsets inside a tile fit into 32 bits (`near_rows`); its origin is a 64-bit
+    `ProjectionForm`. Offsets inside a tile of dense rows fit into 32 bits; its origin is a 64-bit
     pointer.
     """
     BLOCK_M: tl.constexpr = mask_m.shape[0]
@@ -154,7 +153,7 @@ def one_launch_kernel(
 
 def tile_of(a: AttentionInputs) -> Tile:
     """Return the tile of the table."""
-    return tile_for("one_launch", variant_of(a), target_of(a.q.device))
+    return tile_for("attention", variant_of(a), target_of(a.q.device))
 
 
 def empty_counters(a: AttentionInputs, tile: Tile) -> torch.Tensor:
@@ -179,7 +178,7 @@ def launch_kernel(
     batch, n_q, channels = a.q.shape
     features = weight.shape[0]
     arguments = attention_arguments(a, operands, tile)
-    weight = near_rows(weight)
+    weight = weight.contiguous()
     block_k = 32 if a.q.dtype == torch.float32 else 64
     attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
     y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)

@@ -590,10 +590,9 @@ def run_prologue(job: Prologue) -> None:
     most = max(1, min(AMAX_CHUNKS, _AMAX_PROGRAMS // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
-    rows_of = strides(one_sample=batch == 1, q=q, k=k, v=v)
     arguments = {
-        "k": job.key_rows(rows_of["k_strides"]),
-        "v": job.value_rows(rows_of["v_strides"], empty(1 + chunks) if fp8 else None),
+        "k": job.key_rows(strides(k)),
+        "v": job.value_rows(strides(v), empty(1 + chunks) if fp8 else None),
         "common": CommonOperands(mean, a.rotary, a.kv_lengths, counters),
         "n_kv": n_kv,
         "step": job.step,
@@ -627,7 +626,7 @@ def run_prologue(job: Prologue) -> None:
         hopper_prologue_kernel,
         (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
         device,
-        q=job.query_rows(rows_of["q_strides"]),
+        q=job.query_rows(strides(q)),
         n_q=n_q,
         n_counters=0 if counters is None else counters.shape[1],
         q_programs=q_programs,

@@ -32,7 +32,7 @@ class AttentionSpec:
         smooth_k: Subtract the mean over tokens from k before quantising, which leaves the softmax
             unchanged. Release 2.x of sageattention ignores this and always does so.
         causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
-        sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
+        sm_scale: Factor on the logits, over 0, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
     """
@@ -54,10 +54,11 @@ class AttentionSpec:
         choices = {field: CHOICES[field] for field in ("attention", "pv", "impl")}
         check_fields(self, choices, "smooth_k", "causal")
         scale = self.sm_scale
-        if scale is not None and not (is_number(scale) and isfinite(scale)):
+        if scale is not None and not (is_number(scale) and isfinite(scale) and scale > 0.0):
             raise ConfigError(
-                "AttentionSpec.sm_scale", expected="a finite number or None", got=repr(scale)
-            )
+                "AttentionSpec.sm_scale", expected="a finite number over 0, or None",
+                got=repr(scale), remedy="Give its sign to q",
+            )  # fmt: skip
         if not is_number(self.eps) or not _LEAST_EPS <= self.eps < 1.0:
             raise ConfigError(
                 "AttentionSpec.eps",

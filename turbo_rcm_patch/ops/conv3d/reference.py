@@ -8,6 +8,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.ops.conv3d.formats import Call
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
+from turbo_rcm_patch.ops.dispatch import on_gpu
 
 
 def conv3d(
@@ -20,7 +21,7 @@ def conv3d(
     x, weight = call.x, call.weight.permute(0, 4, 1, 2, 3)
     product = weight.shape[2:] == (1, 1, 1) and call.stride == (1, 1, 1)
     own = None  # the bias that torch adds
-    if (residual is None and out_dtype == x.dtype) if product else not x.is_cuda:
+    if (residual is None and out_dtype == x.dtype) if product else not on_gpu(x.device):
         own, bias = None if bias is None else bias.to(x.dtype), None
     if product:
         y = F.linear(x, call.weight.flatten(1), own)

@@ -227,7 +227,6 @@ class Product(NamedTuple):
 
     y: Tensor
     weight: Tensor
-    scale: Tensor
 
 
 #: Writes the product of rows into its first argument.
@@ -255,23 +254,10 @@ def _large_on_hopper(target: Target, call: Product) -> bool:
     )
 
 
-def _by_row(target: Target, call: Product) -> bool:
-    return _large_on_hopper(target, call) and call.scale.dim() == 1
-
-
-def _by_block(target: Target, call: Product) -> bool:
-    return _large_on_hopper(target, call) and call.scale.dim() == 2
-
-
 #: The product.
 KERNELS: Final = (
     Implementation(
-        "hopper", _by_row, f"sm_90, {LARGE:,} outputs or more, a scale per row of the weight",
-        _hopper, "int8 linear",
-    ),
-    Implementation(
-        "hopper", _by_block, f"sm_90, {LARGE:,} outputs or more, a scale per block of the weight",
-        _hopper, "int8 linear with a scale per block",
+        "hopper", _large_on_hopper, f"sm_90, {LARGE:,} outputs or more", _hopper, "int8 linear"
     ),
     Implementation("triton", always, "everything else", _triton, "int8 linear"),
 )  # fmt: skip
@@ -301,7 +287,7 @@ def launch_linear(
     linear = linear._replace(weight=weight.contiguous(), bias=bias)
     y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
     if y.numel():  # Triton refuses a descriptor without rows.
-        choose(KERNELS, y.device, Product(y, linear.weight, linear.scale))(y, rows, linear)
+        choose(KERNELS, y.device, Product(y, linear.weight))(y, rows, linear)
     return y
 
 

@@ -20,7 +20,6 @@ from turbo_rcm_patch.ops.launch import (
     dense_rows,
     launch,
     skip_arguments,
-    strides,
     target_of,
     tile_for,
 )
@@ -400,7 +399,7 @@ def skip(
         branch.device,
         y_ptr=y,
         branch_ptr=branch,
-        **strides(branch=branch),
+        branch_strides=branch.stride()[:2],
         n_tokens=n_tokens,
         channels=channels,
         BLOCK_N=tile.block_m,

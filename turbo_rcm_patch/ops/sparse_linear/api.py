@@ -315,12 +315,11 @@ def sparse_linear_attention(
         ShapeError: D is over 128, or shapes do not fit together.
     """
     check_attention(q, k, v, spec)
-    if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:
+    if spec.attention == "sage" or spec.causal:
         raise ConfigError(
             "spec of sparse_linear_attention",
-            expected='attention="int8", "int4" or "exact", causal=False, sm_scale of at least 0 '
-            "(the best blocks of keys are those with the largest products)",
-            got=f"attention={spec.attention!r}, causal={spec.causal}, sm_scale={spec.sm_scale}",
+            expected='attention="int8", "int4" or "exact", causal=False',
+            got=f"attention={spec.attention!r}, causal={spec.causal}",
         )
     batch, n_q, channels = q.shape
     dim = channels // spec.heads

@@ -179,8 +179,7 @@ def launch_key_sums(
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
     head_dim = k.shape[2] // heads
-    rows_of = strides(one_sample=k.shape[0] == 1, k=k, v=v)
-    keys = KeyOperands(k, v, k_mean, rows_of["k_strides"], rows_of["v_strides"])
+    keys = KeyOperands(k, v, k_mean, strides(k), strides(v))
     call = key_pass(keys, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS)
     launch(
         hopper_key_value_kernel,

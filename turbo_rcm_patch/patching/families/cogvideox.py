@@ -8,7 +8,7 @@ turns only video tokens, so text has an angle of zero. Written against diffusers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -221,14 +221,14 @@ class CogVideoXBlockForward(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         return parts.chosen_backends(self.block.attn1)
 
     def notes(self) -> list[str]:
         if self.replaced_attention():
             return super().notes()
         why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
-        chosen = sorted(self.unused_backends() | self.backends)
+        chosen = sorted({*self.unused_backends(), *self.backends})
         return [f"the attention backend {name!r} {why}" for name in chosen]
 
     def linears(self) -> dict[str, Any]:

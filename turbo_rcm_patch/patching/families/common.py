@@ -162,6 +162,38 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
     )  # fmt: skip
 
 
+def block_pairs(
+    block: PatchedBlock,
+    names: tuple[str, str, str],
+    gates: tuple[Stream, Stream],
+    cast: Cast,
+    *,
+    proj_l: str,
+    image: bool,
+) -> list[SkipPair]:
+    """Describe the branches of a block of Wan.
+
+    Args:
+        block: The patched block.
+        names: Its self-attention, cross-attention and feed-forward.
+        gates: The streams of self-attention and feed-forward.
+        cast: Cast policy of these two.
+        proj_l: Name of the linear attention that is added to a sparse one, or "".
+        image: True if the attention to an image is added to that to the text.
+    """
+    why = block.why_block()
+    pairs = [branch_pair(block, names[0], "self", why, gates[0], cast=cast)]
+    if proj_l:
+        path, stream = f"{pairs[0].path}.{proj_l}", "proj_l of the linear attention"
+        pairs.append(inner_pair(pairs[0], path, stream))
+    cross = branch_pair(block, names[1], "cross", why, cast="model")
+    pairs.append(cross)
+    if image:
+        pairs.append(inner_pair(cross, f"{cross.path}.image", "text attention", "image"))
+    last = branch_pair(block, names[2], "feed-forward", why, gates[1], cast=cast, heads=False)
+    return [*pairs, last]
+
+
 def pairs_between_blocks(model: Any, path: str, name: str, c_out: str) -> list[SkipPair]:
     """Describe attentions, to a face for instance, that run between two blocks.
 

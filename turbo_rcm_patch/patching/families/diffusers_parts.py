@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -142,11 +143,16 @@ def chosen_backend(processor: Any) -> str:
     return name
 
 
-def chosen_backends(*attentions: Any) -> set[str]:
-    """Return what `chosen_backend` says of several attentions."""
-    chosen = {chosen_backend(getattr(attn, "processor", None)) for attn in attentions}
-    chosen.discard("")
-    return chosen
+def chosen_backends(attn: Any, *others: Any) -> Collection[str]:
+    """Return the backends that the user chose for attentions of one file. A choice for the whole
+    process is read once."""
+    processor = getattr(attn, "processor", None)
+    chosen = [chosen_backend(processor)]
+    for other in others:
+        processor = getattr(other, "processor", None)
+        if getattr(processor, "_attention_backend", None) is not None:
+            chosen.append(chosen_backend(processor))
+    return set(filter(None, chosen)) if any(chosen) else ()
 
 
 def replaced_attention(processor: Any) -> str:

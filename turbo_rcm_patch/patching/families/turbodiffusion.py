@@ -8,7 +8,7 @@ imports none of it, and recognises it by names, layout and signatures.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -23,10 +23,9 @@ from turbo_rcm_patch.ops.formats import Rotary
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import (
-    branch_pair,
+    block_pairs,
     check_attention,
     check_parameters,
-    inner_pair,
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
@@ -69,6 +68,10 @@ _FORWARDS: Final = {
 }
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
+_GATES: Final = (
+    Stream("video", "1", "e[2]", "[B, 1, C]"),
+    Stream("video", "1", "e[5]", "[B, 1, C]"),
+)
 #: Name of the function that the author's file sets to None if flash-attn is missing.
 _ROTARY: Final = "flash_apply_rotary_emb"
 
@@ -201,9 +204,9 @@ class TurboBlock(PatchedBlock):
         name = "scaled_dot_product_attention"
         return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         replaced = self.replaced_attention()
-        return {replaced} if replaced and self.config.attention != "exact" else set()
+        return {replaced} if replaced and self.config.attention != "exact" else ()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
@@ -236,20 +239,10 @@ class TurboBlock(PatchedBlock):
         return found
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.why_block()
-        gates = [Stream("video", "1", f"e[{index}]", "[B, 1, C]") for index in (2, 5)]
-        pairs = [
-            branch_pair(self, "self_attn", "self", why, gates[0], cast="model"),
-            branch_pair(self, "cross_attn", "cross", why, cast="model"),
-            branch_pair(self, "ffn", "feed-forward", why, gates[1], cast="model", heads=False),
-        ]
-        if is_sparse(block.self_attn):
-            path, stream = f"{pairs[0].path}.attn_op.local_attn", "proj_l of the linear attention"
-            pairs.insert(1, inner_pair(pairs[0], path, stream))
-        if has_image(block.cross_attn):
-            cross = pairs[-2]
-            pairs.insert(-1, inner_pair(cross, f"{cross.path}.image", "text attention", "image"))
-        return pairs
+        block = self.block
+        proj_l = "attn_op.local_attn" if is_sparse(block.self_attn) else ""
+        names, image = ("self_attn", "cross_attn", "ffn"), has_image(block.cross_attn)
+        return block_pairs(self, names, _GATES, "model", proj_l=proj_l, image=image)
 
 
 def _tables(angles: Tensor) -> Rotary:

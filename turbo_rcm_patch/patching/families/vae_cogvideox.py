@@ -19,7 +19,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.formats import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
 from turbo_rcm_patch.skip import SkipPair
 
 #: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
@@ -37,13 +37,13 @@ _FORWARDS: Final = {
 )
 
 
-def _layer_kinds(norm: str, resample: str) -> dict[str, str]:
-    """Return the kinds of the layers of each kind of module, in a coder with this kind of norm and
-    of modules that enlarge or reduce."""
+def _layers(norm: str, resample: str) -> dict[str, str]:
+    """Return the kinds of the modules in each kind of module, in a coder with this kind of norm
+    and of modules that enlarge or reduce."""
     return {
         "CausalConv3d": "SafeConv3d",
         "SpatialNorm3D": "GroupNorm CausalConv3d CausalConv3d",
-        "ResnetBlock3D": f"({norm} SiLU (Dropout )?CausalConv3d ?){{2}}(SafeConv3d)?",
+        "ResnetBlock3D": f"SiLU {norm} {norm} CausalConv3d Dropout CausalConv3d( SafeConv3d)?",
         **dict.fromkeys(("DownBlock3D", "UpBlock3D"), f"(ResnetBlock3D ?)+({resample})?"),
         "MidBlock3D": "(ResnetBlock3D ?)+",
         resample: "Conv2d",
@@ -82,27 +82,6 @@ class _Coder(PatchedCoder):
         if isinstance(module, nn.GroupNorm) and module.weight is None:
             return "it has no weight"
         return super().why_module(name, module)
-
-    def layers(self, module: Any) -> list[Any]:
-        match kind_of(module):
-            case "CausalConv3d" | "Downsample3D" | "Upsample3D":
-                return [module.conv]
-            case "SpatialNorm3D":
-                return [module.norm_layer, module.conv_y, module.conv_b]
-            case "ResnetBlock3D":
-                silu, wider = module.nonlinearity, module.in_channels != module.out_channels
-                first, second = [module.norm1, silu, module.conv1], [module.norm2, silu]
-                shortcut = [module.conv_shortcut] if wider else []
-                return [*first, *second, module.dropout, module.conv2, *shortcut]
-            case "Decoder3D" | "Encoder3D":
-                return [
-                    module.conv_in,
-                    *self.blocks(),
-                    module.norm_out,
-                    module.conv_act,
-                    module.conv_out,
-                ]
-        return [*module.resnets, *(getattr(module, self.resamples, None) or ())]
 
     def closes(self, module: nn.Module) -> Literal["convolution"] | None:
         return "convolution" if isinstance(module, author.CogVideoXResnetBlock3D) else None
@@ -159,7 +138,7 @@ class CogVideoXDecoder(_Coder):
 
     part, caller, batch_frames = "decoder", "_decode", "num_latent_frames_batch_size"
     resamples = "upsamplers"
-    layer_kinds = _layer_kinds("SpatialNorm3D", "Upsample3D")
+    layers = _layers("SpatialNorm3D", "Upsample3D")
     resampling: ClassVar[Mapping[str, Any]] = {"upsamplers.0.conv": ((3, 3), (1, 1))}
 
     def blocks(self) -> list[Any]:
@@ -177,7 +156,7 @@ class CogVideoXEncoder(_Coder):
 
     part, caller, batch_frames = "encoder", "_encode", "num_sample_frames_batch_size"
     resamples = "downsamplers"
-    layer_kinds = _layer_kinds("GroupNorm", "Downsample3D")
+    layers = _layers("GroupNorm", "Downsample3D")
     resampling: ClassVar[Mapping[str, Any]] = {"downsamplers.0.conv": ((3, 3), (2, 2))}
     halves = 2  # mean and logarithm of the variance
 

@@ -14,7 +14,7 @@ against diffusers 0.42.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -31,10 +31,9 @@ from turbo_rcm_patch.patching import symmetric
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import (
-    branch_pair,
+    block_pairs,
     check_attention,
     check_parameters,
-    inner_pair,
     pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
@@ -66,8 +65,10 @@ LAYER_NORMS.add(FP32LayerNorm)
 #: the same constant.
 TEXT_TOKENS: Final = 512
 
-_GATED_ATTENTION: Final = Stream("video", "1", "gate_msa", "[B, 1 or N, C]")
-_GATED_FFN: Final = Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]")
+_GATES: Final = (
+    Stream("video", "1", "gate_msa", "[B, 1 or N, C]"),
+    Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]"),
+)
 
 
 class WanBlock(PatchedBlock):
@@ -330,9 +331,9 @@ class WanBlock(PatchedBlock):
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         if self.config.attention == "exact":
-            return set()
+            return ()
         block = self.block
         return parts.chosen_backends(block.attn1, block.attn2)
 
@@ -343,20 +344,9 @@ class WanBlock(PatchedBlock):
         return found | parts.feed_forward_linears("ffn", block.ffn)
 
     def pairs(self) -> list[SkipPair]:
-        block, why = self.block, self.why_block()
-        pairs = [
-            branch_pair(self, "attn1", "self", why, _GATED_ATTENTION),
-            branch_pair(self, "attn2", "cross", why, cast="model"),
-            branch_pair(self, "ffn", "feed-forward", why, _GATED_FFN, heads=False),
-        ]
-        if attached_proj_l(block.attn1) is not None:
-            path, stream = f"{pairs[0].path}.proj_l", "proj_l of the linear attention"
-            pairs.insert(1, inner_pair(pairs[0], path, stream))
-        if self.has_image():
-            cross = pairs[-2]
-            image = inner_pair(cross, f"{cross.path}.image", "text attention", "image")
-            pairs.insert(-1, image)
-        return pairs
+        proj_l = "proj_l" if attached_proj_l(self.block.attn1) is not None else ""
+        names = ("attn1", "attn2", "ffn")
+        return block_pairs(self, names, _GATES, "fp32", proj_l=proj_l, image=self.has_image())
 
 
 class SkyReelsBlock(WanBlock):

@@ -10,6 +10,7 @@ runs again would write other keys.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -193,10 +194,10 @@ class AnyFlowFARBlock(AnyFlowBlock):
             pairs[0] = replace(pairs[0], runs="two-launch")
         return pairs
 
-    def unused_backends(self) -> set[str]:
+    def unused_backends(self) -> Collection[str]:
         # The backend "flex" of the self-attention is the author's own choice.
         exact = self.config.attention == "exact"
-        return set() if exact else parts.chosen_backends(self.block.attn2)
+        return () if exact else parts.chosen_backends(self.block.attn2)
 
 
 # --- what is patched in a model ------------------------------------------------------------------

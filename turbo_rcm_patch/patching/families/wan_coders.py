@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
+from turbo_rcm_patch.patching.plain import root_package
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 
 #: Frames of full resolution that run at once, as in the author's decoder.
@@ -60,11 +61,11 @@ _TORCH: Final = frozenset(
     }
 )
 _NEAREST: Final = ("nearest", "nearest-exact")
-#: Kinds of the layers of a block.
-_LAYER_KINDS: Final = {
+#: Kind of a block -> the kinds of the layers in it (diffusers lists the activation once).
+_LAYERS: Final = {
     "AttentionBlock": "RMS_norm Conv2d Conv2d",
-    "ResidualBlock": "RMS_norm SiLU CausalConv3d RMS_norm SiLU Dropout CausalConv3d "
-    "(Identity|CausalConv3d)",
+    "ResidualBlock": "(SiLU RMS_norm|RMS_norm SiLU) CausalConv3d RMS_norm (SiLU )?Dropout "
+    "CausalConv3d (Identity|CausalConv3d)",
 }
 
 
@@ -128,22 +129,13 @@ class WanCoder(PatchedCoder):
             unknown = "" if right_and_below else "its padding"
         elif kind == "DupUp3D" and module.factor_s != 2:
             unknown = "its factor"
+        elif attention := vars(module).get("optimized_attention"):  # of ComfyUI
+            same = root_package(attention) == root_package(type(module))
+            unknown = "" if same else "its attention"
         return f"{unknown} is not the author's" if unknown else super().why_module(name, module)
 
-    def layers(self, module: Any) -> list[Any]:
-        kind = kind_of(module)
-        if kind == "AttentionBlock":
-            return [module.norm, module.to_qkv, module.proj]
-        if kind == "Resample":
-            return [*module.resample, *([module.time_conv] if module.mode.endswith("3d") else ())]
-        if hasattr(module, "residual"):
-            return [*module.residual, module.shortcut]
-        silu, shortcut = module.nonlinearity, module.conv_shortcut
-        norm1, conv1, norm2, conv2 = module.norm1, module.conv1, module.norm2, module.conv2
-        return [norm1, silu, conv1, norm2, silu, module.dropout, conv2, shortcut]
-
     def causal_frames(self, conv: Any) -> int:
-        causal = hasattr(conv, "_padding") and conv.stride[0] == 1
+        causal = "_padding" in vars(conv) and conv.stride[0] == 1
         return conv.kernel_size[0] - 1 if causal else 0
 
     def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
@@ -196,7 +188,12 @@ class WanCoder(PatchedCoder):
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
         """Run a residual block on x [B, T, H, W, C]."""
-        norm1, _, conv1, norm2, _, _, conv2, shortcut = self.layers(block)
+        if hasattr(block, "residual"):
+            norm1, _, conv1, norm2, _, _, conv2 = block.residual
+            shortcut = block.shortcut
+        else:
+            norm1, conv1, norm2, conv2 = block.norm1, block.conv1, block.norm2, block.conv2
+            shortcut = block.conv_shortcut
         h = x
         if not isinstance(shortcut, nn.Identity):
             h = session.conv(shortcut, x.to(session.dtype))
@@ -227,7 +224,7 @@ class Decoder(WanCoder):
     """A Wan VAE's decoder."""
 
     part, shared = "decoder", True
-    layer_kinds = _LAYER_KINDS | {"Resample": "Upsample Conv2d( CausalConv3d)?"}
+    layers = _LAYERS | {"Resample": "Upsample Conv2d( CausalConv3d)?"}
     resampling: ClassVar[Mapping[str, Any]] = {"resample.1": ((3, 3), (1, 1))}
 
     def first_frames(self, x: Tensor) -> int:
@@ -298,7 +295,7 @@ class Encoder(WanCoder):
     """A Wan VAE's encoder."""
 
     part = "encoder"
-    layer_kinds = _LAYER_KINDS | {"Resample": "ZeroPad2d Conv2d( CausalConv3d)?"}
+    layers = _LAYERS | {"Resample": "ZeroPad2d Conv2d( CausalConv3d)?"}
     resampling: ClassVar[Mapping[str, Any]] = {
         "resample.1": ((3, 3), (2, 2)),
         "time_conv": ((3, 1, 1), (2, 1, 1)),
