@@ -454,7 +454,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
     patched_models = [(weakref.ref(record.model), record.pairs()) for record in records]
-    remarks = [] if isinstance(model, nn.Module) else _left_alone(model, records)
+    vae = None if isinstance(model, nn.Module) else getattr(model, VAE, None)
+    alone = vae is not None and all(record.model is not vae for record in records)
+    remarks = [f"the VAE ({type(vae).__name__}) is not patched"] if alone else []
 
     def models() -> list[nn.Module]:
         return [model for reference, _ in patched_models if (model := reference()) is not None]
@@ -504,14 +506,6 @@ def _int8_linears(blocks: list[PatchedBlock]) -> str:
                 reasons.append(why or (wide and "the guard") or "its forward was replaced")
     text = f"{running} of {total} Linears in int8"
     return text + (": " if reasons else "") + ", ".join(dict.fromkeys(reasons))
-
-
-def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:
-    """Say so if the VAE of a pipeline is not patched."""
-    vae = getattr(pipe, VAE, None)
-    if vae is None or any(record.model is vae for record in records):
-        return []
-    return [f"the VAE ({type(vae).__name__}) is not patched"]
 
 
 @_undoing
