@@ -61,20 +61,6 @@ def test_the_first_lines_count_the_linears_in_int8(change: Any, words: str, orde
     assert "10 of 20 Linears in int8: the guard\n" in str(report) or words[0] == "0"
 
 
-def test_each_level_says_how_its_blocks_run() -> None:
-    model, inputs = named("t2v").model(), named("t2v").inputs()
-    report = patch_model(model, attention="int8", linear="int8", guard=False)
-    for level, words in {
-        Level.WIDE_VALUES: "int8 attention, values in 16 bits, int8 Linears",
-        Level.EXACT: "exact attention, int8 Linears",
-        Level.EXACT_16BIT: "exact attention",
-    }.items():
-        for block in report._blocks():
-            block.raise_level(level, "")
-        run(model, inputs)
-        assert report.last_forward == {f"fused with {words}": 2}
-
-
 @pytest.mark.parametrize("name", ["t2v", "cogvideox-5b"])
 def test_sums_are_in_fp32_where_a_kernel_closes_them(name: str) -> None:
     model = named(name).model(torch.bfloat16)
