@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from training import loop
-from training.loop import Budget, Run, Stage, TrainingError
+from training.loop import Budget, Run, Stage
 
 
 class _Blocks(nn.Sequential):
@@ -104,7 +104,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> No
             loss.register_hook(lambda gradient: gradient * torch.nan)
         return loss
 
-    with pytest.raises(TrainingError, match="diverged at step 20.*learning rate"):
+    with pytest.raises(RuntimeError, match="non-finite"):
         stage.train(loss)
     kept = _stage(tmp_path)
     assert kept.step == 0 and all(p.isfinite().all() for p in kept.parameters)
