@@ -232,7 +232,6 @@ WAYS: Final[dict[str, Way]] = {
     "patched guard on": Way({}),
     "patched int8 Linears guard on": Way({"linear": "int8"}),
     "patched exact guard on": Way({"attention": "exact"}),
-    "patched compile": Way({"guard": False}, compiles="blocks"),
     # This takes longest to begin with.
     "patched reduce-overhead": Way({"guard": False}, compiles="graphs"),
 }

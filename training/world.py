@@ -202,7 +202,7 @@ class _Camera:
     def __init__(self, game: str, bucket: Bucket) -> None:
         import vizdoom
 
-        self._size = bucket.height, bucket.width
+        self._size, self._map = (bucket.height, bucket.width), ""
         self._game = doom = vizdoom.DoomGame()
         doom.set_doom_config_path(str(Path("game.ini").resolve()))
         doom.set_doom_game_path(str(Path(vizdoom.__file__).parent / game))
@@ -225,7 +225,9 @@ class _Camera:
         self.close = doom.close
 
     def _begin(self, name: str, seed: int) -> None:
-        self._game.set_doom_map(name)
+        if name != self._map:  # Loading a map takes longer than recording a clip.
+            self._game.set_doom_map(name)
+            self._map = name
         self._game.set_seed(seed)
         self._game.new_episode()
 
