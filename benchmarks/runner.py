@@ -80,12 +80,6 @@ def checked_error(output: torch.Tensor, truth: torch.Tensor, limit: float) -> fl
     return error
 
 
-def wait(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_queued(call: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a short call: the median of as many as take 0.3 s, with cold caches."""
     if device.type != "cuda":
@@ -140,7 +134,8 @@ def _rounds(device: torch.device) -> int:
 
 def idle_at(device: torch.device) -> float:
     """The time in seconds, once the device has nothing left to do."""
-    wait(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -156,10 +151,9 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     if device.type != "cuda":
         call()
         return None
-    wait(device)
+    idle_at(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    wait(device)
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 

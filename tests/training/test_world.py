@@ -53,6 +53,7 @@ def test_a_shard_has_the_bytes_of_its_name(tmp_path: Path) -> None:
     assert frames.shape == (4, 9, 64, 96, 3) and frames.float().mean((1, 2, 3, 4)).min() > 20
     assert len(prompts) == 4 and all(map(known, prompts))
     written = path.stat().st_mtime_ns
+    assert record_shard(tmp_path / "first", TOY, 3) == path
     assert list(world.record(TOY, [3], tmp_path / "first")) == [path]
     assert path.stat().st_mtime_ns == written
 
