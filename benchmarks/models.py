@@ -232,19 +232,3 @@ def record_report(record: Record, report: object) -> None:
         record["ran"] = ran = report.last_forward
         record["in_int8"] = sum(n for how, n in ran.items() if "int8 attention" in how)
         record["predicted"] = report.guard.prediction
-
-
-def change(network: Any, *, live: bool, sharp: bool) -> None:
-    """Change a Wan in place.
-
-    Args:
-        network: A Wan.
-        live: Add 0.3 to the gates of attention and feed-forward, so that they reach the output.
-        sharp: Multiply the query norms by eight, so that attention is peaked.
-    """
-    for block in network.blocks if live or sharp else ():
-        if live:
-            block.scale_shift_table.data[:, [2, 5]] += 0.3
-        if sharp:
-            block.attn1.norm_q.weight.data.mul_(8.0)
-            block.attn2.norm_q.weight.data.mul_(8.0)

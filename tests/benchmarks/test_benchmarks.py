@@ -80,6 +80,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
         assert document[key], key
     assert document["command"].startswith(f"python -m benchmarks {name}")
     assert list(document["cases"]) == [case]
+    assert said.count("| case | method |") == 1, "ranks print their own tables"
     for method, record in document["cases"][case]["methods"].items():
         assert "-sla" not in case or is_patched(method), "unpatched it is dense attention"
         assert f"| {case} | {method} |" in said
