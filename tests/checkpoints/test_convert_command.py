@@ -92,7 +92,8 @@ def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> Non
     assert not any(path.is_symlink() for path in out.iterdir())
     picture, video = tmp_path / "first.png", tmp_path / "video.mp4"
     Image.new("RGB", (40, 40), "teal").save(picture)
-    monkeypatch.setattr(load, "check_offload", lambda *_: None)
+    move = load.move
+    monkeypatch.setattr(load, "move", lambda pipe, device, _: move(pipe, device, "group"))
     latents, real = list[torch.Tensor](), generation.generate
 
     def generate(pipe: Any, *given: Any, **named: Any) -> Any:
@@ -110,7 +111,7 @@ def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setattr(generation, "generate", generate)
     asked = micro.options(model=out, linear="int8-only", image=picture, prompt=PROMPT, steps=4)
     asked = ["generate", *micro.QUICK, *asked, "--sampler", "rcm", "--no-guard"]
-    assert main([*asked, "--offload", "group", "--out", str(video)]) == 0, capsys.readouterr()
+    assert main([*asked, "--out", str(video)]) == 0, capsys.readouterr()
     assert video.stat().st_size > 500 and latents[0].isfinite().all()
     assert main([*command[:3], "--base", str(base), "--force"]) == 2
     assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
