@@ -141,7 +141,12 @@ def test_a_changed_weight_is_seen(given: tuple[torch.Tensor, ...]) -> None:
         module = getattr(original.model.diffusion_model.blocks[0].self_attn, name)
         module.weight = torch.nn.Parameter(module.weight * 1.5, requires_grad=False)
     assert relative_l2(run(after, given), run(original, given)) < 1e-5
-    norm = original.model.diffusion_model.blocks[0].self_attn.norm_q
+    attn = original.model.diffusion_model.blocks[0].self_attn
+    before = run(after, given)
+    attn.norm_q.eps = attn.norm_k.eps = 0.5
+    assert relative_l2(run(after, given), run(original, given)) < 1e-5
+    assert relative_l2(run(after, given), before) > 1e-3
+    norm = attn.norm_q
     norm.register_forward_hook(lambda module, args, out: 2 * out)
     assert relative_l2(run(after, given), run(original, given)) < 1e-5
 

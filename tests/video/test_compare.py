@@ -203,7 +203,7 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
     with lock_folder(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
         quick(pipe, tmp_path, fresh=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="Not a directory.*--out"):
+    with pytest.raises(OutputError, match="Not a directory.*another place"):
         quick(pipe, tmp_path / "file")
 
 

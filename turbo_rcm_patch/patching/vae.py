@@ -520,8 +520,8 @@ def kinds_in(module: nn.Module) -> str:
     list the kinds of its elements."""
     kinds = list[str]()
     for child in module._modules.values():
-        listed = isinstance(child, _LISTS)
-        kinds += map(kind_of, child._modules.values()) if listed else [kind_of(child)]
+        listed = child.children() if isinstance(child, _LISTS) else [child]
+        kinds += map(kind_of, listed)
     return " ".join(kinds)
 
 

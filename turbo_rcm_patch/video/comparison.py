@@ -239,9 +239,11 @@ def _generating(
                 expected="the same pixels for all three videos",
                 remedy="Start again, and leave the file alone until it is done",
             )
-        began, how = time.perf_counter(), {"settings": settings, "on_step": on_step}
+        began, prompt = time.perf_counter(), sources[i].prompt
         try:
-            video = generate(pipe, sources[i].prompt, image=image, seed=seed + i, **how)
+            video = generate(
+                pipe, prompt, image=image, seed=seed + i, settings=settings, on_step=on_step
+            )
         except SamplingError as error:
             if "NaN or infinity" not in error.what:
                 raise

@@ -383,13 +383,13 @@ def _measure(
     if min(truth.frames.shape[1:3]) < SSIM_SIDE:
         raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", truth.words)
     timed, rate = next(((paths[k], x.fps) for k, x in media.items() if x.fps), (first, fps))
-    for which, clip in media.items():
-        if clip.frames.shape != truth.frames.shape:
-            raise _wrong(paths[which], f"{truth.words}, as {first}", clip.words)
-        if clip.fps not in (None, rate):
-            got = f"{clip.fps:g}"
+    for which, read in media.items():
+        if read.frames.shape != truth.frames.shape:
+            raise _wrong(paths[which], f"{truth.words}, as {first}", read.words)
+        if read.fps not in (None, rate):
+            got = f"{read.fps:g}"
             raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", got)
-    clips = {run: clip.frames for run, clip in media.items()}
+    clips = {run: read.frames for run, read in media.items()}
     clips["patched"] = clips.pop("candidate")
     if (control := clips.get("control")) is not None:
         _check_control(control, truth.frames, paths["control"])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
+from turbo_rcm_patch.patching.plain import root_package
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 
 #: Frames of full resolution that run at once, as in the author's decoder.
@@ -128,6 +129,9 @@ class WanCoder(PatchedCoder):
             unknown = "" if right_and_below else "its padding"
         elif kind == "DupUp3D" and module.factor_s != 2:
             unknown = "its factor"
+        elif attention := vars(module).get("optimized_attention"):  # of ComfyUI
+            same = root_package(attention) == root_package(type(module))
+            unknown = "" if same else "its attention"
         return f"{unknown} is not the author's" if unknown else super().why_module(name, module)
 
     def causal_frames(self, conv: Any) -> int:
