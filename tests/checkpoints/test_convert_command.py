@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from tests.video import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.checkpoints.convert import convert_pipeline
-from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
+from turbo_rcm_patch.checkpoints.convert import _KEPT, convert_pipeline
+from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.video import generation, load, load_pipeline
+from turbo_rcm_patch.tiny import TINY_COGVIDEOX
+from turbo_rcm_patch.video import Settings, generation, load, load_pipeline
 
 PROMPT = "a red circle"
 CONFIG: dict[str, Any] = dict(
@@ -44,7 +46,7 @@ def base_folder(folder: Path, *, experts: bool = False) -> Path:
     """A pipeline of the sizes of `SLA`, as a hub would have it."""
     pipe = micro.micro_image_pipe(experts=True) if experts else micro.micro_pipe()
     inputs = 12 if experts else 4
-    for name in ("transformer", "transformer_2") if experts else ("transformer",):
+    for name in ("transformer", "transformer_2")[: 1 + experts]:
         network = WanTransformer3DModel(**CONFIG, in_channels=inputs, out_channels=4)
         pipe.register_modules(**{name: network})
     return micro.save(pipe, folder)
@@ -125,10 +127,40 @@ def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
     assert main(["convert", str(pth), str(out), "--base", str(base)]) == 2
     text = capsys.readouterr().err
     assert "num_layers: 3 there, 2 in the checkpoint" in text and "text_dim" in text
-    assert main(["convert", str(pth), str(out), "--base", str(tmp_path)]) == 2
-    assert "no model_index.json" in capsys.readouterr().err
+    for wrong, text in (
+        (tmp_path, "no model_index.json"), (base / "transformer", "no model_index.json"),
+        (TINY_COGVIDEOX, "_class_name"),
+    ):  # fmt: skip
+        assert main(["convert", str(pth), str(out), "--base", str(wrong)]) == 2
+        assert text in capsys.readouterr().err
     assert main(["convert", str(pth), str(base), "--base", str(base), "--force"]) == 2
     assert not out.exists() and (base / "vae").is_dir()
+
+
+def test_settings_and_heads_are_those_of_the_base(tmp_path: Path, capsys) -> None:
+    """But not the guidance of a teacher; and without a base it says which heads it takes."""
+    base, pth, out = base_folder(tmp_path / "base"), tmp_path / "dense.pth", tmp_path / "out"
+    save(Options(text=32, head_dim=64), pth)
+    path = base / "transformer" / "config.json"
+    heads = {"num_attention_heads": 4, "attention_head_dim": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | heads))
+    teacher = {"sampler": "scheduler", "steps": 50, "guidance_scale": 5.0, "guidance_scale_2": 3.0}
+    (base / "turbo_rcm.json").write_text(json.dumps(teacher | {"height": 64, "note": "mine"}))
+    for more, code, text in (
+        (["--base", base, "--heads", 2], 2, "num_attention_heads: 4 there, 2 in the checkpoint"),
+        (["--heads", 4], 0, ""),
+        (["--force"], 0, "2 heads of 128 channels: --heads N if that is wrong"),
+        (["--force", "--base", base], 0, ""),
+    ):
+        assert main(["convert", str(pth), str(out), *map(str, more)]) == code
+        told = " ".join("".join(capsys.readouterr()).split())
+        assert text in told and ("in the checkpoint" in told or "channels" in told) == bool(text)
+    assert heads.items() <= json.loads((out / "transformer" / "config.json").read_text()).items()
+    own = {"sampler": "rcm", "steps": 4, "sigma_max": 80.0, "guidance_scale": 1.0}
+    assert json.loads((out / "turbo_rcm.json").read_text()) == own | {"height": 64}
+    every = {field.name for field in fields(Settings)}
+    dropped = {"guidance_scale_2", "lora"}
+    assert every == {*_KEPT, *own, *dropped}, "convert decides about every setting"
 
 
 @pytest.fixture(scope="module")
@@ -247,12 +279,3 @@ def test_a_wrong_base_is_named(whole: Path, pth: Path, tmp_path: Path) -> None:
         assert not out.exists()
         (base / file).write_bytes(before)
     convert_pipeline(pth, out, base=base)
-
-
-def test_a_base_of_another_family(pth: Path, whole: Path, tmp_path: Path) -> None:
-    from turbo_rcm_patch.tiny import TINY_COGVIDEOX
-
-    with pytest.raises(ModelFolderError, match=r"_class_name.*the same Wan model.*CogVideoX"):
-        convert_pipeline(pth, tmp_path / "out", base=TINY_COGVIDEOX)
-    with pytest.raises(ModelFolderError, match="has no model_index.json"):
-        convert_pipeline(pth, tmp_path / "out", base=whole / "transformer")
