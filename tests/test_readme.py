@@ -156,33 +156,3 @@ def test_every_results_file_and_picture_is_on_a_page() -> None:
     for path in [*kept, *ROOT.glob("docs/**/*.png")]:
         where = path.relative_to(ROOT / "docs").as_posix() if path.suffix == ".png" else path.name
         assert re.search(rf"(?<![\w]){re.escape(where)}", text), f"no page shows {path}"
-
-
-#: What results/README.md promises of every file that it does not mark with a dagger.
-PROMISED = {
-    "command": r'"command"|python -m |make |development script',
-    "machine": r'"(machine|device)"|\b(H100|H200|EPYC|Xeon)\b',
-    "versions": r'"(versions|torch)"|torch \d',
-    "date": r'"date"|\b20\d\d-\d\d-\d\d\b',
-}
-
-
-def test_a_results_file_holds_its_command_machine_versions_and_date() -> None:
-    """Or its folder's page marks it, and then it does lack one."""
-    results, folder, marked = ROOT / "results", "", dict[Path, bool]()
-    for line in text_of(results / "README.md").splitlines():
-        if heading := re.match(r"## (?:`(.*)`)?", line):
-            folder = heading[1] or ""
-        for name, dagger in re.findall(r"`([\w./]+)`( †)?", line):
-            places = [results / folder / name, results / name]
-            path = next((place for place in places if place.exists()), results)
-            every = path.rglob("*") if path != results and path.is_dir() else [path]
-            marked |= {file: bool(dagger) for file in every if file.is_file()}
-    kept = {path for path in results.rglob("*") if path.is_file()} - {results / "README.md"}
-    assert set(marked) == kept
-    for path, dagger in marked.items():
-        text = text_of(path) if path.suffix == ".json" else text_of(path)[:3000]
-        text = re.sub(r"[\s#]+", " ", text)
-        lacking = [what for what, sign in PROMISED.items() if not re.search(sign, text)]
-        assert dagger or not lacking, f"{path} lacks {lacking}"
-        assert lacking or not dagger or "development" in path.parts, f"{path} lacks nothing"
