@@ -146,8 +146,14 @@ def convert_pipeline(
         for part, place in other_parts.items():
             if copy:
                 shutil.copytree(place, folder / part)
-            else:
-                _link(place, folder / part)
+                continue
+            try:
+                (folder / part).symlink_to(place, target_is_directory=True)
+            except OSError as error:  # Windows asks for a privilege, and some disks have no links.
+                raise OutputExistsError(
+                    f"{place} cannot be linked to ({error.strerror})",
+                    remedy="Copy the base's parts with --copy (copy=True)",
+                ) from error
         _write_sampler(folder, index, settings, experts=len(experts))
     return tuple(results)
 
@@ -216,16 +222,6 @@ def _other_parts(root: Path, index: dict[str, object]) -> dict[str, Path]:
         check_part(root, part, weights=part in _WITH_WEIGHTS)
         parts[part] = (root / part).resolve()
     return parts
-
-
-def _link(source: Path, place: Path) -> None:
-    try:
-        place.symlink_to(source, target_is_directory=True)
-    except OSError as error:  # Windows asks for a privilege, and some disks have no links.
-        raise OutputExistsError(
-            f"{source} cannot be linked to ({error.strerror})",
-            remedy="Copy the base's parts with --copy (copy=True)",
-        ) from error
 
 
 def _write_sampler(
