@@ -148,11 +148,3 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     for name in named:
         if name != "turbo_rcm_patch/patching/families/lumen.py":  # the example of CONTRIBUTING.md
             assert list(ROOT.glob(name)), f"{name_of(page)} names {name}, which is not there"
-
-
-def test_every_results_file_and_picture_is_on_a_page() -> None:
-    text = "".join(map(text_of, PAGES))
-    kept = [*ROOT.glob("results/**/*.json"), *ROOT.glob("results/**/*.txt")]
-    for path in [*kept, *ROOT.glob("docs/**/*.png")]:
-        where = path.relative_to(ROOT / "docs").as_posix() if path.suffix == ".png" else path.name
-        assert re.search(rf"(?<![\w]){re.escape(where)}", text), f"no page shows {path}"

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 
 from tests.checkpoints.wan_model import Options, save
 from tests.files import everything
-from tests.measures import relative_l2
 from tests.video import micro
-from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
+from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.convert import _KEPT, convert_pipeline
@@ -50,35 +49,6 @@ def base_folder(folder: Path, *, experts: bool = False) -> Path:
         network = WanTransformer3DModel(**CONFIG, in_channels=inputs, out_channels=4)
         pipe.register_modules(**{name: network})
     return micro.save(pipe, folder)
-
-
-def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
-    base, out = base_folder(tmp_path / "base"), tmp_path / "out"
-    assert main(["convert", str(pth), str(out), "--base", str(base), "--dtype", "float32"]) == 0
-    assert (out / "vae").is_symlink() and (out / "text_encoder").resolve() == base / "text_encoder"
-    config = json.loads((out / "transformer" / "config.json").read_text())
-    assert config["rope_max_seq_len"] == 64  # which no weight shows
-    pipe = load_pipeline(out, dtype=torch.float32, device="cpu")
-    assert isinstance(pipe.scheduler, RCMScheduler) and pipe.scheduler.config.sigma_max == 80
-    assert attached_proj_l(pipe.transformer.blocks[0].attn1) is not None
-    call = dict(
-        prompt=PROMPT, num_inference_steps=2, guidance_scale=1.0, output_type="latent",
-        **micro.SMALL,
-    )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-
-    def generated() -> torch.Tensor:
-        return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
-
-    plain = generated()
-    with patched(pipe, PatchConfig(linear="int8", guard=False)):
-        int8 = generated()
-    assert plain.isfinite().all() and not torch.equal(plain, int8)
-    assert relative_l2(int8, plain) < 0.1
-    video = tmp_path / "video.mp4"
-    given = micro.options(model=out, prompt=PROMPT, steps=1, linear="int8", out=video)
-    assert main(["generate", *micro.QUICK, *given]) == 0
-    assert video.stat().st_size > 500
 
 
 def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> None:
@@ -155,7 +125,11 @@ def test_settings_and_heads_are_those_of_the_base(tmp_path: Path, capsys) -> Non
         assert main(["convert", str(pth), str(out), *map(str, more)]) == code
         told = " ".join("".join(capsys.readouterr()).split())
         assert text in told and ("in the checkpoint" in told or "channels" in told) == bool(text)
+    heads["rope_max_seq_len"] = 64  # which no weight shows
     assert heads.items() <= json.loads((out / "transformer" / "config.json").read_text()).items()
+    assert (out / "vae").is_symlink() and (out / "text_encoder").resolve() == base / "text_encoder"
+    scheduler = load_pipeline(out, device="cpu").scheduler
+    assert isinstance(scheduler, RCMScheduler) and scheduler.config.sigma_max == 80
     own = {"sampler": "rcm", "steps": 4, "sigma_max": 80.0, "guidance_scale": 1.0}
     assert json.loads((out / "turbo_rcm.json").read_text()) == own | {"height": 64}
     every = {field.name for field in fields(Settings)}
