@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.video.micro import TRANSFORMER, micro_pipe
 from tests.video.test_lora import LINEARS, write_lora
-from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
+from turbo_rcm_patch.checkpoints.extra_file import stored_tensors
 from turbo_rcm_patch.errors import (
     CheckpointError,
     ModelFolderError,
@@ -92,7 +92,7 @@ def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: P
         with pytest.raises(SamplingError, match="a regular file"):
             read_image(kind(tmp_path / "image.png"))
         with pytest.raises(CheckpointError, match="a regular file"):
-            StoredTensors(kind(tmp_path / "extra.safetensors"))
+            stored_tensors(kind(tmp_path / "extra.safetensors"))
         (tmp_path / "lora").mkdir()
         file = kind(tmp_path / "lora" / "a.safetensors")
         for given in (file, file.parent):
