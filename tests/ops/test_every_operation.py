@@ -73,7 +73,6 @@ HAVE = {
     "out_dtype": "skip norm int8 attention fused sparse",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
-    "eps": "norm rows",
     "spec": "attention fused sparse",
     "q": "attention lse fused sparse sageattn",
     "v": "attention fused sparse sageattn",
@@ -109,17 +108,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "skip": [
         ({"branch": x(2, 5, 9)}, SHAPE, "residual and branch"),
         ({"c_out": X.to_sparse()}, SHAPE, "c_out.*dense.*to_dense"),
-        ({"c_skip": "2"}, DTYPE, "c_skip.*a number or a tensor"),
         ({"c_out": x(3)}, SHAPE, r"c_out.*a float, \[2\]"),
     ],
     "norm": [
         ({"scale": x(15)}, SHAPE, "scale.*broadcasts"),
         ({"x": X[0]}, SHAPE, r"x;.*\[batch, tokens, channels\]"),
-        ({"shift": x(16, dtype=torch.complex64)}, DTYPE, "shift.*real"),
     ],
-    "rows": [({"x": X[:, :, :0], "scale": None, "shift": None}, SHAPE, "at least one channel")],
     "gelu": [
-        ({"bias": None}, DTYPE, "bias.*zeros"),
         ({"weight": SQUARE.half()}, DTYPE, "weight.*the dtype of x"),
         ({"weight": SQUARE[:, :7]}, SHAPE, r"weight.*\[Cout, 16\]"),
         ({"x": X[0]}, SHAPE, "x;"),
@@ -138,11 +133,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"x": ROWS, "out_dtype": X.dtype}, SHAPE, "weight_int8"),
         (
             OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype},
-            SHAPE, r"x;.*scale \[B, N\]",
+            SHAPE, r"scale of x;.*\[1, 4\]",
         ),
         (
             OF_33 | {"x": ops.Int8Tensor(ROWS.data.float(), ROWS.scale), "out_dtype": X.dtype},
-            DTYPE, "rows in int8 and float32",
+            DTYPE, r"int8 \[B, N, K\]",
         ),
         (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
     ],
@@ -152,7 +147,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE, str(ops.MAX_CHANNELS)),
     ],
     "attention": [
-        ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, heads \* head_dim\]"),
+        ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, channels\]"),
         ({"v": x(2, 6, 16)}, SHAPE, "k and v"),
         ({"q": X[:1]}, SHAPE, "k and v"),
         ({"k": X.to_sparse()}, SHAPE, "k;.*to_dense"),
@@ -167,22 +162,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"norm_q": x(5)}, SHAPE, r"norm_q.*\[16\] \(across heads\) or \[8\] \(per head\)"),
         ({"norm_q": None, "norm_q_bias": x(8)}, SHAPE, "beside norm_q_bias"),
         ({"norm_k": ROW, "norm_k_bias": x(16)}, SHAPE, "norm_k_bias"),
-        ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, "norm_k.*beside norm_k_bias"),
+        ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, r"norm_k; expected \[8\]"),
         ({"norm_q": x(8), "norm_q_bias": x(8).double()}, DTYPE, "norm_q_bias"),
         ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
-        ({"rotary": TABLE}, SHAPE, r"rotary.*a pair \(cos, sin\)"),
         ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
         (
             dict.fromkeys("qkv", x(1, 4, 6))
             | {"norm_q": None, "residual": None, "rotary": (x(4, 3), x(4, 3))},
-            SHAPE, "an even head_dim with rotary",
+            SHAPE, "an even D",
         ),
         ({"kv_lengths": x(2, 5, 5).bool()}, MASK, "kv_lengths.*Only key padding"),
         ({"kv_lengths": x(2)}, MASK, "int32 or int64"),
         ({"spec": SAGE}, errors.DeviceError, "CUDA"),
         ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK, "sage"),
     ],
-    "lse": [({"spec": SAGE}, errors.OpError, "no logsumexp")],
     "fused": [
         ({"spec": EXACT}, CONFIG, "one-launch.*two-launch"),
         ({"weight": SQUARE[:, :7]}, SHAPE, "weight"),
@@ -204,7 +197,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"scale": 0.5, "sm_scale": 0.5}, CONFIG, "scale"),
         ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
         ({"q": FOUR[0]}, SHAPE, "four dimensions"),
-        ({"q": x(2, 3, 5, 8)}, SHAPE, "a multiple of the 2 heads"),
+        ({"q": x(2, 3, 5, 8)}, SHAPE, "heads that divide its 3"),
         ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
         ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
         (
@@ -218,11 +211,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"is_causal": 2}, CONFIG, "is_causal"),
         ({"return_lse": "no"}, CONFIG, "return_lse"),
         ({"smooth_k": 1}, CONFIG, "smooth_k"),
-        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),
-        (
-            dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE,
-            "at least one head, token and channel",
-        ),
+        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head"),
+        (dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE, "one token"),
     ],
 }  # fmt: skip
 
@@ -250,8 +240,6 @@ _WRONG: dict[str, list[Any]] = {
     "out_dtype": [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"],
     "c_out": [[1.0], "x", torch.ones(2, dtype=torch.complex64)],
     "c_skip": [[1.0]],
-    "eps": [-1.0, NAN],
-    "spec": [None],
 }
 
 
@@ -260,6 +248,7 @@ _WRONG: dict[str, list[Any]] = {
     [
         pytest.param(call, argument, value, id=f"{call}-{argument}-{value!s:.12}")
         for argument, calls in HAVE.items()
+        if argument != "spec"
         for call in calls.split()
         for value in _WRONG.get(argument, [[1.0, 2.0], 3])
     ],
@@ -275,7 +264,7 @@ def test_no_operation_takes_values_of_another_kind(call: str, argument: str, val
         (call, argument)
         for argument, calls in HAVE.items()
         for call in calls.split()
-        if argument not in ("impl", "form", "out_dtype", "eps", "spec") and call != "weight"
+        if argument not in ("impl", "form", "out_dtype", "spec") and call != "weight"
     ],
 )
 def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:

@@ -203,10 +203,9 @@ def test_a_skip_of_two_streams_with_their_norm_is_both_bit_for_bit(
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16), (2, 5, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16)], ids=str)
 def test_skips_and_norms_of_nothing(shape: tuple[int, ...], impl: str) -> None:
     x = torch.randn(*shape)
     assert skip(x, x, 0.5, torch.ones(shape[0]), impl=impl).shape == shape
     assert norm_modulate(x, impl=impl).shape == shape
-    if shape[2]:
-        assert norm_modulate_rows(x, impl=impl).data.shape == shape
+    assert norm_modulate_rows(x, impl=impl).data.shape == shape

@@ -128,12 +128,8 @@ class Recordings:
             self.programs.pop(next(iter(list(self.programs))), None)
 
 
-class _Buffer(NamedTuple):
-    """An allocation of a program."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+#: An allocation of a program: shape, strides, dtype.
+_Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +280,7 @@ class _Memory:
         self._arguments: dict[int, list[int]] = {}
         for i, tensor in enumerate(inputs):
             self._arguments.setdefault(_storage(tensor), []).append(i)
-        # Empty tensors have no address by which to find them. The launcher may return one, but no
-        # kernel may take one.
+        # Empty tensors have no address by which to find them.
         self._owners = {_storage(x): i for i, x in enumerate(allocated) if x.numel()}
         if 0 in self._arguments:
             raise _Unrepeatable
@@ -323,8 +318,8 @@ class _Memory:
         )
 
     def _source(self, value: Any, returned: set[int]) -> tuple[Any, ...]:
-        """Return the source of a result: a constant, an argument, an empty tensor, a whole
-        allocation, which is added to `returned`, or a tuple of these."""
+        """Return the source of a result: a constant, an argument, a whole allocation, which is
+        added to `returned`, or a tuple of these."""
         if isinstance(value, tuple):
             return "tuple", type(value), [self._source(part, returned) for part in value]
         if not isinstance(value, torch.Tensor):
@@ -334,8 +329,6 @@ class _Memory:
         for i, tensor in enumerate(self._inputs):
             if tensor is value:
                 return "input", i
-        if not value.numel():
-            return "empty", (tuple(value.shape), value.dtype)
         index = self._owners.get(_storage(value))
         if index is None or _layout(value) != _layout(self._allocated[index]):
             raise _Unrepeatable
@@ -421,9 +414,9 @@ def _buffers(
             shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
         else:
             slots.append((len(buffers), 0))
-            buffers.append(_Buffer(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+            buffers.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
     if any(shares):
-        buffers.append(_Buffer((shared,), (1,), torch.uint8))
+        buffers.append(((shared,), (1,), torch.uint8))
     return tuple(buffers), slots
 
 
@@ -436,9 +429,6 @@ def _builder(
         return lambda inputs, buffers: value
     if kind == "input":
         return lambda inputs, buffers: inputs[value]
-    if kind == "empty":
-        empty, dtype = value
-        return lambda inputs, buffers: inputs[0].new_empty(empty, dtype=dtype)
     if kind == "allocated":
         index = slots[value][0]
         return lambda inputs, buffers: buffers[index]
@@ -474,15 +464,10 @@ def _launch_hooks() -> object:
         return getattr(before, "calls", before) or getattr(after, "calls", after)
 
 
-class _Kinds(NamedTuple):
-    """Getters of the tensors, the tuples and the rest among values of known types."""
-
-    tensors: Callable[[Any], tuple[Any, ...]]
-    tuples: Callable[[Any], tuple[Any, ...]]
-    plain: Callable[[Any], tuple[Any, ...]]
+_Getter = Callable[[Any], tuple[Any, ...]]
 
 
-def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(places: list[int]) -> _Getter:
     """Return a function that takes the values at these places of a tuple, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -490,14 +475,15 @@ def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
-    """Classify types; return None if one is neither a tensor, a tuple nor plain."""
+def _getters_of(kinds: tuple[type, ...]) -> tuple[_Getter, _Getter, _Getter] | None:
+    """Return getters of the tensors, the tuples and the plain values among values of these types,
+    or None if one is of another type."""
     tensors = [i for i, kind in enumerate(kinds) if kind in _TENSORS]
     tuples = [i for i, kind in enumerate(kinds) if issubclass(kind, tuple)]
     plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
     if len(tensors) + len(tuples) + len(plain) < len(kinds):
         return None
-    return _Kinds(_getter(tensors), _getter(tuples), _getter(plain))
+    return _getter(tensors), _getter(tuples), _getter(plain)
 
 
 def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
@@ -506,12 +492,13 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
     Return False if one is of an unknown type.
     """
     kinds = tuple(map(type, values))
-    getters = _kinds_of(kinds)
+    getters = _getters_of(kinds)
     if getters is None:
         return False
-    key += kinds, getters.plain(values)
-    tensors += getters.tensors(values)
-    return all([_add_to_key(inner, key, tensors) for inner in getters.tuples(values)])
+    tensors_of, tuples_of, plain_of = getters
+    key += kinds, plain_of(values)
+    tensors += tensors_of(values)
+    return all([_add_to_key(inner, key, tensors) for inner in tuples_of(values)])
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import CHOICES, Form, Impl, check_choice
-from turbo_rcm_patch.errors import ConfigError, MaskError, MissingPackageError, OpError
+from turbo_rcm_patch.errors import ConfigError, MaskError, MissingPackageError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
     aligned_to_16_bytes,
@@ -34,7 +34,6 @@ from turbo_rcm_patch.ops.checks import (
     check_norm,
     check_out_dtype,
     check_same_device,
-    check_spec,
     check_weight,
     checked_coefficients,
     rotary_parts,
@@ -253,7 +252,6 @@ def attention_skip(
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
             gradient is wanted (`GradientError`).
     """
-    check_spec(spec)
     norms = Norms(norm_q, norm_k, norm_q_bias, norm_k_bias, spec.eps)
     skip = Skip(residual, c_skip, c_out)
     dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
@@ -330,10 +328,6 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
     check_norm("norm_k", norms.k, norms.k_bias, channels, spec.heads)
     cos, sin = rotary_parts(a.rotary, n_q, k.shape[1], head_dim)
     check_lengths(a.kv_lengths, batch)
-    if spec.attention == "sage" and a.want_lse:
-        raise OpError(
-            'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
-        )
     if spec.attention == "sage" and a.kv_lengths is not None:
         raise MaskError(
             'kv_lengths with attention="sage"',
@@ -705,7 +699,7 @@ def _projected(a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: st
     a = a._replace(spec=spec)
     if form == "one-launch" and spec.impl == "triton" and spec.attention in QMAX:
         return launch_projected(a, weight, bias)
-    branch = _attention(a.without_skip())[0]
+    branch = _attention(a._replace(skip=None, out_dtype=a.q.dtype))[0]
     if spec.impl == "triton":
         branch = F.linear(branch, weight, bias)
     else:

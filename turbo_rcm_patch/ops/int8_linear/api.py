@@ -29,11 +29,11 @@ from turbo_rcm_patch.config import Impl, check_choice
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import (
     check_float,
-    check_impl,
     check_out_dtype,
     check_same_device,
     check_shape,
     check_tensor,
+    check_tokens,
     check_weight,
 )
 from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolve_impl
@@ -144,7 +144,6 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
         ShapeError: The weight is not a matrix, or K is over `MAX_CHANNELS`.
         DTypeError: The weight is not of a float dtype.
     """
-    check_impl(impl)
     check_float("weight", weight)
     if weight.dim() != 2:
         raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
@@ -375,7 +374,6 @@ def int8_linear(
     """
     rows = x if isinstance(x, Int8Tensor) else None
     source = x.data if isinstance(x, Int8Tensor) else x
-    check_impl(impl)
     check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, rows)
     check_same_device(source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias)
@@ -403,23 +401,12 @@ def _check_linear(
     for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
         check_tensor(name, tensor)
     if rows is None:
-        check_float("x", x)
-    elif (x.dtype, getattr(rows.scale, "dtype", None)) != (torch.int8, torch.float32):
-        kind = getattr(rows.scale, "dtype", type(rows.scale).__name__)
-        raise DTypeError("x", expected="rows in int8 and float32", got=f"{x.dtype} and {kind}")
-    elif (
-        x.dim() != 3
-        or rows.scale.shape != x.shape[:2]
-        or not (rows.scale.device == x.device == weight.device)
-    ):
-        raise ShapeError(
-            "x",
-            expected=f"int8 [B, N, K padded] and scale [B, N] on {weight.device}",
-            got=f"{list(x.shape)} on {x.device} and {list(rows.scale.shape)} on "
-            f"{rows.scale.device}",
-        )
-    if x.dim() != 3:
-        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+        check_tokens("x", x)
+    else:
+        check_shape("scale of x", rows.scale, x.shape[:2])
+        check_same_device(x.device, scale_of_x=rows.scale)
+        if x.dtype != torch.int8 or x.dim() != 3:
+            raise DTypeError("x", expected="int8 [B, N, K]", got=f"{x.dtype} {list(x.shape)}")
     if weight.dtype != torch.int8:
         raise DTypeError(
             "weight_int8",
@@ -488,8 +475,6 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Raises:
         OpError: The arguments do not fit together, or a gradient is wanted.
     """
-    if bias is None:
-        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
     check_weight(x, weight, bias)
     refuse_gradient("linear_gelu", (x, weight, bias))
     bias = bias.to(x.dtype)

@@ -199,18 +199,13 @@ def _triton() -> Callable[..., KeySums]:
 
 
 def _copied_on_hopper(target: Target, call: KeysAndValues) -> bool:
+    from turbo_rcm_patch.ops.launch import in_whole_copies
+
     k, v, heads, block_k = call
-    dense = all(
-        x.element_size() == 2
-        and x.stride(1) % 8 == 0
-        # Within a chunk offsets have 32 bits.
-        and x.stride(1) * x.shape[1] < 2**31
-        and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
-        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-        for x in (k, v)
-    )
     own = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
-    return own and dense and k.dtype == v.dtype
+    # Within a chunk offsets have 32 bits.
+    near = all(in_whole_copies(x) and x.stride(1) * x.shape[1] < 2**31 for x in (k, v))
+    return own and near and k.dtype == v.dtype
 
 
 #: The pass over the keys.
