@@ -15,7 +15,6 @@ from tests.measures import relative_l2
 from tests.patching.models import named, run
 from turbo_rcm_patch import errors, ops, patch_model, sageattn
 from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity
-from turbo_rcm_patch.ops.attention.api import attend
 from turbo_rcm_patch.ops.formats import AttentionInputs, LinearInputs, Skip
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
 from turbo_rcm_patch.ops.register import split
@@ -117,16 +116,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "gelu": [
         ({"weight": SQUARE.half()}, DTYPE, "weight.*the dtype of x"),
         ({"weight": SQUARE[:, :7]}, SHAPE, r"weight.*\[Cout, 16\]"),
-        ({"x": X[0]}, SHAPE, "x;"),
     ],
     "int8": [
         ({"weight_int8": SQUARE}, DTYPE, "quantize_weight"),
         ({"x": X.double()}, DTYPE, "x;"),
-        ({"x": X[0]}, SHAPE, "x;"),
         ({"weight_scale": SCALE.half()}, DTYPE, "weight_scale.*float32"),
         ({"weight_int8": WEIGHT[:, :7]}, SHAPE, r"weight_int8.*\[Cout, 16\]"),
         ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\] or \[1, 1\]"),
-        ({"weight_scale": x(16, 1)}, SHAPE, "weight_scale"),
         ({"bias": x(5)}, SHAPE, "bias"),
         ({"activation": "relu"}, CONFIG, "gelu-tanh"),
         (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
@@ -149,11 +145,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "attention": [
         ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, channels\]"),
         ({"v": x(2, 6, 16)}, SHAPE, "k and v"),
-        ({"q": X[:1]}, SHAPE, "k and v"),
         ({"k": X.to_sparse()}, SHAPE, "k;.*to_dense"),
         ({"spec": AttentionSpec(heads=3)}, SHAPE, "q;.*divisible by heads=3"),
         ({"q": X[:, :0]}, SHAPE, "at least one token"),
-        (dict.fromkeys("kv", X[:, :0]), SHAPE, "at least one token"),
         (dict.fromkeys("qkv", X[..., :0]), SHAPE, "channels"),
         (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE, "head_dim; expected at most 256"),
         (dict.fromkeys("qkv", X.double()), DTYPE, "q;"),
@@ -163,7 +157,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"norm_q": None, "norm_q_bias": x(8)}, SHAPE, "beside norm_q_bias"),
         ({"norm_k": ROW, "norm_k_bias": x(16)}, SHAPE, "norm_k_bias"),
         ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, r"norm_k; expected \[8\]"),
-        ({"norm_q": x(8), "norm_q_bias": x(8).double()}, DTYPE, "norm_q_bias"),
         ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
         ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
         (
@@ -178,9 +171,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
     "fused": [
         ({"spec": EXACT}, CONFIG, "one-launch.*two-launch"),
-        ({"weight": SQUARE[:, :7]}, SHAPE, "weight"),
-        ({"weight": SQUARE.half()}, DTYPE, "weight.*ops.skip"),
-        ({"bias": x(5)}, SHAPE, "bias"),
         ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
     ],
     "sparse": [
@@ -193,13 +183,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "sageattn": [
         ({"window": None}, CONFIG, "window.*patch_model"),
         ({"pv_accum_dtype": "int4"}, CONFIG, "pv_accum_dtype"),
-        ({"smooth_v": True}, CONFIG, "smooth_v"),
         ({"scale": 0.5, "sm_scale": 0.5}, CONFIG, "scale"),
         ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
         ({"q": FOUR[0]}, SHAPE, "four dimensions"),
         ({"q": x(2, 3, 5, 8)}, SHAPE, "heads that divide its 3"),
         ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
         ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
+        (dict.fromkeys("kv", x(2, 2, 5, 4)), SHAPE, "k and v.*samples and channels of q"),
+        (dict.fromkeys("kv", x(3, 2, 5, 8)), SHAPE, "k and v"),
         (
             {"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK,
             "as many queries as keys",
@@ -268,16 +259,7 @@ def test_no_operation_takes_values_of_another_kind(call: str, argument: str, val
     ],
 )
 def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:
-    shape = {"c_out": (2,), "c_skip": (2,), "kv_lengths": (2,), "weight_int8": (16, 16)}.get(
-        argument, (16,)
-    )
-    if argument in ("q", "v", "residual", "branch", "x"):
-        shape = (2, 2, 5, 8) if call == "sageattn" else (2, 5, 16)
-    elif argument in ("weight", "bias"):
-        size = 8 if call == "sparse" else 16
-        shape = (size,) * (2 if argument == "weight" else 1)
-    kinds = {"weight_int8": torch.int8, "kv_lengths": torch.int32}
-    there = torch.ones(*shape, dtype=kinds.get(argument, torch.float32), device="meta")
+    there = _tensor_of(call, argument).to("meta")
     with pytest.raises(errors.TurboRCMError, match="meta"):
         CALLS[call](**{argument: there})
 
@@ -316,7 +298,8 @@ DIFFERENTIABLE = [
 
 
 def _tensor_of(call: str, argument: str) -> Tensor:
-    good: dict[str, Any] = {"weight": SQUARE, "weight_scale": SCALE, "c_out": torch.ones(2)}
+    good: dict[str, Any] = {"weight": SQUARE, "weight_scale": SCALE, "weight_int8": WEIGHT}
+    good |= {"c_out": torch.ones(2), "c_skip": torch.ones(2), "kv_lengths": LENGTHS}
     good |= dict.fromkeys(("norm_q", "bias", "scale"), ROW)
     if call == "sageattn":
         return X.unflatten(2, (HEADS, -1)).transpose(1, 2).contiguous()
@@ -480,37 +463,9 @@ def test_a_public_function_compiles_without_a_break(call: str) -> None:
         return CALLS[call](**{argument: tensor * 2})
 
     torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for a, b in zip(_several(compiled(value)), _several(run(value)), strict=True):
         torch.testing.assert_close(a, b)
-
-
-class _Holder:
-    """An object, as a patched block is, whose numbers a compiler may hold as symbols."""
-
-    def __init__(self) -> None:
-        self.spec, self.eps, self.topk = AttentionSpec(heads=HEADS, attention="auto"), 1e-5, 0.5
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norms = Norms(ROW, ROW, eps=self.eps)
-        y = attend(x, x, x, spec=self.spec, norms=norms, residual=x)
-        y = ops.attention_skip(y, x, x, self.spec, residual=x, c_skip=self.topk)
-        sparsity = Sparsity(topk=self.topk, block_q=32, block_k=32)
-        spec = AttentionSpec(heads=self.spec.heads)
-        y = ops.sparse_linear_attention(y, x, x, torch.eye(8), None, spec, sparsity)
-        y = ops.int8_linear(ops.norm_modulate_rows(y, scale=ROW), WEIGHT, SCALE, out_dtype=y.dtype)
-        heads = y.unflatten(2, (self.spec.heads, -1))
-        return ops.skip(y, sageattn(heads, heads, heads, "NHD").flatten(2), self.eps)
-
-
-def test_one_graph_with_dynamic_shapes_serves_every_length() -> None:
-    call = _Holder()
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (5, 9, 70):
-            value = torch.randn(2, length, CHANNELS)
-            assert torch.equal(compiled(value), call(value))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])

@@ -248,30 +248,23 @@ def test_operations_around_attention_are_replayed(log: Log) -> None:
 # --- which recordings serve ----------------------------------------------------------------------
 
 
-def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: Log) -> None:
+def test_views_and_shared_memory_are_told_apart(log: Log) -> None:
+    """Views of one tensor, in either order, tensors of their own with the strides of views, one
+    tensor in two places, and contiguous tensors."""
+
     def views() -> list[Tensor]:
         return list(tokens(160, 3 * CHANNELS).chunk(3, dim=-1))
 
-    def swapped() -> list[Tensor]:
-        q, k, v = views()
-        return [v, k, q]
-
-    def apart() -> list[Tensor]:
-        """The strides of views, each of its own tensor."""
-        return [views()[0] for _ in range(3)]
-
-    for make in (views, apart, swapped, views):
-        compare(log, attention(), make)
-
-
-def test_one_tensor_in_two_places_is_told_from_two_tensors(log: Log) -> None:
     def same() -> list[Tensor]:
         k = tokens(160)
         return [tokens(96), k, k]
 
-    compare(log, attention(), same)
-    compare(log, attention(), lambda: [tokens(n) for n in (96, 160, 160)])
-    compare(log, attention(), same)
+    makes: list[Make] = [
+        views, lambda: [views()[0] for _ in range(3)], lambda: views()[::-1], views,
+        same, lambda: [tokens(n) for n in (96, 160, 160)], same,
+    ]  # fmt: skip
+    for make in makes:
+        compare(log, attention(), make)
 
 
 def normed(x: list[Tensor]) -> Any:

@@ -202,10 +202,7 @@ def test_a_skip_of_two_streams_with_their_norm_is_both_bit_for_bit(
 # --- nothing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16)], ids=str)
-def test_skips_and_norms_of_nothing(shape: tuple[int, ...], impl: str) -> None:
-    x = torch.randn(*shape)
-    assert skip(x, x, 0.5, torch.ones(shape[0]), impl=impl).shape == shape
-    assert norm_modulate(x, impl=impl).shape == shape
-    assert norm_modulate_rows(x, impl=impl).data.shape == shape
+def test_skips_and_norms_of_no_tokens() -> None:
+    x = torch.randn(2, 0, 16)
+    assert skip(x, x, 0.5, torch.ones(2)).shape == x.shape
+    assert norm_modulate(x).shape == norm_modulate_rows(x).data.shape == x.shape
