@@ -190,11 +190,11 @@ def test_attention_is_replayed_with_every_tensor_it_can_have(
 
 
 def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> None:
-    from turbo_rcm_patch.ops.sparse_linear.api import Blocks, ProjL, launch_sparse
+    from turbo_rcm_patch.ops.sparse_linear.api import ProjL, Sparsity, launch_sparse
 
     def call(x: list[Tensor]) -> Any:
         inputs = attention_inputs(*x[:3], heads=HEADS)
-        return launch_sparse(inputs, ProjL(*x[3:]), Blocks(2, 64, 64))
+        return launch_sparse(inputs, ProjL(*x[3:]), Sparsity(topk=0.7, block_q=64, block_k=64))
 
     def make() -> list[Tensor]:
         return [*(tokens(160) for _ in range(3)), torch.randn(DIM, DIM), torch.randn(DIM)]

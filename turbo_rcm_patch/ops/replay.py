@@ -91,43 +91,6 @@ def _replays() -> bool:
     return recorder() is None and not _launch_hooks() and not compiles_only()
 
 
-class Recordings:
-    """The recordings of one launcher, by signature.
-
-    Attributes:
-        programs: Signature -> its programs, one for each way its arguments are aligned and share
-            memory; the number of failed attempts so far; None once given up.
-    """
-
-    __slots__ = ("programs",)
-
-    def __init__(self) -> None:
-        self.programs: dict[Any, list[Program] | int | None] = {}
-
-    def recorder(self, signature: Any, tensors: list[torch.Tensor]) -> Recorder | None:
-        """Return a recorder for a call, or None if it cannot be recorded.
-
-        Args:
-            signature: Equal for equal shapes, strides, dtypes, devices and numbers.
-            tensors: The tensors among the arguments, in order.
-        """
-        if self.programs.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
-            return None
-        return Recorder(tensors)
-
-    def keep(self, signature: Any, recorder: Recorder, result: Any) -> None:
-        """Keep a recorded call for later ones, if it can be repeated."""
-        program, known = recorder.program(result), self.programs.get(signature, 0)
-        if program is not None:
-            self.programs[signature] = [*(known if isinstance(known, list) else []), program]
-        elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
-            # In a captured graph constants belong to the graph, so a failure there does not count.
-            attempts = (known or 0) + 1
-            self.programs[signature] = attempts if attempts < _ATTEMPTS else None
-        while len(self.programs) > _MOST_PROGRAMS:
-            self.programs.pop(next(iter(list(self.programs))), None)
-
-
 #: An allocation of a program: shape, strides, dtype.
 _Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -501,6 +464,24 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
     return all([_add_to_key(inner, key, tensors) for inner in tuples_of(values)])
 
 
+#: Signature -> its programs, one for each way its arguments are aligned and share memory; the
+#: number of failed attempts so far; None once given up.
+_Programs = dict[Any, list[Program] | int | None]
+
+
+def _keep(programs: _Programs, signature: Any, recorder: Recorder, result: Any) -> None:
+    """Keep a recorded call for later ones, if it can be repeated."""
+    program, known = recorder.program(result), programs.get(signature, 0)
+    if program is not None:
+        programs[signature] = [*(known if isinstance(known, list) else []), program]
+    elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
+        # In a captured graph constants belong to the graph, so a failure there does not count.
+        attempts = (known or 0) + 1
+        programs[signature] = attempts if attempts < _ATTEMPTS else None
+    while len(programs) > _MOST_PROGRAMS:
+        programs.pop(next(iter(list(programs))), None)
+
+
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a launcher record its launches and replay them; see the module's docstring.
 
@@ -508,7 +489,7 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     them. It allocates with `torch.empty` and its variants. It always runs itself on a CPU, while a
     hook watches launches, and inside another recording.
     """
-    recordings = Recordings()
+    programs: _Programs = {}
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -519,9 +500,9 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
             return launcher(*args, **kwargs)
         key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
         signature = tuple(key)
-        programs = recordings.programs.get(signature)
+        known = programs.get(signature, 0)
         # Written out here: every call on the way to a kernel takes part of a microsecond.
-        for program in programs if programs.__class__ is list else ():  # type: ignore[union-attr]
+        for program in known if known.__class__ is list else ():  # type: ignore[union-attr]
             addresses = list(map(_data_ptr, tensors))
             if not program.fits(addresses):
                 continue
@@ -537,12 +518,11 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
                 start(at, stream)
             repeated: _R = program.result(tensors, buffers)
             return repeated
-        recording = recordings.recorder(signature, tensors)
-        if recording is None:
+        if known is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
-        with recording:
+        with Recorder(tensors) as recording:
             result = launcher(*args, **kwargs)
-        recordings.keep(signature, recording, result)
+        _keep(programs, signature, recording, result)
         return result
 
     return launch

@@ -559,7 +559,9 @@ def _attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     a = a._replace(spec=spec)
     quantised = spec.impl == "triton" and spec.attention in QMAX
     out, lse = launch_attention(a) if quantised else _in_torch(a)
-    return out, a.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    if lse is None or not a.want_lse:
+        lse = a.q.new_empty(0, dtype=torch.float32)
+    return out, lse
 
 
 def _empty_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -608,7 +610,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if spec.attention in QMAX:
         return emulated_attention(
             qh, kh, vh, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
-            smooth_k=spec.smooth_k, want_lse=a.want_lse, **masks,
+            smooth_k=spec.smooth_k, **masks,
         )  # fmt: skip
     lse = None
     qh, kh, vh = aligned_to_16_bytes(qh), aligned_to_16_bytes(kh), aligned_to_16_bytes(vh)

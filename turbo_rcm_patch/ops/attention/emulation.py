@@ -197,8 +197,7 @@ def emulated_attention(
     smooth_k: bool,
     causal: bool = False,
     kv_lengths: torch.Tensor | None = None,
-    want_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(sm_scale * q k^T) v with quantised q, k, P and v.
 
     Args:
@@ -211,11 +210,10 @@ def emulated_attention(
         smooth_k: Subtract k's mean first.
         causal: Query i sees keys 0..i.
         kv_lengths: int [B]; keys at or past the length are masked.
-        want_lse: Also return the logsumexp of the *unsmoothed* logits (of the quantised q and k
-            plus q · mean).
 
     Returns:
-        Output [B, Nq, H*D] fp32 and lse [B, H, Nq] fp32 or None.
+        Output [B, Nq, H*D] fp32, and the logsumexp [B, H, Nq] fp32 of the *unsmoothed* logits (of
+        the quantised q and k plus q · mean).
     """
     batch, heads, n_q, dim = q.shape
     n_kv = k.shape[2]
@@ -240,9 +238,7 @@ def emulated_attention(
         mask = ~torch.nn.functional.pad(mask, (0, blocks * block - n_kv))
 
     out = torch.empty(batch, n_q, heads, dim, dtype=torch.float32, device=q.device)
-    lse = (
-        torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device) if want_lse else None
-    )
+    lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
     buffer = torch.empty(min(_ROWS, n_q), blocks * block, dtype=torch.float32, device=q.device)
     for b in range(batch):
         for h in range(heads):
@@ -253,18 +249,15 @@ def emulated_attention(
                 if mask is not None:
                     seen = mask[b % mask.shape[0], 0]
                     logits.masked_fill_(seen if seen.shape[0] == 1 else seen[rows], float("-inf"))
-                o, chunk_lse = softmax_pv(
+                out[b, rows, h], lse[b, h, rows] = softmax_pv(
                     logits.view(-1, blocks, block),
                     q_scale[b, h, rows] * k_scale[b, h],
                     v[b, h],
                     pv,
                 )
-                out[b, rows, h] = o
-                if lse is not None:
-                    lse[b, h, rows] = chunk_lse
     if v_scale is not None and v_offset is not None:
         out = out * v_scale.transpose(1, 2) + v_offset.transpose(1, 2)
-    if lse is not None and mean is not None:
+    if mean is not None:
         lse += (q * mean).sum(-1) * sm_scale
     return out.flatten(2), lse
 

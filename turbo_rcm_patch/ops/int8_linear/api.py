@@ -19,7 +19,7 @@ A scale per output channel is finer than TurboDiffusion's scales per block of 12
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -221,13 +221,6 @@ _registered_linear = register("int8_linear", _linear, _empty_linear, Int8Tensor,
 # --- which implementation runs -------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """A product y [B, N, Cout] = x W^T with its weight as the kernels read it."""
-
-    y: Tensor
-    weight: Tensor
-
-
 #: Writes the product of rows into its first argument.
 LinearKernel = Callable[[Tensor, Int8Tensor, LinearInputs], None]
 
@@ -244,13 +237,11 @@ def _triton() -> LinearKernel:
     return launch_kernel
 
 
-def _large_on_hopper(target: Target, call: Product) -> bool:
-    return (
-        target == ("cuda", 90)
-        and call.y.numel() >= LARGE
-        # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
-        and call.weight.data_ptr() % ALIGNED == 0
-    )
+def _large_on_hopper(target: Target, call: tuple[Tensor, Tensor]) -> bool:
+    y, weight = call  # as the kernels read it
+    # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
+    aligned = weight.data_ptr() % ALIGNED == 0
+    return target == ("cuda", 90) and y.numel() >= LARGE and aligned
 
 
 #: The product.
@@ -286,7 +277,7 @@ def launch_linear(
     linear = linear._replace(weight=weight.contiguous(), bias=bias)
     y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
     if y.numel():  # Triton refuses a descriptor without rows.
-        choose(KERNELS, y.device, Product(y, linear.weight))(y, rows, linear)
+        choose(KERNELS, y.device, (y, linear.weight))(y, rows, linear)
     return y
 
 
