@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 #: Argument -> the operations that have it.
 HAVE = {
     "impl": "skip norm rows int8 weight",
-    "form": "norm rows fused",
+    "form": "fused",
     "out_dtype": "skip norm int8 attention fused sparse",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
@@ -154,9 +154,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"v": X.half()}, DTYPE, "the dtype of q"),
         ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
         ({"norm_q": x(5)}, SHAPE, r"norm_q.*\[16\] \(across heads\) or \[8\] \(per head\)"),
-        ({"norm_q": None, "norm_q_bias": x(8)}, SHAPE, "beside norm_q_bias"),
-        ({"norm_k": ROW, "norm_k_bias": x(16)}, SHAPE, "norm_k_bias"),
-        ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, r"norm_k; expected \[8\]"),
         ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
         ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
         (
@@ -293,7 +290,7 @@ DIFFERENTIABLE = [
     for argument in ("q", "v", "norm_q", "c_out", "residual", "branch", "x", "weight", "bias",
                      "scale", "weight_scale")
     for call in HAVE[argument].split()
-    if (call, argument) not in (("sparse", "bias"), ("weight", "weight"))
+    if call != "weight"
 ]  # fmt: skip
 
 
@@ -303,8 +300,8 @@ def _tensor_of(call: str, argument: str) -> Tensor:
     good |= dict.fromkeys(("norm_q", "bias", "scale"), ROW)
     if call == "sageattn":
         return X.unflatten(2, (HEADS, -1)).transpose(1, 2).contiguous()
-    if call == "sparse" and argument == "weight":
-        return torch.eye(8)
+    if call == "sparse" and argument in ("weight", "bias"):
+        return torch.eye(8) if argument == "weight" else torch.ones(8)
     found: Tensor = good.get(argument, X)
     return found
 
@@ -416,7 +413,6 @@ def _registered() -> dict[str, tuple[Any, ...]]:
         "linear_gelu": (X, SQUARE, ROW),
         "norm_rotate": (X, ROW, None, (TABLE, TABLE), HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
-        "quantize_weight": (SQUARE, impl),
         "skip": (X, X + 1, 0.5, gate, impl, low),
         "skip_norm": (X, X + 1, row, norm, fp32, low, impl),
         "skip_norm of the norm alone": (X, None, None, norm, fp32, low, impl),

@@ -118,32 +118,18 @@ def check_attention(
         )
 
 
-def check_norm(
-    name: str,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    channels: int,
-    heads: int,
-) -> None:
-    """Check weight and bias of the norm of q or k, named `name` and `name`_bias.
-
-    An RMSNorm has a weight [H*D] (across all heads) or [D] (per head). A layer norm of each head
-    has a weight [D] and a bias [D].
-    """
+def check_norm(name: str, weight: torch.Tensor | None, channels: int, heads: int) -> None:
+    """Check the weight of the RMSNorm of q or k: [H*D] (across all heads) or [D] (per head)."""
+    if weight is None:
+        return
+    check_float(name, weight)
     head_dim = channels // heads
-    if bias is not None:
-        check_shape(f"{name}_bias", bias, (head_dim,))
-        if weight is None:
-            raise ShapeError(name, expected=f"[{head_dim}] beside {name}_bias", got="None")
-        check_shape(name, weight, (head_dim,))
-    elif weight is not None:
-        check_float(name, weight)
-        if weight.dim() != 1 or not (weight.numel() == channels or weight.numel() == head_dim):
-            raise ShapeError(
-                name,
-                expected=f"[{channels}] (across heads) or [{head_dim}] (per head)",
-                got=_shape(weight),
-            )
+    if weight.dim() != 1 or not (weight.numel() == channels or weight.numel() == head_dim):
+        raise ShapeError(
+            name,
+            expected=f"[{channels}] (across heads) or [{head_dim}] (per head)",
+            got=_shape(weight),
+        )
 
 
 def rotary_parts(

@@ -214,8 +214,6 @@ def attention_skip(
     c_out: Coefficient = 1.0,
     norm_q: Tensor | None = None,
     norm_k: Tensor | None = None,
-    norm_q_bias: Tensor | None = None,
-    norm_k_bias: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     kv_lengths: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -237,8 +235,6 @@ def attention_skip(
         c_out: Float or tensor, as c_skip.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
         norm_k: RMSNorm weight of k, as norm_q.
-        norm_q_bias: Makes the norm of q a layer norm of each head: bias [D], beside norm_q [D].
-        norm_k_bias: Makes the norm of k a layer norm of each head, as norm_q_bias.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
         kv_lengths: int32 [B]; keys at or past the length are masked exactly, even if they hold
@@ -252,7 +248,7 @@ def attention_skip(
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
             gradient is wanted (`GradientError`).
     """
-    norms = Norms(norm_q, norm_k, norm_q_bias, norm_k_bias, spec.eps)
+    norms = Norms(norm_q, norm_k, eps=spec.eps)
     skip = Skip(residual, c_skip, c_out)
     dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
     a = AttentionInputs(q, k, v, spec, dtype, norms, rotary, skip, kv_lengths=kv_lengths)
@@ -323,9 +319,8 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
-    norms = a.norms
-    check_norm("norm_q", norms.q, norms.q_bias, channels, spec.heads)
-    check_norm("norm_k", norms.k, norms.k_bias, channels, spec.heads)
+    check_norm("norm_q", a.norms.q, channels, spec.heads)
+    check_norm("norm_k", a.norms.k, channels, spec.heads)
     cos, sin = rotary_parts(a.rotary, n_q, k.shape[1], head_dim)
     check_lengths(a.kv_lengths, batch)
     if spec.attention == "sage" and a.kv_lengths is not None:

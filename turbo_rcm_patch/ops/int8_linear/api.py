@@ -111,25 +111,6 @@ def _empty_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
 _registered_rows = register("quantize_rows", _quantize_rows, _empty_rows)
 
 
-def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    if resolve_impl(impl, weight.device) == "triton":
-        from turbo_rcm_patch.ops.numerics import quantize_rows as launch
-
-        data, scale = launch(weight.unsqueeze(0))
-        return data[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
-    return quantized_rows(weight)
-
-
-def _empty_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    return (
-        weight.new_empty(weight.shape, dtype=torch.int8),
-        weight.new_empty(weight.shape[:1], dtype=torch.float32),
-    )
-
-
-_registered_weight = register("quantize_weight", _quantize_weight, _empty_weight)
-
-
 def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
     """Quantise the weight of a Linear to int8 with a scale per output channel, max |row| / 127.
 
@@ -148,9 +129,8 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
     if weight.dim() != 2:
         raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
     check_channels(weight.shape[1])
-    weight = weight.detach()
-    compute = _registered_weight if needs_registered(weight) else _quantize_weight
-    return compute(weight, impl)
+    data, scale = quantize_rows(weight.detach().unsqueeze(0), impl)
+    return data[0, :, : weight.shape[1]].contiguous(), scale[0]
 
 
 def check_channels(channels: int) -> None:

@@ -23,10 +23,10 @@ from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.checks import (
     check_attention,
-    check_float,
     check_norm,
     check_out_dtype,
     check_same_device,
+    check_shape,
     rotary_parts,
 )
 from turbo_rcm_patch.ops.dispatch import Implementation, always, capability_of, choose, resolved
@@ -302,12 +302,16 @@ def sparse_linear_attention(
     dim = channels // spec.heads
     if dim > MAX_SPARSE_HEAD_DIM:
         raise ShapeError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
-    _check_proj_l(q, weight, bias, dim)
-    check_norm("norm_q", norm_q, None, channels, spec.heads)
-    check_norm("norm_k", norm_k, None, channels, spec.heads)
+    check_shape("weight of proj_l", weight, (dim, dim))
+    if bias is not None:
+        check_shape("bias of proj_l", bias, (dim,))
+    check_norm("norm_q", norm_q, channels, spec.heads)
+    check_norm("norm_k", norm_k, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     check_out_dtype(out_dtype)
-    check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
+    check_same_device(
+        q.device, weight=weight, bias=bias, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin
+    )
     refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k, cos, sin))
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
@@ -318,16 +322,3 @@ def sparse_linear_attention(
     proj_l = ProjL(weight, bias)
     registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
     return (_registered if registered else _run)(a, proj_l, sparsity)
-
-
-def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
-    for name, x, shape in (("weight", weight, (dim, dim)), ("bias", bias, (dim,))):
-        if x is None:
-            continue
-        check_float(name, x)
-        if tuple(x.shape) != shape or x.device != q.device:
-            raise ShapeError(
-                f"{name} of proj_l",
-                expected=f"{list(shape)} on {q.device}",
-                got=f"{list(x.shape)} on {x.device}",
-            )
