@@ -41,8 +41,6 @@ from turbo_rcm_patch.ops.attention.api import (
 from turbo_rcm_patch.ops.attention.emulation import (
     hadamard,
     sample_sum_of_v,
-    scaled_v,
-    value_errors,
     value_levels,
 )
 from turbo_rcm_patch.ops.attention.reference import exact_attention, norm_rope, split_heads
@@ -391,15 +389,14 @@ def test_v_in_e4m3_lies_in_the_order_of_p(on: Implementation) -> None:
 def test_the_levels_of_v_in_e4m3_are_those_of_the_emulation(
     on: Implementation, n: int, dim: int
 ) -> None:
-    """Scale and mean bit for bit, because the order of the sum is part of the contract; the sum of
-    errors against the e4m3 values that were written, whatever the interpreter's cast is."""
+    """Bit for bit, because the order of the sum is part of the contract."""
     heads, lengths = 2, torch.tensor([n, n // 3, 0], dtype=torch.int32)
     q, k = (torch.randn(3, n, heads * dim) for _ in range(2))
     v = torch.randn(3, n, heads * dim) + 2 * torch.randn(heads * dim)
     v[1, n // 3 :], v[2] = float("nan"), float("nan")
     values = quantize(attention_inputs(q, k, v, heads=heads, kv_lengths=lengths)).values
     assert values is not None
-    scale, mean, errors = values.levels[..., :dim].unbind(2)
+    scale, mean, _ = values.levels[..., :dim].unbind(2)
     step = -(-n // 256)
     v = torch.unflatten(v, 2, (heads, dim)).transpose(1, 2)
     v[1, :, n // 3 :], v[2] = 0.0, 0.0
@@ -409,19 +406,6 @@ def test_the_levels_of_v_in_e4m3_are_those_of_the_emulation(
     assert torch.equal(mean, expected_mean)
     assert torch.equal(scale, amax / 448)
     assert not mean[2].any()
-    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e).
-    p = torch.arange(values.e4m3.shape[3])
-    token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
-    written = torch.empty(3, heads, len(p), dim)
-    written[:, :, token] = values.e4m3[:, :, :dim].float().transpose(2, 3)
-    assert not written[0, :, n:].any() and not written[1, :, n // 3 :].any()
-    exact = scaled_v(v, mean, amax)
-    exact[1, :, n // 3 :], exact[2] = 0.0, 0.0
-    far = (exact - written[:, :, :n]).abs() > 2.0**-3 * exact.abs() + 1e-2
-    assert far.float().mean() < 0.05  # half a step, but for the cast's faults
-    counted = errors.contiguous().view(torch.int32)
-    assert torch.equal(counted, value_errors(exact, written[:, :, :n]).int())
-    assert not counted[2].any() and counted[:2].any()
 
 
 # --- values at the edge of a format --------------------------------------------------------------

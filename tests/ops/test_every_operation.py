@@ -102,112 +102,102 @@ ROWS = ops.norm_modulate_rows(torch.randn(1, 4, 33))
 OF_33 = {"weight_int8": x(7, 33, dtype=torch.int8), "weight_scale": x(7), "bias": None}
 FOUR = x(2, 2, 5, 8)
 
-#: Operation -> changes to good arguments, the error, and words of its message.
-REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+#: Operation -> changes to good arguments, and the error.
+REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
     "skip": [
-        ({"branch": x(2, 5, 9)}, SHAPE, "residual and branch"),
-        ({"c_out": X.to_sparse()}, SHAPE, "c_out.*dense.*to_dense"),
-        ({"c_out": x(3)}, SHAPE, r"c_out.*a float, \[2\]"),
+        ({"branch": x(2, 5, 9)}, SHAPE),
+        ({"c_out": X.to_sparse()}, SHAPE),
+        ({"c_out": x(3)}, SHAPE),
     ],
     "norm": [
-        ({"scale": x(15)}, SHAPE, "scale.*broadcasts"),
-        ({"x": X[0]}, SHAPE, r"x;.*\[batch, tokens, channels\]"),
+        ({"scale": x(15)}, SHAPE),
+        ({"x": X[0]}, SHAPE),
     ],
     "gelu": [
-        ({"weight": SQUARE.half()}, DTYPE, "weight.*the dtype of x"),
-        ({"weight": SQUARE[:, :7]}, SHAPE, r"weight.*\[Cout, 16\]"),
+        ({"weight": SQUARE.half()}, DTYPE),
+        ({"weight": SQUARE[:, :7]}, SHAPE),
     ],
     "int8": [
-        ({"weight_int8": SQUARE}, DTYPE, "quantize_weight"),
-        ({"x": X.double()}, DTYPE, "x;"),
-        ({"weight_scale": SCALE.half()}, DTYPE, "weight_scale.*float32"),
-        ({"weight_int8": WEIGHT[:, :7]}, SHAPE, r"weight_int8.*\[Cout, 16\]"),
-        ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\] or \[1, 1\]"),
-        ({"bias": x(5)}, SHAPE, "bias"),
-        ({"activation": "relu"}, CONFIG, "gelu-tanh"),
-        (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
-        ({"x": ROWS, "out_dtype": X.dtype}, SHAPE, "weight_int8"),
-        (
-            OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype},
-            SHAPE, r"scale of x;.*\[1, 4\]",
-        ),
-        (
-            OF_33 | {"x": ops.Int8Tensor(ROWS.data.float(), ROWS.scale), "out_dtype": X.dtype},
-            DTYPE, r"int8 \[B, N, K\]",
-        ),
-        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
+        ({"weight_int8": SQUARE}, DTYPE),
+        ({"x": X.double()}, DTYPE),
+        ({"weight_scale": SCALE.half()}, DTYPE),
+        ({"weight_int8": WEIGHT[:, :7]}, SHAPE),
+        ({"weight_scale": x(15)}, SHAPE),
+        ({"bias": x(5)}, SHAPE),
+        ({"activation": "relu"}, CONFIG),
+        (OF_33 | {"x": ROWS}, CONFIG),
+        ({"x": ROWS, "out_dtype": X.dtype}, SHAPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype}, SHAPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data.half(), ROWS.scale), "out_dtype": X.dtype}, DTYPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE),
     ],
     "weight": [
-        ({"weight": ROW}, SHAPE, r"weight.*\[Cout, K\]"),
-        ({"weight": SQUARE.double()}, DTYPE, "weight"),
-        ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE, str(ops.MAX_CHANNELS)),
+        ({"weight": ROW}, SHAPE),
+        ({"weight": SQUARE.double()}, DTYPE),
+        ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE),
     ],
     "attention": [
-        ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, channels\]"),
-        ({"v": x(2, 6, 16)}, SHAPE, "k and v"),
-        ({"k": X.to_sparse()}, SHAPE, "k;.*to_dense"),
-        ({"spec": AttentionSpec(heads=3)}, SHAPE, "q;.*divisible by heads=3"),
-        ({"q": X[:, :0]}, SHAPE, "at least one token"),
-        (dict.fromkeys("qkv", X[..., :0]), SHAPE, "channels"),
-        (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE, "head_dim; expected at most 256"),
-        (dict.fromkeys("qkv", X.double()), DTYPE, "q;"),
-        ({"v": X.half()}, DTYPE, "the dtype of q"),
-        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
-        ({"norm_q": x(5)}, SHAPE, r"norm_q.*\[16\] \(across heads\) or \[8\] \(per head\)"),
-        ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
-        ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
+        ({"q": X[0]}, SHAPE),
+        ({"v": x(2, 6, 16)}, SHAPE),
+        ({"k": X.to_sparse()}, SHAPE),
+        ({"spec": AttentionSpec(heads=3)}, SHAPE),
+        ({"q": X[:, :0]}, SHAPE),
+        (dict.fromkeys("qkv", X[..., :0]), SHAPE),
+        (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE),
+        (dict.fromkeys("qkv", X.double()), DTYPE),
+        ({"v": X.half()}, DTYPE),
+        ({"residual": x(2, 5, 9)}, SHAPE),
+        ({"norm_q": x(5)}, SHAPE),
+        ({"rotary": (x(6, 8), x(6, 8))}, SHAPE),
+        ({"rotary": (TABLE.int(), TABLE)}, DTYPE),
         (
-            dict.fromkeys("qkv", x(1, 4, 6))
-            | {"norm_q": None, "residual": None, "rotary": (x(4, 3), x(4, 3))},
-            SHAPE, "an even D",
+            dict.fromkeys(("q", "k", "v", "residual"), x(1, 4, 6))
+            | {"norm_q": None, "rotary": (x(4, 3), x(4, 3))}, SHAPE,
         ),
-        ({"kv_lengths": x(2, 5, 5).bool()}, MASK, "kv_lengths.*Only key padding"),
-        ({"kv_lengths": x(2)}, MASK, "int32 or int64"),
-        ({"spec": SAGE}, errors.DeviceError, "CUDA"),
-        ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK, "sage"),
+        ({"kv_lengths": x(2, 5, 5).bool()}, MASK),
+        ({"kv_lengths": x(2)}, MASK),
+        ({"spec": SAGE}, errors.DeviceError),
+        ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK),
     ],
     "fused": [
-        ({"spec": EXACT}, CONFIG, "one-launch.*two-launch"),
-        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
+        ({"spec": EXACT}, CONFIG),
+        ({"residual": x(2, 5, 9)}, SHAPE),
     ],
     "sparse": [
-        ({"weight": x(4, 8)}, SHAPE, "weight of proj_l"),
-        ({"bias": x(4)}, SHAPE, "bias of proj_l"),
-        ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG, "causal=True"),
-        ({"spec": SAGE}, CONFIG, "sage"),
-        (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE, "head_dim.*at most 128"),
+        ({"weight": x(4, 8)}, SHAPE),
+        ({"bias": x(4)}, SHAPE),
+        ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG),
+        ({"spec": SAGE}, CONFIG),
+        (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE),
     ],
     "sageattn": [
-        ({"window": None}, CONFIG, "window.*patch_model"),
-        ({"pv_accum_dtype": "int4"}, CONFIG, "pv_accum_dtype"),
-        ({"scale": 0.5, "sm_scale": 0.5}, CONFIG, "scale"),
-        ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
-        ({"q": FOUR[0]}, SHAPE, "four dimensions"),
-        ({"q": x(2, 3, 5, 8)}, SHAPE, "heads that divide its 3"),
-        ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
-        ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
-        (dict.fromkeys("kv", x(2, 2, 5, 4)), SHAPE, "k and v.*samples and channels of q"),
-        (dict.fromkeys("kv", x(3, 2, 5, 8)), SHAPE, "k and v"),
-        (
-            {"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK,
-            "as many queries as keys",
-        ),
-        ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK, "return_lse=True"),
-        ({"attn_mask": x(5, 5).int()}, MASK, "boolean or float"),
-        ({"attn_mask": x(4, 5).bool()}, MASK, "broadcasts"),
-        ({"sm_scale": NAN}, CONFIG, "sm_scale"),
-        ({"is_causal": 2}, CONFIG, "is_causal"),
-        ({"return_lse": "no"}, CONFIG, "return_lse"),
-        ({"smooth_k": 1}, CONFIG, "smooth_k"),
-        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head"),
-        (dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE, "one token"),
+        ({"window": None}, CONFIG),
+        ({"pv_accum_dtype": "int4"}, CONFIG),
+        ({"scale": 0.5, "sm_scale": 0.5}, CONFIG),
+        ({"tensor_layout": "NDH"}, CONFIG),
+        ({"q": FOUR[0]}, SHAPE),
+        ({"q": x(2, 3, 5, 8)}, SHAPE),
+        ({"v": x(2, 2, 4, 8)}, SHAPE),
+        ({"k": FOUR.bfloat16()}, DTYPE),
+        (dict.fromkeys("kv", x(2, 2, 5, 4)), SHAPE),
+        (dict.fromkeys("kv", x(3, 2, 5, 8)), SHAPE),
+        ({"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK),
+        ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK),
+        ({"attn_mask": x(5, 5).int()}, MASK),
+        ({"attn_mask": x(4, 5).bool()}, MASK),
+        ({"sm_scale": NAN}, CONFIG),
+        ({"is_causal": 2}, CONFIG),
+        ({"return_lse": "no"}, CONFIG),
+        ({"smooth_k": 1}, CONFIG),
+        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE),
+        (dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:this attention runs exactly")
 @pytest.mark.parametrize(
-    ("call", "changes", "error", "words"),
+    ("call", "changes", "error"),
     [
         pytest.param(call, *one, id=f"{call}-{number}-{'-'.join(one[0])}")
         for call, several in REFUSED.items()
@@ -215,11 +205,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
 )
 def test_what_does_not_fit_is_refused(
-    call: str, changes: dict[str, Any], error: type[Exception], words: str
+    call: str, changes: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(error, match="; expected ") as caught:
         CALLS[call](**changes)
-    assert issubclass(error, errors.TurboRCMError) and "expected" in str(caught.value)
+    assert isinstance(caught.value, errors.TurboRCMError)
 
 
 _WRONG: dict[str, list[Any]] = {
