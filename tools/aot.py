@@ -158,8 +158,8 @@ def _sparse(case: Case, target: Target) -> None:
     block_q, block_k = case.options["blocks"]
     weight, bias = case.empty(case.dim, case.dim, dtype=torch.float32), case.empty(case.dim)
     sparse_linear.launch_sparse(
-        _inputs(case, target).without_skip(), sparse_linear.ProjL(weight, bias),
-        sparse_linear.Blocks(3276 // block_k, block_q, block_k),
+        _inputs(case, target)._replace(skip=None), sparse_linear.ProjL(weight, bias),
+        sparse_linear.Sparsity(topk=0.1, block_q=block_q, block_k=block_k),
     )  # fmt: skip
 
 
