@@ -234,8 +234,8 @@ def _passes(case: Case, target: Target) -> None:
         for before in (None, weight):
             passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
     y = case.empty(1, 3, 61, 105, 4 * case.dim)
-    for duplicate in (None, Duplicate(x, 1, 4, False), Duplicate(x, 2, 4, True)):
-        passes.upsample(y, weight, duplicate, 1, False, x.dtype)
+    for duplicate in (None, Duplicate(x, 1, 4), Duplicate(x, 2, 4)):
+        passes.upsample(y, weight, duplicate, 1, duplicate is not None, x.dtype)
     for bias, skip in ((weight, None), (weight, x), (None, x)):
         passes.norm_silu(x, None, False, bias, 0, None, x.dtype, skip)
 
