@@ -26,8 +26,8 @@ from turbo_rcm_patch.files import atomic, check_writable, remove_leftovers, try_
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.video.video import find_ffmpeg
 
-#: Pictures and videos of a finished clip; its record.json comes last.
-CLIP_FILES: Final = ("side_by_side.mp4", "panes.mp4", "sheet.png")
+#: Videos of a finished clip; its record.json comes last.
+CLIP_FILES: Final = ("side_by_side.mp4", "panes.mp4")
 #: The file that marks the folder of a comparison; it is written first.
 _SETTINGS: Final = "settings.json"
 _FOLDERS: Final = ("clips", "prompts", "runs")
