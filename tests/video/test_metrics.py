@@ -80,10 +80,9 @@ def test_a_nan_frame_is_the_worst_frame() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(ShapeError, match="of one shape"):
-        frame_drift(video(0), video(0)[:2])
-    with pytest.raises(ShapeError, match="11 pixels"):
-        ssim(video(0)[:, :8], video(0)[:, :8])
+    for frames, truth in ((video(0), video(0)[:2]), (video(0)[:, :8], video(0)[:, :8])):
+        with pytest.raises(ShapeError, match="of one shape, with at least 11 pixels a side"):
+            frame_drift(frames, truth)
 
 
 @pytest.mark.parametrize("attention", ["auto", "int4", "exact"])
