@@ -7,13 +7,11 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -40,6 +38,7 @@ from turbo_rcm_patch.video.measures import (
 )
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.store import Store, lock_folder
+from turbo_rcm_patch.video.video import read_frames
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
 RED = PROMPTS[0]
@@ -75,12 +74,9 @@ def written(out: Path, pattern: str = "prompts/*/*") -> dict[Path, int]:
 
 
 def video_shape(path: Path) -> tuple[int, int, int]:
-    """Frames, height and width, by decoding the whole file."""
-    program = imageio_ffmpeg.get_ffmpeg_exe()
-    command = [program, "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    done = subprocess.run(command, capture_output=True, check=True)
-    width, height = map(int, re.search(rb"h264.* (\d+)x(\d+)", done.stderr).groups())
-    return len(done.stdout) // (width * height * 3), height, width
+    """Frames, height and width."""
+    frames = read_frames(path)
+    return len(frames), frames[0].height, frames[0].width
 
 
 def state(pipe) -> object:

@@ -29,7 +29,6 @@ from turbo_rcm_patch.errors import (
     SamplingError,
     TurboRCMError,
 )
-from turbo_rcm_patch.video import report
 from turbo_rcm_patch.video.load import check_folder, load_pipeline
 from turbo_rcm_patch.video.lora import add_loras
 from turbo_rcm_patch.video.source import read_image
@@ -206,8 +205,3 @@ def test_reading_a_video_takes_the_memory_of_its_pixels(tmp_path: Path) -> None:
         [sys.executable, "-c", _READ, str(video)], capture_output=True, text=True, check=True
     )
     assert 0.9 < float(done.stdout) < 1.8  # PIL and ffmpeg's module are counted in
-
-
-def test_the_report_page_loads_nothing_from_elsewhere() -> None:
-    page = (Path(report.__file__).parent / "page" / "report.html.j2").read_text()
-    assert "default-src 'none'; img-src data:; media-src data:" in page
