@@ -63,7 +63,9 @@ def test_damaged_results_are_told(pipe, settings, tmp_path: Path) -> None:
     text = record.read_text()
     for broken in (text[:100], "{}", '{"prompt": "a", "seed": null}'):
         record.write_text(broken)
-        with pytest.raises(SamplingError, match=r"record\.json was changed since it was written"):
+        with pytest.raises(
+            SamplingError, match=r"record\.json .*(was changed since|not valid JSON).*`fresh=True`"
+        ):
             again()
     record.write_text(text)
     record.with_name("side_by_side.mp4").unlink()

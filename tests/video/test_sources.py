@@ -175,23 +175,6 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     assert calls == [], "all of it is there"
 
 
-@pytest.mark.parametrize("after", ["baseline", "patched"])
-def test_an_image_that_changes_between_two_passes_is_told(after: str, tmp_path: Path) -> None:
-    image = tmp_path / "image.png"
-    picture().save(image)
-
-    def replace(stage: str, done: int, total: int) -> None:
-        if stage == after and done == total:
-            picture(1).save(image)
-
-    given = {"settings": settings_of("wan-clip", steps=1), "network_number": False}
-    with pytest.raises(SamplingError, match="changed during the comparison"):
-        compare(
-            loaded("wan-clip"), PROMPT, images=[image], out=tmp_path / "out", progress=replace,
-            **given,
-        )  # fmt: skip
-
-
 def test_each_prompt_has_an_image(tmp_path: Path) -> None:
     pipe, settings = loaded("wan-clip"), settings_of("wan-clip")
     with pytest.raises(SamplingError, match="one for each of 2 prompts"):

@@ -43,7 +43,7 @@ from turbo_rcm_patch.video.pipelines import (
 )
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings, SettingsOptions
-from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
+from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import Ran
 
@@ -125,7 +125,8 @@ def compare(
     require("report", "compare")
     config = config or PatchConfig()
     progress = progress or (lambda *_: None)
-    sources = sources_of(prompts, images)
+    # Read once, so that all three videos are made from the same pixels.
+    sources = [Source(source.prompt, source.read()) for source in sources_of(prompts, images)]
     check_seed(seed, len(sources))
     if make is None:
         chosen = settings_for(pipe, settings, **overrides)
@@ -154,7 +155,7 @@ def compare(
         }
         store = Store(out, identity, fresh=fresh)
         if make is None:
-            make_clip = _generating(pipe, sources, digests, seed, chosen)
+            make_clip = _generating(pipe, sources, seed, chosen)
         else:
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
@@ -166,7 +167,11 @@ def compare(
 
         passes.run("baseline", unpatched(), first_call=calls)
         passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
-        control = _run_control(passes, unpatched)
+        known = store.read_json("runs/control.json")
+        known = known or {"backend": _choose_control(passes, unpatched)}
+        store.write_json("runs/control.json", known)
+        control = str(known["backend"])
+        passes.run("control", unpatched(control))
         network, why = None, ""
         if network_number:
             network, why = _network(passes, calls, pipe, config, attention_backend)
@@ -211,24 +216,21 @@ def compare(
 def _generating(
     pipe: VideoPipeline,
     sources: Sequence[Source],
-    digests: Sequence[str],
     seed: int,
     settings: Settings,
 ) -> _MakeClip:
     """Return the function that makes video i with `generate`."""
 
     def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
-        image = sources[i].read()
-        if digest_of(image) != digests[i]:
-            raise SamplingError(
-                f"the image for the video of prompt {i + 1} changed during the comparison",
-                expected="the same pixels for all three videos",
-                remedy="Start again, and leave the file alone until it is done",
-            )
-        began, prompt = time.perf_counter(), sources[i].prompt
+        began, source = time.perf_counter(), sources[i]
         try:
             video = generate(
-                pipe, prompt, image=image, seed=seed + i, settings=settings, on_step=on_step
+                pipe,
+                source.prompt,
+                image=source.image,
+                seed=seed + i,
+                settings=settings,
+                on_step=on_step,
             )
         except SamplingError as error:
             if "NaN or infinity" not in error.what:
@@ -365,19 +367,6 @@ class _Passes:
             )
 
         return on_step
-
-
-def _run_control(passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]) -> str:
-    """Run the control under the first exact backend that differs from the baseline; return its
-    name."""
-    store = passes.store
-    known = store.read_json("runs/control.json")
-    if known is None:
-        known = {"backend": _choose_control(passes, unpatched)}
-        store.write_json("runs/control.json", known)
-    backend = str(known["backend"])
-    passes.run("control", unpatched(backend))
-    return backend
 
 
 def _choose_control(
