@@ -31,7 +31,7 @@ from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
 from turbo_rcm_patch.video.judged import BackendCalls, Forwards, check_judged, judged
-from turbo_rcm_patch.video.judging import conclude
+from turbo_rcm_patch.video.judging import FPS, conclude
 from turbo_rcm_patch.video.measures import CapturedCalls, NetworkNumber, OnStep, fusion_number
 from turbo_rcm_patch.video.measures import network_number as measure_network
 from turbo_rcm_patch.video.pipelines import (
@@ -142,7 +142,8 @@ def compare(
                 got=", ".join(wrong),
                 remedy="Give them to the pipeline inside of make",
             )
-        fps, steps = Settings(fps=overrides.get("fps", 16)).fps, 1
+        asked = overrides.get("fps")
+        fps, steps = Settings(fps=FPS if asked is None else asked).fps, 1
         how = {"fps": fps, "made by": "a function of the caller"}
     check_out(out, fresh=fresh)
     with lock_folder(out):
