@@ -76,7 +76,7 @@ def written(out: Path, pattern: str = "prompts/*/*") -> dict[Path, int]:
 def video_shape(path: Path) -> tuple[int, int, int]:
     """Frames, height and width."""
     frames = read_frames(path)
-    return len(frames), frames[0].height, frames[0].width
+    return len(frames), *frames[0].shape[:2]
 
 
 def state(pipe) -> object:

@@ -75,7 +75,7 @@ def read_clip(path: Path) -> torch.Tensor:
     check_regular(path, SamplingError, _MOST_BYTES)
     if path.suffix.lower() == _TENSORS:
         return _tensor(path)
-    return _stacked([*map(np.asarray, read_frames(path))], path)
+    return _stacked(read_frames(path), path)
 
 
 def _folder(path: Path) -> torch.Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
-from typing import IO, Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -204,8 +204,8 @@ def write_mp4(
             raise OutputError(what, expected=expected, got=str(written), remedy=_REMEDY)
 
 
-def read_frames(path: Path) -> list[Image.Image]:
-    """Read the frames of a video as RGB. Their times are ignored.
+def read_frames(path: Path) -> list[np.ndarray]:
+    """Read the frames of a video: uint8, [H, W, 3] each. Their times are ignored.
 
     Args:
         path: A file of any kind that ffmpeg reads, an animated image included.
@@ -216,15 +216,30 @@ def read_frames(path: Path) -> list[Image.Image]:
         MissingPackageError: There is no ffmpeg.
     """
     reads = ["-xerror", "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
-    reads += ["-frames:v", str(MOST_FRAMES + 1), "-f", "image2pipe", "-c:v", "ppm"]
-    frames: list[Image.Image]
-    code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=partial(_pictures, path))
-    if code or not frames:
+    # ffmpeg stops at the first picture beyond the limits.
+    reads += ["-frames:v", str(MOST_FRAMES + 1), "-fs", str(MOST_VALUES)]
+    code, out, said = _ffmpeg(
+        [*reads, "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
+    )
+    if code or not out:
         raise SamplingError(
             f"video {path} cannot be read",
             expected="a video file",
             got=f"from ffmpeg: {said.splitlines()[-1][:200] if said else 'no frame'}",
             remedy="Check whether it is complete, or convert it to mp4",
+        )
+    frames = []
+    stream = BytesIO(out)
+    while stream.readline():  # P6
+        width, height = map(int, stream.readline().split())
+        stream.readline()  # 255
+        pixels = np.frombuffer(stream.read(3 * width * height), np.uint8)
+        frames.append(pixels.reshape(height, width, 3))
+    if len(out) >= MOST_VALUES or len(frames) > MOST_FRAMES:
+        raise SamplingError(
+            f"{path} is too large",
+            expected=f"at most {MOST_FRAMES} frames, and {MOST_VALUES} bytes of pixels",
+            remedy="Cut it into parts",
         )
     return frames
 
@@ -236,31 +251,6 @@ def frame_rate(path: Path) -> float | None:
     _, _, said = _ffmpeg([*shows, "-f", "null", "-"])
     match = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
     return float(match[1]) if match else None
-
-
-def _pictures(path: Path, stream: IO[bytes]) -> list[Image.Image]:
-    """Read the pictures of binary PPM files in a row, until they end or are cut off.
-
-    Raises:
-        SamplingError: There are more than `MOST_FRAMES`, or more than `MOST_VALUES` bytes.
-    """
-    pictures: list[Image.Image] = []
-    while True:
-        _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
-        if len(sides) != 2:
-            return pictures
-        width, height = map(int, sides)
-        size, count = 3 * width * height, len(pictures) + 1
-        if count * size > MOST_VALUES or count > MOST_FRAMES:
-            raise SamplingError(
-                f"{path} is too large",
-                expected=f"at most {MOST_FRAMES} frames, and {MOST_VALUES} bytes of pixels",
-                remedy="Cut it into parts",
-            )
-        pixels = stream.read(size)
-        if len(pixels) < size:
-            return pictures
-        pictures.append(Image.frombytes("RGB", (width, height), pixels))
 
 
 def _count_frames(video: Path, target: Path) -> int:
@@ -304,13 +294,8 @@ def run_ffmpeg(
     return out.decode(errors="replace"), said
 
 
-def _ffmpeg(
-    arguments: Sequence[str],
-    given: np.ndarray | None = None,
-    read: Callable[[IO[bytes]], list[Image.Image]] | None = None,
-) -> tuple[int, Any, str]:
-    """Return the exit code of ffmpeg, its output (or what `read` makes of it while it comes, so
-    that it is never there twice), and what it logged."""
+def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[int, bytes, str]:
+    """Return the exit code of ffmpeg, its output, and what it logged."""
     program, process = find_ffmpeg(), None
     try:
         # Its own session: Ctrl-C in a terminal reaches this process alone, which ends it.
@@ -320,14 +305,7 @@ def _ffmpeg(
                 process = Popen(
                     command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True
                 )
-            if read is None:
-                out: Any = process.communicate(b"" if given is None else given.tobytes())[0]
-            else:
-                assert process.stdin and process.stdout
-                process.stdin.close()
-                out = read(process.stdout)
-                process.stdout.close()
-                process.wait()
+            out = process.communicate(b"" if given is None else given.tobytes())[0]
             log.seek(0)
             said = log.read()
     except BaseException as error:
