@@ -128,13 +128,10 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         subparser.set_defaults(run=name)
-        add_fields(subparser, cls, inherited=False)
+        add_fields(subparser, cls)
         for base in cls.__mro__[1:-2]:  # without `Command` and `object`
-            add_fields(
-                subparser.add_argument_group(str(base.__doc__).partition("\n")[0]),
-                base,
-                inherited=False,
-            )
+            title = str(base.__doc__).partition("\n")[0]
+            add_fields(subparser.add_argument_group(title), base)
         if issubclass(cls, Run):
             sampling = "Defaults are those of a model whose folder has no turbo_rcm.json."
             add_fields(

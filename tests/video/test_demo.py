@@ -103,7 +103,7 @@ def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatc
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_module, "load_pipeline", interrupted)
+    monkeypatch.setattr(demo_module, "run_comparison", interrupted)
     command = ["demo", "--model", str(quick_model), "--out", str(tmp_path / "out")]
     for more in ([], ["--resume"]):
         assert main([*command, *more]) == 130

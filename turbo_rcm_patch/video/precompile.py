@@ -23,7 +23,7 @@ from turbo_rcm_patch.patching import patch_model
 from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.video.environment import code_digest
-from turbo_rcm_patch.video.load import class_of_pipeline, load_skeleton, resolve_model
+from turbo_rcm_patch.video.load import config_folder, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.pipelines import PIPELINES
 from turbo_rcm_patch.video.settings import Settings
 
@@ -146,14 +146,13 @@ def _calls(
     model: str | Path, dtype: torch.dtype, config: PatchConfig, sizes: dict[str, int | None]
 ) -> Iterator[Callable[[], object]]:
     """Yield calls of a pipeline's parts, of which each launches kernels."""
-    folder = resolve_model(model)
-    local = folder if isinstance(folder, Path) else None
-    kind = PIPELINES[class_of_pipeline(folder)]
+    folder = config_folder(model)
+    kind = PIPELINES[pipeline_class(folder)]
     given = {name: size for name, size in sizes.items() if size is not None}
-    settings = Settings.for_model(local, kind.usual, kind.with_scheduler, **given)
+    settings = Settings.for_model(folder, kind.usual, kind.with_scheduler, **given)
     config = replace(config, guard=False)  # It compares results, and there are none.
     latent = _latent_size(_empty_vae(folder).config, settings)
-    pipe = load_skeleton(model)
+    pipe = load_skeleton(folder)
     for network in filter(None, (pipe.transformer, pipe.transformer_2)):
         _cast(network, dtype)
         inputs = _cogvideox_inputs if kind.cogvideox else _wan_inputs
@@ -164,7 +163,7 @@ def _calls(
         yield partial(_run_vae, vae, config, settings, latent, encodes=kind.image)
 
 
-def _empty_vae(folder: str | Path) -> Any:
+def _empty_vae(folder: Path) -> Any:
     import diffusers
 
     config = diffusers.AutoencoderKLWan.load_config(str(folder), subfolder="vae")
