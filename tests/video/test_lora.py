@@ -198,11 +198,6 @@ def test_weights_that_the_loader_drops_are_named(zero, tmp_path, caplog) -> None
     assert zero or "5 of its 10 weights fit the transformer" in caplog.text
 
 
-def test_one_text_is_no_list(files: Path) -> None:
-    with pytest.raises(ConfigError, match="a tuple of texts"):
-        load_pipeline(files / "one", device="cpu", lora="a/b")
-
-
 def test_without_peft_its_name_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "peft" else there(name))

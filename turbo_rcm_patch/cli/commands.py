@@ -10,7 +10,7 @@ from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transf
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.generate import generate as generate
-from turbo_rcm_patch.cli.inputs import check_image, load, read_prompts
+from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.patching import find_pairs
@@ -42,7 +42,7 @@ def run_comparison(given: options.Compare) -> Judged:
         )
     # What would fail at the end fails before a model is loaded.
     store.check_out(given.out, fresh=given.fresh)
-    check_image(given, prompts)
+    check_inputs(given)
     pipe = load(given, given.device)
     with bars() as progress:
         result = comparison.compare(

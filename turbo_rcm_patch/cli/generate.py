@@ -14,7 +14,7 @@ from PIL.Image import Image
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK
-from turbo_rcm_patch.cli.inputs import check_image, load, read_prompts
+from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.files import check_writable, remove_leftovers
@@ -56,7 +56,7 @@ def generate(command: options.Generate) -> int:
     videos = name_videos(command, prompts)
     check_writable(videos[0].path)
     find_ffmpeg()
-    check_image(command, prompts)
+    check_inputs(command)
     remove_leftovers(videos[0].path.parent)
     if command.model in SHIPPED and processes.rank == 0:
         print(

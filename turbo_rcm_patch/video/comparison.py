@@ -43,7 +43,7 @@ from turbo_rcm_patch.video.measures import (
 )
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
-    check_images,
+    check_image,
     kind_of,
     network_of,
     networks_of,
@@ -136,8 +136,7 @@ def compare(
     check_seed(seed, len(sources))
     if make is None:
         chosen = settings_for(pipe, settings, **overrides)
-        given = {source.prompt: source.image is not None for source in sources}
-        check_images(kind_of(pipe), type(pipe).__name__, given)
+        check_image(type(pipe).__name__, kind_of(pipe), sources[0].image is not None)
         how, fps, steps = chosen.as_dict(), chosen.fps, chosen.steps
     else:
         fps, steps = _only_fps(overrides, images=images, settings=settings), 1
