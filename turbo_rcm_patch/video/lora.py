@@ -79,9 +79,12 @@ def parse_lora(text: str) -> LoRA:
         expected = "a finite number after the colon"
         raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=scale)
     name = source.lower().replace("\\", "/").rpartition("/")[2] or source
-    parts = (part,) if part else ()
-    parts = parts or tuple(
-        expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+    parts = (
+        (part,)
+        if part
+        else tuple(
+            expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+        )
     )
     path = Path(source).expanduser()
     if path.exists():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -33,28 +33,6 @@ NOTE: Final = "turbo_rcm_patch.json"
 ARCHITECTURES: Final = {f"sm_{arch}": arch for arch in (80, 86, 89, 90, 100, 120)}
 
 
-class Compiled(NamedTuple):
-    """What a run of `precompile` did.
-
-    Attributes:
-        folder: Triton's cache folder.
-        made: Number of kernels that were compiled.
-        found: Number of those that were there.
-        triton: Its release, the only one that will find them.
-    """
-
-    folder: Path
-    made: int
-    found: int
-    triton: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.made} kernels compiled, {self.found} were there, in {self.folder}, "
-            f"for Triton {self.triton}"
-        )
-
-
 def precompile(
     model: str | Path,
     *,
@@ -66,7 +44,7 @@ def precompile(
     width: int | None = None,
     num_frames: int | None = None,
     progress: Progress | None = None,
-) -> Compiled:
+) -> str:
     """Compile what the first video of a model would compile, without weights and without a GPU.
 
     That is the blocks as asked for, and as the guard may run them, and the VAE in fp32 and in
@@ -84,7 +62,8 @@ def precompile(
         progress: Called with a stage, what is done and the total.
 
     Returns:
-        What was compiled.
+        How many kernels were compiled and were there, in which folder, and the only release of
+        Triton that will find them.
 
     Raises:
         ConfigError: No such architecture, or a Triton before 3.6.
@@ -117,7 +96,10 @@ def precompile(
     }
     write_json(folder / NOTE, note)
     found = sum(hit for _, hit in seen.values())
-    return Compiled(folder, len(seen) - found, found, ahead.VERSION)
+    return (
+        f"{len(seen) - found} kernels compiled, {found} were there, in {folder}, "
+        f"for Triton {ahead.VERSION}"
+    )
 
 
 def cached_models() -> dict[str, str]:

@@ -245,14 +245,7 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
-    everything = stored_settings(folder)
-    if own_schedule := sorted(everything.keys() & {"times", "shift", "form"}):
-        remedy = (
-            "Save the pipeline with RCMScheduler(times=[...]) as its scheduler, in place of it"
-        )
-        got = f"{own_schedule[0]} in {folder}"
-        raise ConfigError("turbo_rcm.json", expected="no schedule", got=got, remedy=remedy)
-    stored = {name: value for name, value in everything.items() if name in known}
+    stored = {name: it for name, it in stored_settings(folder).items() if name in known}
     if "sampler" in stored or folder is None:
         return stored
     index = Path(folder) / "model_index.json"
