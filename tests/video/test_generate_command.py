@@ -18,8 +18,7 @@ import torch
 
 from tests.files import everything
 from tests.video.cases import picture
-from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
-from tests.video.micro_cogvideox import micro_cogvideox
+from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, save
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.cli.inputs import read_prompts
@@ -234,16 +233,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     said = " ".join(capsys.readouterr().err.split())
     assert told in said and "Traceback" not in said
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_cogvideox_is_patched_too(tmp_path: Path, capsys) -> None:
-    """On a CPU, where that makes it no faster."""
-    folder = save(micro_cogvideox(), tmp_path / "cogvideox")
-    given = options(model=folder, prompt="a circle", guidance_scale=1, out=tmp_path / "v.mp4")
-    assert main(["generate", *QUICK, *given]) == 0
-    out = capsys.readouterr().out.strip()
-    assert (tmp_path / "v.mp4").is_file() and "fused" in out
-    assert out.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")
 
 
 def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(

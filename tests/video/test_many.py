@@ -33,14 +33,6 @@ def command(micro_folder: Path, tmp_path: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, *out]
 
 
-def test_prompts_are_dealt_out_and_none_is_made_twice() -> None:
-    work = list(range(11))
-    shares = [Processes(rank, 8, rank).share(work) for rank in range(8)]
-    assert sorted(sum(shares, [])) == work
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert Processes().share(work) == work
-
-
 def test_the_environment_of_torchrun_says_who_this_is(monkeypatch) -> None:
     def here(world: str, rank: str, local: str) -> Processes:
         for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):

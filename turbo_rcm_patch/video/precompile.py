@@ -18,7 +18,7 @@ from torch import nn
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.files import read_json, write_json
+from turbo_rcm_patch.files import try_json, write_json
 from turbo_rcm_patch.patching import patch_model
 from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.record import record_of
@@ -88,7 +88,7 @@ def precompile(
     except (RuntimeError, ahead.TritonError) as error:
         what, why = "a kernel did not compile", str(error).strip()[:500]
         raise SamplingError(what, got=why) from error
-    note = _read_note(folder)
+    note = try_json(folder / NOTE)
     note[f"{model} on {gpu}"] = {
         "code": code_digest(),
         "triton": ahead.VERSION,
@@ -108,7 +108,7 @@ def cached_models() -> dict[str, str]:
     from turbo_rcm_patch.ops import ahead
 
     models = {}
-    for name, made in _read_note(ahead.cache_folder()).items():
+    for name, made in try_json(ahead.cache_folder() / NOTE).items():
         there = [ahead.is_cached(*kernel) for kernel in made["kernels"].items()]
         models[name] = f"{sum(there)} of {len(there)} kernels"
         if made["triton"] != ahead.VERSION:
@@ -116,12 +116,6 @@ def cached_models() -> dict[str, str]:
         elif made["code"] != code_digest():
             models[name] = "compiled by another release of this package"
     return models
-
-
-def _read_note(folder: Path) -> dict[str, Any]:
-    path = folder / NOTE
-    note: dict[str, Any] = read_json(path, SamplingError) if path.is_file() else {}
-    return note
 
 
 def _calls(
