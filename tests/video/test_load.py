@@ -50,9 +50,10 @@ def test_dtypes_device_and_modes(micro_folder: Path, no_network: None) -> None:
     "name", ["./a/b", "/no/such", "~/no/such/model", "one-word", "a/b/c", "file", "empty"]
 )
 def test_what_is_no_model_is_not_looked_up_on_the_hub(
-    name: str, no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
     (tmp_path / "file").write_text("weights")
     (tmp_path / "empty").mkdir()
     for load in (load_pipeline, load_skeleton):

@@ -63,7 +63,7 @@ def generate(command: options.Generate) -> int:
             f"{command.model!r} is a toy that makes shapes move, for instance "
             f"{DEMO_PROMPTS[0]!r}. Name another model with --model."
         )
-    share = videos if command.together else processes.share(videos)
+    share = videos if command.together else videos[processes.rank :: processes.world]
     with processes.joined(command.device, together=command.together):
         if share:
             # An error that is not raised here would leave processes waiting for this one.

@@ -7,7 +7,7 @@ one has failed. They share the prompts of `generate`, or make each video togethe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,10 +68,6 @@ class Processes:
             got, remedy = f"number {self.local}, counted from 0", "Lower --nproc-per-node"
             raise _refused(f"at most {count} processes, one for each GPU", got, remedy)
         return f"cuda:{self.local}"
-
-    def share(self, work: Sequence[_T]) -> list[_T]:
-        """Return the part of the work that this process does: every `world`-th piece."""
-        return list(work[self.rank :: self.world])
 
     @contextmanager
     def joined(self, device: str | None = None, *, together: bool = False) -> Iterator[None]:
