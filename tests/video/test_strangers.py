@@ -67,18 +67,17 @@ def folder(micro_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", [pipe_at, device_at])
 @pytest.mark.parametrize(
     "name",
-    ["model_index.json", "vae/config.json", "tokenizer/more.json", "tokenizer/deeper/spiece.model",
-     "transformer/diffusion_pytorch_model.safetensors", "turbo_rcm.json"],
+    ["model_index.json", "vae/config.json", "turbo_rcm.json",
+     "transformer/diffusion_pytorch_model.safetensors"],
 )  # fmt: skip
 def test_only_regular_files_of_a_folder_are_opened(name, kind, folder) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
     kind(folder / name)
     with at_once():
         if name == "turbo_rcm.json":
             assert load_pipeline(folder, device="cpu")  # It holds defaults alone.
         else:
             with pytest.raises(ModelFolderError):
-                check_folder(folder)
+                load_pipeline(folder, device="cpu")
 
 
 @pytest.mark.parametrize("kind", [pipe_at, device_at])
