@@ -26,7 +26,7 @@ from turbo_rcm_patch.errors import (
     SamplingError,
     TurboRCMError,
 )
-from turbo_rcm_patch.video.load import check_folder, load_pipeline
+from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.lora import add_loras
 from turbo_rcm_patch.video.source import read_image
 
