@@ -13,7 +13,6 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from benchmarks.runner import Call, Plan, Record, generator
 from turbo_rcm_patch import PatchReport, patched
-from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: The Wan whose self-attention is sparse-linear: each one holds a `proj_l`.
@@ -183,7 +182,7 @@ class Way(NamedTuple):
             graphs.
     """
 
-    options: PatchOptions | None = None
+    options: dict[str, Any] | None = None
     sage: bool = False
     compiles: bool = False
 

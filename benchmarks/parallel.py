@@ -39,7 +39,6 @@ from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import ERROR, MS, Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
-from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
 
@@ -55,12 +54,12 @@ class _Way(NamedTuple):
     """
 
     split: str = ""
-    options: PatchOptions | None = None
+    options: dict[str, Any] | None = None
     backend: str = ""
 
 
-_PATCHED: Final[PatchOptions] = {"guard": False}
-_INT8: Final[PatchOptions] = {"guard": False, "linear": "int8"}
+_PATCHED: Final[dict[str, Any]] = {"guard": False}
+_INT8: Final[dict[str, Any]] = {"guard": False, "linear": "int8"}
 _WAYS: Final = {
     "one GPU patched": _Way("", _PATCHED),
     "one GPU patched int8 Linears": _Way("", _INT8),

@@ -29,7 +29,6 @@ from benchmarks import runner
 from benchmarks.models import SLA, WAYS, Way, build_network, build_vae, text_tokens
 from benchmarks.runner import Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.config import PatchOptions
 
 
 class Case(NamedTuple):
@@ -46,7 +45,7 @@ class _Method(NamedTuple):
     to the network."""
 
     vae: torch.dtype
-    options: PatchOptions | None = None
+    options: dict[str, Any] | None = None
     way: Way = Way()
 
 

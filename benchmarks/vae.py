@@ -19,7 +19,6 @@ from benchmarks import runner
 from benchmarks.models import build_vae
 from benchmarks.runner import ERROR, Benchmark, Column, Measure, Plan, Record
 from turbo_rcm_patch import patched
-from turbo_rcm_patch.config import PatchOptions
 
 
 class Case(NamedTuple):
@@ -40,7 +39,7 @@ _CASES: Final = {
     "cogvideox-encode": Case("cogvideox", True, (1, 3, 49, 480, 720), 9),
 }
 #: Method -> dtype of the VAE, and the options of its patch or None without one.
-_METHODS: Final[dict[str, tuple[torch.dtype, PatchOptions | None]]] = {
+_METHODS: Final[dict[str, tuple[torch.dtype, dict[str, Any] | None]]] = {
     "bf16": (torch.bfloat16, None),
     "bf16 patched": (torch.bfloat16, {"guard": False}),
     "fp32": (torch.float32, None),

@@ -158,8 +158,8 @@ def _sparse(case: Case, target: Target) -> None:
     block_q, block_k = case.options["blocks"]
     weight, bias = case.empty(case.dim, case.dim, dtype=torch.float32), case.empty(case.dim)
     sparse_linear.launch_sparse(
-        _inputs(case, target).without_skip(), sparse_linear.ProjL(weight, bias),
-        sparse_linear.Blocks(3276 // block_k, block_q, block_k),
+        _inputs(case, target)._replace(skip=None), sparse_linear.ProjL(weight, bias),
+        sparse_linear.Sparsity(topk=0.1, block_q=block_q, block_k=block_k),
     )  # fmt: skip
 
 
@@ -234,8 +234,8 @@ def _passes(case: Case, target: Target) -> None:
         for before in (None, weight):
             passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
     y = case.empty(1, 3, 61, 105, 4 * case.dim)
-    for duplicate in (None, Duplicate(x, 1, 4, False), Duplicate(x, 2, 4, True)):
-        passes.upsample(y, weight, duplicate, 1, False, x.dtype)
+    for duplicate in (None, Duplicate(x, 1, 4), Duplicate(x, 2, 4)):
+        passes.upsample(y, weight, duplicate, 1, duplicate is not None, x.dtype)
     for bias, skip in ((weight, None), (weight, x), (None, x)):
         passes.norm_silu(x, None, False, bias, 0, None, x.dtype, skip)
 
