@@ -70,7 +70,7 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         model.to(dtype)
         video = x.to(dtype)
         patch = nullcontext() if options is None else patched(model, **options)
-        with patch as report:
+        with patch:
             first = call(video[:, :, : case.first]).float()
             record["error"] = runner.checked_error(first, truth, _WRONG)
             runner.free(device)
@@ -79,8 +79,6 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
                 runner.seconds_of(partial(call, video), device) for _ in range(2)
             )
             record["peak_gib"] = runner.peak_gib(partial(call, video), device)
-            if report is not None:
-                record["ran"] = report.ran()
 
     return measure
 

@@ -117,13 +117,13 @@ def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     key = "blocks.1.ffn.net.2"
     for change, error in (
-        ({f"{key}.weight_scale_bits": None}, "int8 and scales of the shape.*with none"),
+        ({f"{key}.weight_scale_bits": None}, "with scales None"),
         ({f"{key}.weight_int8": None}, "missing"),
         ({f"{key}.bias": None}, "missing"),
         ({"blocks.9.bias": torch.zeros(2)}, "unexpected"),
         ({f"{key}.weight": torch.zeros(2)}, "unexpected"),
         ({f"{key}.bias": torch.zeros(2)}, "mismatched"),
-        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "of the shape"),
+        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "one a row"),
     ):
         changed = {n: t for n, t in (tensors | change).items() if t is not None}
         save_file(changed, folder / WEIGHTS)
