@@ -14,7 +14,6 @@ import pytest
 from tests.files import everything
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.video import comparison
@@ -27,7 +26,6 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("this was to be refused before a model is loaded")
 
-    monkeypatch.setattr(demo_module, "load_pipeline", load)
     monkeypatch.setattr(inputs, "load_pipeline", load)
 
 

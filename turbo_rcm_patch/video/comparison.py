@@ -36,7 +36,7 @@ from turbo_rcm_patch.video.measures import CapturedCalls, NetworkNumber, OnStep,
 from turbo_rcm_patch.video.measures import network_number as measure_network
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
-    check_images,
+    check_image,
     kind_of,
     network_of,
     networks_of,
@@ -130,8 +130,7 @@ def compare(
     check_seed(seed, len(sources))
     if make is None:
         chosen = settings_for(pipe, settings, **overrides)
-        given = {source.prompt: source.image is not None for source in sources}
-        check_images(kind_of(pipe), type(pipe).__name__, given)
+        check_image(type(pipe).__name__, kind_of(pipe), sources[0].image is not None)
         how, fps, steps = chosen.as_dict(), chosen.fps, chosen.steps
     else:
         others = {**overrides, "images": images, "settings": settings}
