@@ -204,15 +204,17 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
 
 def test_a_patched_video_with_nan_is_changed(pipe, tmp_path: Path, monkeypatch) -> None:
     bias = pipe.transformer.proj_out.bias
-    sound = bias.detach().clone()
+    sound, seeds = bias.detach().clone(), set()
 
     def generated(pipe: Any, *given: Any, **named: Any) -> Any:
+        seeds.add(named["seed"])
         bias.data.copy_(sound * math.nan if is_patched(pipe) else sound)
         return generate(pipe, *given, **named)
 
     monkeypatch.setattr(comparison, "generate", generated)
-    found = quick(pipe, tmp_path)
+    found = quick(pipe, tmp_path, PROMPTS, seed=7)
     assert found.verdict == "changed" and math.isnan(found.results[0].patched.psnr)
+    assert seeds == {7, 8}
 
 
 # --- the control ---------------------------------------------------------------------------------
