@@ -177,7 +177,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
         ({"tensor_layout": "NDH"}, CONFIG),
         ({"q": FOUR[0]}, SHAPE),
         ({"q": x(2, 3, 5, 8)}, SHAPE),
-        ({"v": x(2, 2, 4, 8)}, SHAPE),
+        ({"q": FOUR, "k": FOUR, "v": x(4, 1, 5, 8)}, SHAPE),
         ({"k": FOUR.bfloat16()}, DTYPE),
         (dict.fromkeys("kv", x(2, 2, 5, 4)), SHAPE),
         (dict.fromkeys("kv", x(3, 2, 5, 8)), SHAPE),

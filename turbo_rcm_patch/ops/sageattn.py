@@ -513,10 +513,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
                 got=str(list(x.shape)),
             )
     heads = q.shape[heads_at]
-    fits = k.shape == v.shape and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
-    if not fits or heads % k.shape[heads_at]:
+    if k.shape != v.shape or heads % k.shape[heads_at]:
         raise ShapeError(
             "k and v",
-            expected=f"samples and channels of q, and heads that divide its {heads}",
-            got=f"{list(k.shape)} and {list(v.shape)} for q {list(q.shape)}",
+            expected=f"the same shape, with heads that divide the {heads} of q",
+            got=f"{list(k.shape)} and {list(v.shape)}",
         )
