@@ -72,6 +72,7 @@ def read_image(source: ImageLike) -> Image.Image:
     check_regular(path, SamplingError)
     try:
         with Image.open(path) as image:
+            image.load()  # The file is closed at the end of this block.
             return _as_rgb(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise SamplingError(
