@@ -376,7 +376,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "original-hook": (at("middle.0", hooked), (COMFYUI,), "has torch hooks"),
     "original-norm": (replaced("head.0"), (COMFYUI,), BLOCKS),
     "original-layers": (replaced("middle.0.residual.1"), (COMFYUI,), LAYERS),
-    "original-block": (replaced("middle.0", nn.SELU), (COMFYUI,), "is a SELU, which is not"),
+    "original-block": (replaced("middle.0", nn.SELU), (COMFYUI,), BLOCKS),
     "large-taps": (
         replaced("up_blocks.0.upsamplers.0.resample.1", partial(nn.Conv2d, 32, 16, 5, padding=2)),
         (WAN,), CONVOLUTION,
