@@ -29,7 +29,7 @@ _CHUNK: Final = 2**20
 
 def check_archive(
     stream: BinaryIO, name: str, progress: Callable[[str, int, int], None] | None = None
-) -> None:
+) -> bool:
     """Refuse an archive that torch did not write, or whose records differ from their checksums.
 
     A file of the format before zip passes. One that was written without checksums
@@ -40,12 +40,15 @@ def check_archive(
         name: Its name in errors.
         progress: Called with bytes.
 
+    Returns:
+        True if it is a zip, whose tensors can be mapped into memory.
+
     Raises:
         CheckpointError: The file is damaged, its directory declares more than it can hold or lists
             a record twice, or weights are compressed.
     """
     if stream.read(len(_ZIP)) != _ZIP:
-        return
+        return False
     size = stream.seek(0, io.SEEK_END)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -63,6 +66,7 @@ def check_archive(
             f"{name} is damaged, incomplete or not a torch checkpoint ({error})",
             remedy="Download the file again",
         ) from error
+    return True
 
 
 def _check_directory(name: str, records: list[zipfile.ZipInfo], size: int) -> None:

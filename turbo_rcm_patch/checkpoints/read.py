@@ -189,16 +189,11 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
         )
     try:
         with path.open("rb") as file:
-            check_archive(file, str(path), progress)
+            zipped = check_archive(file, str(path), progress)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # an old format
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         # torch's own message advises reading the file unsafely.
         wanted = _GLOBAL.search(str(error))
