@@ -185,6 +185,8 @@ def test_an_image_keeps_its_way_up_and_its_levels(tmp_path: Path) -> None:
     assert read_image(tmp_path / "phone.jpg").size == (32, 64)
     with Image.open(tmp_path / "phone.jpg") as image:
         assert read_image(image).size == (32, 64)
+    Image.new("RGB", (64, 32), "red").save(tmp_path / "plain.jpg")
+    assert read_image(tmp_path / "plain.jpg").getpixel((3, 3))[0] > 250
     Image.fromarray(np.array([[0, 20000, 65535]], np.uint16)).save(tmp_path / "deep.png")
     pixels = np.asarray(read_image(tmp_path / "deep.png"))
     assert pixels.tolist() == [[[0] * 3, [78] * 3, [255] * 3]]
