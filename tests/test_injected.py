@@ -138,9 +138,8 @@ def test_generating() -> None:
     try:
         pipe = micro_pipe()
         settings = Settings(sampler="rcm", steps=1, guidance_scale=1.0, **SMALL)
-        vae = {*pipe.vae.__dict__}
         expected = generate(pipe, "a", settings=settings).latents
-        assert {*pipe.vae.__dict__} == vae
+        assert "encode" not in vars(pipe.vae)
 
         def state() -> list[object]:
             parts = dicts(pipe.transformer), dicts(pipe.vae), dict(vars(pipe)), dict(pipe.config)
