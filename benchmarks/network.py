@@ -63,12 +63,11 @@ BROKEN: Final = 0.2
 #: A patched network's error over the unpatched one's from which the command fails, as `compare`
 #: does.
 MOST: Final = 2.0
-_TIMED: Final = (EAGER, "patched", "patched int8 Linears", "patched compile")
+_TIMED: Final = (EAGER, "patched", "patched int8 Linears")
 #: Where the attention is diffusers', which CogVideoX's is not.
 _SAGE: Final = ("sage", "compile sage")
 _COMPARED_WITH_FP32: Final = (
-    EAGER, "patched", "patched guard on", "patched int8 Linears guard on",
-    "patched exact guard on",
+    "patched guard on", "patched int8 Linears guard on", "patched exact guard on"
 )  # fmt: skip
 #: Over more tokens the GPU never waits, so CUDA graphs change nothing and take minutes to begin.
 _MOST_FOR_GRAPHS: Final = 10_000

@@ -30,6 +30,7 @@ from tests.patching.test_threads import together
 from tests.patching.vae import (
     COGVIDEOX,
     COMFYUI,
+    COMFYUI_22,
     DIFFUSERS,
     ORIGINAL,
     VAE,
@@ -375,7 +376,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "original-hook": (at("middle.0", hooked), (COMFYUI,), "has torch hooks"),
     "original-norm": (replaced("head.0"), (COMFYUI,), BLOCKS),
     "original-layers": (replaced("middle.0.residual.1"), (COMFYUI,), LAYERS),
-    "original-block": (replaced("middle.0", nn.SELU), (COMFYUI,), "is a SELU, which is not"),
+    "original-block": (replaced("middle.0", nn.SELU), (COMFYUI,), BLOCKS),
     "large-taps": (
         replaced("up_blocks.0.upsamplers.0.resample.1", partial(nn.Conv2d, 32, 16, 5, padding=2)),
         (WAN,), CONVOLUTION,
@@ -398,6 +399,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "pad.padding": (everywhere("ZeroPad2d", padding=(1, 0, 1, 0)), WANS, ""),
     "pad.value": (everywhere("ZeroPad2d", value=1.0), WANS, ""),
     "bilinear": (everywhere("Upsample", mode="bilinear"), WANS, ""),
+    "attention": (
+        everywhere("AttentionBlock", optimized_attention=lambda _: torch.addcmul),
+        (COMFYUI, COMFYUI_22), "",
+    ),
     "padding_mode": (everywhere(kernels(2), padding_mode="circular"), VAES, ""),
     "dilation": (
         everywhere(
@@ -942,3 +947,14 @@ def test_the_guard_finds_a_frame_a_row_and_a_column(where: str, place: Any) -> N
     room = 1.0 if where == "a frame" else ROW_ROOM
     assert distance(fast, author, 2) == (pytest.approx(0.1 / room, rel=1e-3), where)
     assert distance(fast, author)[0] == pytest.approx(0.1 / room / 2**0.5, rel=1e-3)
+
+
+def test_a_dark_row_is_measured_against_its_frame() -> None:
+    """An error as large as a row of next to nothing is not one of 100 %."""
+    author = torch.ones(1, 4, 3, 40, 50)
+    author[:, :, 1, 3] = 0.1
+    fast = author.clone()
+    fast[:, :, 1, 3] += 0.1
+    of_frame = float(author[:, :, 1].square().mean().sqrt())
+    expected = pytest.approx(0.1 / of_frame / ROW_ROOM, rel=1e-3)
+    assert distance(fast, author) == (expected, "a row of pixels")

@@ -113,15 +113,20 @@ class ResidualBlock(nn.Module):
         return y + self.shortcut(x)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 class AttentionBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim, self.norm = dim, RMS_norm(dim)
         self.to_qkv, self.proj = ops.Conv2d(dim, dim * 3, 1), ops.Conv2d(dim, dim, 1)
+        self.optimized_attention = attention  # ComfyUI's name
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, -1)
-        y = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2)
+        y = self.optimized_attention(q, k, v).squeeze(1).transpose(1, 2)
         return self.proj(y.unflatten(2, x.shape[2:]))
 
     def forward(self, x: Tensor) -> Tensor:

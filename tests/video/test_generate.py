@@ -308,8 +308,6 @@ def test_patched_it_is_near_guarded_and_put_back(name: str) -> None:
 
     before = latents()
     report = patch_model(pipe)
-    boundary = [pair.path for pair in report.pairs if pair.kind == "boundary"]
-    assert boundary == (sorted({part for part, *_ in looked}) if "rcm" in name else [])
     error = relative_l2(latents(), before)
     assert error == 0 if "causal" in name else 0 < error < 0.02
     records = [one for one in report.guard if not one.path.startswith("vae")]

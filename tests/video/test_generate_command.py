@@ -49,7 +49,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys, mo
     video, many = tmp_path / "one.mp4", tmp_path / "v1.2"
     given = [*command, "--prompt", "a red circle", "--num-frames", "8", "--out"]
     assert main([*given, str(video)]) == 0
-    assert read_frames(video)[0].size == (32, 32), "the size that was asked for"
+    assert read_frames(video)[0].shape == (32, 32, 3), "the size that was asked for"
     note = json.loads(video.with_suffix(".json").read_text())
     assert (note["prompt"], note["seed"], note["patch"]) == ("a red circle", 0, None)
     assert note["frames"] == 5, "as many as the VAE makes"

@@ -19,14 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.video.micro import TRANSFORMER, micro_pipe
 from tests.video.test_lora import LINEARS, write_lora
-from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
+from turbo_rcm_patch.checkpoints.extra_file import stored_tensors
 from turbo_rcm_patch.errors import (
     CheckpointError,
     ModelFolderError,
     SamplingError,
     TurboRCMError,
 )
-from turbo_rcm_patch.video import report
 from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.lora import add_loras
 from turbo_rcm_patch.video.source import read_image
@@ -87,7 +86,7 @@ def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: P
         with pytest.raises(SamplingError, match="a regular file"):
             read_image(kind(tmp_path / "image.png"))
         with pytest.raises(CheckpointError, match="a regular file"):
-            StoredTensors(kind(tmp_path / "extra.safetensors"))
+            stored_tensors(kind(tmp_path / "extra.safetensors"))
         (tmp_path / "lora").mkdir()
         file = kind(tmp_path / "lora" / "a.safetensors")
         for given in (file, file.parent):
@@ -179,8 +178,3 @@ def test_a_regular_expression_in_a_lora_is_not_run(key: str, lora: Path, tmp_pat
     path = noted(tmp_path / "a.safetensors", load_file(lora), **notes)
     with at_once(15), pytest.raises(ModelFolderError, match="not a plain name"):
         add_loras(micro_pipe(), [path])
-
-
-def test_the_report_page_loads_nothing_from_elsewhere() -> None:
-    page = (Path(report.__file__).parent / "page" / "report.html.j2").read_text()
-    assert "default-src 'none'; img-src data:; media-src data:" in page

@@ -179,7 +179,7 @@ class Judge(Command):
     """Give the verdict of compare on videos that you have, without a model.
 
     Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
-    folders of .png, and .pt or .safetensors files of frames. The control holds videos
+    folders of .png, and .safetensors with a tensor "frames" [F, H, W, 3]. The control holds videos
     of the baseline's model under another exact attention; without it there are numbers and no
     verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
     is a median over clips: give ten. Clips that do not fit together or cannot be read are named,

@@ -21,7 +21,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, Final, Literal
 
@@ -173,6 +173,24 @@ class CoderSession:
             counts=self._coder.ran,
         )
 
+    def residual_block(
+        self, x: Tensor, norms: Sequence[Any], convs: Sequence[Any], shortcut: Any = None
+    ) -> Tensor:
+        """Run a residual block on x [B, T, H, W, C].
+
+        Args:
+            x: Its input.
+            norms: Its two norms.
+            convs: Its two convolutions.
+            shortcut: The convolution around them, or None.
+        """
+        h = x if shortcut is None else self.conv(shortcut, x.to(self.dtype))
+        y = self.with_history(convs[0], x, norms[0])
+        y = self.conv(convs[0], y, with_bias=False)  # the next pass adds the bias
+        _, bias = self.weights(convs[0])
+        y = self.with_history(convs[1], y, norms[1], before=bias)
+        return self.conv(convs[1], y, residual=h)
+
     def upsample(
         self, conv: Any, x: Tensor, duplicate: Duplicate | None = None, **repeat: Any
     ) -> Tensor:
@@ -202,12 +220,12 @@ class PatchedCoder(PatchedBlock):
     #: Name of the coder in the VAE, and of the VAE's function that runs it over a video.
     part: ClassVar[str]
     caller: ClassVar[str]
-    #: Exact classes of torch's modules inside.
-    known: ClassVar[frozenset[type[nn.Module]]]
     #: Name of an author's class inside -> the first parameters of its forward.
     forwards: ClassVar[Mapping[str, tuple[str, ...]]]
     #: Kind of a module -> the kinds of the modules in it, as a regular expression (`kinds_in`).
     layers: ClassVar[Mapping[str, str]]
+    #: Kind of a module -> its attributes and the values that the fast path knows.
+    settings: ClassVar[Mapping[str, Mapping[str, tuple[Any, ...]]]]
     #: End of a convolution's name -> the only kernel size and stride that the fast path knows
     #: there. Other convolutions have any kernel size, and no stride.
     resampling: ClassVar[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -306,10 +324,8 @@ class PatchedCoder(PatchedBlock):
     # --- which path ------------------------------------------------------------------------------
 
     def why_original(self, *inputs: Any) -> str:
-        children = self.vae.named_children() if torch.is_grad_enabled() else ()
-        around = [child for name, child in children if name not in ("decoder", "encoder")]
-        weights = [weight for module in around for weight in module.parameters()]
-        return super().why_original(*inputs, *weights)  # they too may want a gradient
+        weights = self.vae.parameters() if torch.is_grad_enabled() else ()
+        return super().why_original(*inputs, *weights)  # those around it may want a gradient
 
     def why_modules(self) -> str:
         if uncompiled(getattr(self.vae, self.part)) is not self.block:
@@ -331,7 +347,8 @@ class PatchedCoder(PatchedBlock):
             # A list is never called, so its forward is torch's for "not implemented".
             if cls is not nn.ModuleList and not runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
-            if why := "dropout is on" if drops(module) else self.why_module(name, module):
+            kind = _without_prefix(cls.__name__)
+            if why := "dropout is on" if drops(module) else self.why_module(name, kind, module):
                 return f"{name}: {why}"
             if not vars(module).keys().isdisjoint(_METHODS):
                 return f"{name}: a method was replaced"
@@ -340,18 +357,20 @@ class PatchedCoder(PatchedBlock):
         return replaced_method(classes)
 
     def knows(self, cls: type[nn.Module]) -> bool:
-        """Return True if the fast path knows a class of modules inside: one of torch's, or one of
-        the file in which the VAE was written."""
-        file = vars(sys.modules[self.vae_class.__module__])
-        name = cls.__name__
-        return cls in self.known or (name in self.forwards and file.get(name) is cls)
+        """Return True if a class of modules inside is one of torch's, or one of the file in which
+        the VAE was written. `layers` says where which may be."""
+        name, file = cls.__name__, sys.modules[self.vae_class.__module__]
+        return getattr(nn, name, None) is cls or getattr(file, name, None) is cls
 
-    def why_module(self, name: str, module: nn.Module) -> str:
+    def why_module(self, name: str, kind: str, module: Any) -> str:
         """Return why the layers and settings of a module inside are not those that the fast path
         knows, or ""."""
-        layers = self.layers.get(kind_of(module))
+        layers = self.layers.get(kind)
         if layers and not re.fullmatch(layers, kinds_in(module)):
             return "its layers are not the author's"
+        for setting, values in self.settings.get(kind, {}).items():
+            if getattr(module, setting) not in values:
+                return f"its {setting} is not the author's"
         if not isinstance(module, _CONVOLUTIONS):
             return ""
         taps = tuple(module.weight.shape[2:])
@@ -520,8 +539,8 @@ def kinds_in(module: nn.Module) -> str:
     list the kinds of its elements."""
     kinds = list[str]()
     for child in module._modules.values():
-        listed = isinstance(child, _LISTS)
-        kinds += map(kind_of, child._modules.values()) if listed else [kind_of(child)]
+        listed = child.children() if isinstance(child, _LISTS) else [child]
+        kinds += map(kind_of, listed)
     return " ".join(kinds)
 
 

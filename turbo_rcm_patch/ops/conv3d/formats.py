@@ -77,10 +77,8 @@ class Duplicate(NamedTuple):
         x: [B, t, H, W, C'], any strides with contiguous channels.
         times: Frames that each becomes.
         repeats: Number of phases that share a channel.
-        first: True if the first frame becomes one.
     """
 
     x: Tensor
     times: int
     repeats: int
-    first: bool

@@ -111,7 +111,7 @@ def upsample(
         bias: [C], or None.
         duplicate: What is added, or None.
         repeat: Number of equal frames that each frame becomes.
-        first: True if the first frame stays one.
+        first: True if the first frame stays one, here and in the shortcut.
         dtype: dtype of the result.
         impl: "triton", "reference" or "auto".
 
@@ -133,8 +133,8 @@ def upsample(
     if bias is not None:
         out = out + bias.float()
     if duplicate is not None:
-        x, times, repeats, begins = duplicate
+        x, times, repeats = duplicate
         wide = torch.unflatten(x.repeat_interleave(repeats, 4), 4, (channels // 4, times, 2, 2))
         wide = wide.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(1, 2).flatten(2, 3).flatten(3, 4)
-        out = out + wide[:, begins * (times - 1) :].float()
+        out = out + wide[:, first * (times - 1) :].float()
     return out.to(dtype)

@@ -443,8 +443,8 @@ def upsample(
     block_p, block_c = _tile(channels)
     shortcut, times, repeats = None, 1, 1
     if duplicate is not None:
-        x, times, repeats, begins = duplicate
-        shortcut = DuplicateOperand(x, x.stride()[:4], begins * (times - 1))
+        x, times, repeats = duplicate
+        shortcut = DuplicateOperand(x, x.stride()[:4], first * (times - 1))
     launch(
         upsample_kernel,
         (cdiv(2 * width, block_p), 2 * height, batch * n_frames),

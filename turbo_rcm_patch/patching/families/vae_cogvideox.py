@@ -63,7 +63,10 @@ class _Coder(PatchedCoder):
     resamples: ClassVar[str]
     repeats_first = True
     forwards = {f"CogVideoX{name}": names for name, names in _FORWARDS.items()}
-    known = frozenset({nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout})
+    settings: ClassVar[Mapping[str, Any]] = {
+        "CausalConv3d": {"pad_mode": ("constant", "first")},
+        "GroupNorm": {"affine": (True,)},
+    }
 
     def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the author's loops over tiles and batches of frames, with `run_batch` as coder."""
@@ -73,15 +76,10 @@ class _Coder(PatchedCoder):
         frames = int(getattr(self.vae, self.batch_frames))
         return min(x.shape[2], frames + x.shape[2] % frames)
 
-    def why_module(self, name: str, module: nn.Module) -> str:
-        if isinstance(module, author.CogVideoXCausalConv3d):
-            if module.pad_mode == "replicate":
-                return f"its pad_mode is {module.pad_mode!r}"
-            if module.time_kernel_size != module.conv.kernel_size[0]:
-                return "its time_kernel_size is not the author's"
-        if isinstance(module, nn.GroupNorm) and module.weight is None:
-            return "it has no weight"
-        return super().why_module(name, module)
+    def why_module(self, name: str, kind: str, module: Any) -> str:
+        if kind == "CausalConv3d" and module.time_kernel_size != module.conv.kernel_size[0]:
+            return "its time_kernel_size is not the author's"
+        return super().why_module(name, kind, module)
 
     def closes(self, module: nn.Module) -> Literal["convolution"] | None:
         return "convolution" if isinstance(module, author.CogVideoXResnetBlock3D) else None
@@ -115,14 +113,10 @@ class _Coder(PatchedCoder):
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
         """Run a `CogVideoXResnetBlock3D` on x [B, T, H, W, C]."""
-        conv1, conv2, h = block.conv1.conv, block.conv2.conv, x
-        if block.in_channels != block.out_channels:
-            h = session.conv(block.conv_shortcut, x.to(session.dtype))
-        y = session.with_history(conv1, x, group(session, block.norm1, zq))
-        y = session.conv(conv1, y, with_bias=False)  # the next pass adds the bias
-        _, bias = session.weights(conv1)
-        y = session.with_history(conv2, y, group(session, block.norm2, zq), before=bias)
-        return session.conv(conv2, y, residual=h)
+        norms = group(session, block.norm1, zq), group(session, block.norm2, zq)
+        wider = block.in_channels != block.out_channels
+        shortcut = block.conv_shortcut if wider else None
+        return session.residual_block(x, norms, (block.conv1.conv, block.conv2.conv), shortcut)
 
     def blocks(self) -> list[Any]:
         """Return the blocks of the coder in the order in which they run."""

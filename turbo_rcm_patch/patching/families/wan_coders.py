@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
+from turbo_rcm_patch.patching.plain import root_package
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 
 #: Frames of full resolution that run at once, as in the author's decoder.
@@ -47,19 +48,15 @@ _FORWARDS: Final = {
     (*_GROUPS, "Decoder3d", "Encoder3d", "MidBlock", "Resample", "ResidualBlock"),
     ("self", "x", "feat_cache", "feat_idx"),
 )
-_TORCH: Final = frozenset(
-    {
-        nn.Conv2d,
-        nn.Dropout,
-        nn.Identity,
-        nn.ModuleList,
-        nn.Sequential,
-        nn.SiLU,
-        nn.Upsample,
-        nn.ZeroPad2d,
-    }
-)
-_NEAREST: Final = ("nearest", "nearest-exact")
+_SETTINGS: Final[Mapping[str, Any]] = {
+    "DupUp3D": {"factor_s": (2,)},
+    "RMS_norm": {"channel_first": (True,)},
+    "Upsample": {
+        "size": (None,), "scale_factor": ((2.0, 2.0),), "align_corners": (None,),
+        "mode": ("nearest", "nearest-exact"),
+    },
+    "ZeroPad2d": {"padding": ((0, 1, 0, 1),), "value": (0,)},
+}  # fmt: skip
 #: Kind of a block -> the kinds of the layers in it (diffusers lists the activation once).
 _LAYERS: Final = {
     "AttentionBlock": "RMS_norm Conv2d Conv2d",
@@ -85,7 +82,7 @@ class Resolution(NamedTuple):
 class WanCoder(PatchedCoder):
     """The parts that decoder and encoder share."""
 
-    known = _TORCH
+    settings = _SETTINGS
     forwards = _FORWARDS | {f"Wan{name}": names for name, names in _FORWARDS.items()}
 
     def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
@@ -113,22 +110,15 @@ class WanCoder(PatchedCoder):
             return ""
         return f"{self.part}: its blocks are not the author's"
 
-    def why_module(self, name: str, module: Any) -> str:
-        kind, unknown = kind_of(module), ""
+    def why_module(self, name: str, kind: str, module: Any) -> str:
         if kind == "RMS_norm":
             scaled = module.scale == module.gamma.numel() ** 0.5
-            biased = isinstance(module.bias, Tensor) or not module.bias
-            unknown = "" if module.channel_first and scaled and biased else "its norm"
-        elif kind == "Upsample":
-            size = module.size, module.scale_factor, module.align_corners
-            nearest = size == (None, (2.0, 2.0), None) and module.mode in _NEAREST
-            unknown = "" if nearest else "its factor or mode"
-        elif kind == "ZeroPad2d":
-            right_and_below = module.padding == (0, 1, 0, 1) and module.value == 0
-            unknown = "" if right_and_below else "its padding"
-        elif kind == "DupUp3D" and module.factor_s != 2:
-            unknown = "its factor"
-        return f"{unknown} is not the author's" if unknown else super().why_module(name, module)
+            if not scaled or not (isinstance(module.bias, Tensor) or not module.bias):
+                return "its scale or bias is not the author's"
+        attention = vars(module).get("optimized_attention")  # of ComfyUI
+        if attention and root_package(attention) != root_package(type(module)):
+            return "its attention is not the author's"
+        return super().why_module(name, kind, module)
 
     def causal_frames(self, conv: Any) -> int:
         causal = "_padding" in vars(conv) and conv.stride[0] == 1
@@ -190,14 +180,9 @@ class WanCoder(PatchedCoder):
         else:
             norm1, conv1, norm2, conv2 = block.norm1, block.conv1, block.norm2, block.conv2
             shortcut = block.conv_shortcut
-        h = x
-        if not isinstance(shortcut, nn.Identity):
-            h = session.conv(shortcut, x.to(session.dtype))
-        y = session.with_history(conv1, x, rms(norm1, x))
-        y = session.conv(conv1, y, with_bias=False)  # the next pass adds the bias
-        _, bias = session.weights(conv1)
-        y = session.with_history(conv2, y, rms(norm2, x), before=bias)
-        return session.conv(conv2, y, residual=h)
+        shortcut = None if isinstance(shortcut, nn.Identity) else shortcut
+        norms = rms(norm1, x), rms(norm2, x)
+        return session.residual_block(x, norms, (conv1, conv2), shortcut)
 
     def attention(self, session: CoderSession, block: Any, x: Tensor) -> Tensor:
         """Run an attention on x [B, T, H, W, C]: one head over the pixels of each frame."""
@@ -272,8 +257,8 @@ class Decoder(WanCoder):
         duplicate = None
         if skip is not None:  # The first of the blocks exchanged its halo.
             skip, shortcut = session.halo.shrink_halo(skip), level.shortcut
-            duplicate = Duplicate(skip, shortcut.factor_t, shortcut.repeats, first)
-        return session.upsample(resample.resample[1], x, duplicate)
+            duplicate = Duplicate(skip, shortcut.factor_t, shortcut.repeats)
+        return session.upsample(resample.resample[1], x, duplicate, first=first)
 
     def double_frames(self, session: CoderSession, conv: Any, x: Tensor) -> Tensor:
         """Make two frames of each frame of x [B, T, H, W, C]. A video's first frame stays one."""
