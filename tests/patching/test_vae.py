@@ -48,6 +48,7 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     UnknownArchitectureError,
 )
+from turbo_rcm_patch.ops.conv3d.api import conv3d
 from turbo_rcm_patch.patching import block
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.families import wan_coders
@@ -166,13 +167,23 @@ def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None
     assert 0 < error(result.double(), truth) <= error(unpatched.double(), truth)
 
 
-def test_bf16_products_of_a_vae_in_fp32_are_closer_than_a_vae_in_bf16() -> None:
+def test_bf16_products_of_a_vae_in_fp32_are_closer_than_a_vae_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exact, model, z = WAN.model(torch.float64), WAN.model(), WAN.latent()
     truth = decode(exact, z.double())
     half = error(decode(WAN.model(torch.bfloat16), z.bfloat16()).double(), truth)
     report = patch_model(model, conv="bf16")
+    streams = set()
+
+    def seen(*args: Any, residual: Any = None, **named: Any) -> Any:
+        made = conv3d(*args, residual=residual, **named)
+        streams.update(() if residual is None else (residual.dtype, made.dtype))
+        return made
+
+    monkeypatch.setattr(patching_vae, "conv3d", seen)
     result = decode(model, z)
-    assert result.dtype == torch.float32
+    assert {result.dtype} == streams == {torch.float32}
     assert 1e-4 < error(result.double(), truth) < 0.9 * half
     assert "convolutions of a VAE in bf16" in str(report)
 
