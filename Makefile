@@ -56,8 +56,8 @@ test-op: $(VENV)/.installed-dev ## The tests of one operator, without Triton's i
 fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models against unpatched ones, for SECONDS=60
 	$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
 
-mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: outputs/mutants.json
-	$(BIN)/python -m tools.mutants --out outputs/mutants.json $(MUTANTS_ARGS)
+mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices
+	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 
 record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, into results/gpu
 	for one in attention network pipeline vae; do \

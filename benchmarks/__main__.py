@@ -30,21 +30,16 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         add = commands.add_parser(
-            name, help=benchmark.text, formatter_class=argparse.RawDescriptionHelpFormatter,
-            description=f"Measure {benchmark.text}: a table on the screen and {name}.json in a "
-            "folder.",
-            epilog=f"examples:  {_PROGRAM} {name} --only {next(iter(benchmark.cases))}\n"
-            f"           {_PROGRAM} {name} --base HEAD~1\n"
-            f"           {_PROGRAM} {name} --device cpu --micro    (tries the command itself)",
-        ).add_argument  # fmt: skip
+            name, help=benchmark.text, description=f"Measure {benchmark.text}."
+        ).add_argument
         add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER",
-            help="folder of the JSON file (default: %(default)s)")  # fmt: skip
+            help="folder of the table's JSON file (default: %(default)s)")  # fmt: skip
         add("--only", type=_names, default=(), metavar="NAME,...",
             help="cases and methods to measure, as they are named in the table")  # fmt: skip
         add("--base", metavar="TREE",
             help="folder of another checkout, or a commit: measure every case there and here, in "
             "turn, and print both")  # fmt: skip
-        add("--device", default="cuda", choices=("cuda", "cpu"), help='"cpu" only with --micro')
+        add("--device", default="cuda", choices=("cuda", "cpu"), help='"cpu" is for --micro')
         add("--micro", action="store_true", help="toy sizes, to try the command itself")
     return top
 

@@ -8,9 +8,8 @@ and dense: it begins with q, k and v as the Linears leave them and ends before t
 projection, so norm, rotary embedding, quantisation, block map and linear branch are in the time.
 
 `ms` is the median of calls by `triton.testing.do_bench`, which clears the L2 before each,
-smoothing and quantisation included; `TOPS` is
-4 N^2 D H / ms. `error` is relative L2 to softmax(q k^T / sqrt(D)) v in fp64, of some rows; of SLA
-to its definition in fp32, of some blocks of queries.
+smoothing and quantisation included. Of attention alone, `TOPS` is 4 N^2 D H / ms, and `error` is
+relative L2 to softmax(q k^T / sqrt(D)) v in fp64, of some rows; the other cases have tests.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import runner
 from benchmarks.runner import ERROR, MS, Benchmark, Call, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.sageattn import sageattn
-from turbo_rcm_patch.ops.sparse_linear import reference
 
 
 class Case(NamedTuple):
@@ -57,10 +55,8 @@ _DENSE: Final = {
 _SPARSE: Final = {"H12-N32760-D128-k0.1": Case(12, 32760, 128, 0.1)}
 #: Relative L2 to exact mathematics from which an output is wrong: int8 with fp8 p and v has 0.04.
 WRONG: Final = 0.1
-#: Rows of the output that are compared, and blocks of queries of a sparse attention.
-_ROWS, _BLOCKS = 256, 3
-
-Inputs = Sequence[Tensor]
+#: Rows of the output that are compared.
+_ROWS: Final = 256
 
 
 def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
@@ -69,101 +65,37 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         case = Case(2, 70, 64) if case.topk is None else Case(2, 300, 64, 0.5)
     random, size = runner.generator(device), (1, case.tokens, case.heads * case.dim)
     inputs = [torch.randn(size, generator=random, device=device).bfloat16() for _ in "qkv"]
-    kind = _Dense(case, inputs) if case.topk is None else _Sparse(case, inputs)
+    dense = case.topk is None
+    methods = METHODS if dense else _sparse_methods(case, device)
+    rows = torch.linspace(0, case.tokens - 1, min(_ROWS, case.tokens), device=device).long()
+    exact = _exact(case, inputs, rows) if dense else None
 
     def measure(method: str, record: Record) -> None:
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with cudnn if method == "torch cuDNN" else nullcontext():
-            call = kind.call(method)
+            call = methods[method](case.heads, *inputs)
             output = call()
             if not output.isfinite().all():
                 raise Wrong("wrong: not finite")
-            rows, right = kind.truth(method)
-            record["error"] = runner.checked_error(output[:, rows], right, WRONG)
+            if exact is not None:
+                record["error"] = runner.checked_error(output[:, rows], exact, WRONG)
             record["ms"] = runner.time_queued(call, device)
-        if case.topk is None:
+        if dense:
             operations = 4 * case.tokens**2 * case.dim * case.heads
             record["tops"] = operations / record["ms"] / 1e9
 
     return measure
 
 
-class _Dense:
-    """Attention alone. The truth is softmax(q k^T / sqrt(D)) v of some rows in fp64."""
-
-    def __init__(self, case: Case, inputs: Inputs) -> None:
-        self._heads, self._inputs = case.heads, inputs
-        q, k, v = inputs
-        count, device = min(_ROWS, case.tokens), q.device
-        self._rows = torch.linspace(0, case.tokens - 1, count, device=device).long()
-        heads = (split_heads(x, case.heads)[0] for x in (q[:, self._rows], k, v))
-        outputs = []
-        for q_h, k_h, v_h in zip(*heads, strict=True):  # [N, D]; all would need 20 GB in fp64
-            logits = q_h.double() @ k_h.double().T * case.dim**-0.5
-            outputs.append(logits.softmax(-1) @ v_h.double())
-        self._exact = torch.cat(outputs, -1)[None]
-
-    def call(self, method: str) -> Call:
-        """Return the call to be timed."""
-        return METHODS[method](self._heads, *self._inputs)
-
-    def truth(self, method: str) -> tuple[Tensor, Tensor]:
-        """Rows [R] and their right output [1, R, H*D]."""
-        return self._rows, self._exact
-
-
-class _Sparse:
-    """A self-attention with norms, rotary embedding and SLA's projection."""
-
-    def __init__(self, case: Case, inputs: Inputs) -> None:
-        assert case.topk is not None
-        self._inputs, self.heads, dim, device = inputs, case.heads, case.dim, inputs[0].device
-        torch.manual_seed(0)
-        angle = torch.randn(case.tokens, dim // 2, device=device).repeat_interleave(2, -1)
-        norm = (1 + 0.1 * torch.randn(case.heads * dim, device=device)).bfloat16()
-        self.options: Any = {
-            "norm_q": norm, "norm_k": norm, "rotary": (angle.cos(), angle.sin())
-        }  # fmt: skip
-        self.weight = torch.randn(dim, dim, device=device) * dim**-0.5
-        self.bias = torch.randn(dim, device=device)
-        self.sparsity = ops.Sparsity.sage(case.topk, device)
-
-    def call(self, method: str) -> Call:
-        """Return the call to be timed."""
-        q, k, v = self._inputs
-        spec = ops.AttentionSpec(heads=self.heads)
-        if "dense" in method:
-            return lambda: ops.attention_skip(q, k, v, spec, **self.options)
-        return lambda: ops.sparse_linear_attention(
-            q, k, v, self.weight, self.bias, spec, self.sparsity, **self.options
-        )
-
-    def truth(self, method: str) -> tuple[Tensor, Tensor]:
-        """Rows of a few blocks of queries, and their result by the definition in fp32."""
-        inputs = self._inputs
-        (cos, sin), norm = self.options["rotary"], self.options["norm_q"]
-        q, k = (
-            norm_rope(x, self.heads, weight=norm, cos=cos, sin=sin, eps=1e-6).bfloat16().float()
-            for x in inputs[:2]
-        )
-        v, tokens, dim = split_heads(inputs[2], self.heads).float(), q.shape[2], q.shape[3]
-        sizes = {"block_q": self.sparsity.block_q, "block_k": self.sparsity.block_k}
-        kept = ops.Sparsity(topk=1.0, **sizes) if "dense" in method else self.sparsity
-        count = kept.count(tokens)
-        blocks = reference.block_map(q, k, count=count, dtype=torch.bfloat16, **sizes)
-        last = blocks.shape[2] - 1
-        some = torch.tensor([last * i // (_BLOCKS - 1) for i in range(_BLOCKS)], device=q.device)
-        offsets = torch.arange(kept.block_q, device=q.device)
-        rows = (some[:, None] * kept.block_q + offsets).flatten()
-        rows = rows[rows < tokens]
-        right = reference.exact_sparse_attention(
-            q[:, :, rows], k, v, blocks[:, :, some], sm_scale=dim**-0.5, **sizes
-        )
-        if "dense" not in method:
-            right += reference.linear_branch(
-                q[:, :, rows], k, v, self.weight, self.bias, dtype=torch.float32
-            )
-        return rows, right.transpose(1, 2).flatten(2)
+def _exact(case: Case, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v of some rows [R] in fp64: [1, R, H*D]."""
+    q, k, v = inputs
+    heads = (split_heads(x, case.heads)[0] for x in (q[:, rows], k, v))
+    outputs = []
+    for q_h, k_h, v_h in zip(*heads, strict=True):  # [N, D]; all would need 20 GB in fp64
+        logits = q_h.double() @ k_h.double().T * case.dim**-0.5
+        outputs.append(logits.softmax(-1) @ v_h.double())
+    return torch.cat(outputs, -1)[None]
 
 
 # --- methods: each takes the number of heads and q, k, v, and returns the call to be timed ------
@@ -194,6 +126,28 @@ def _sage(heads: int, *inputs: Tensor) -> Call:
 def _as_engines_call(heads: int, *inputs: Tensor) -> Call:
     q, k, v = _with_heads(heads, *inputs)
     return lambda: sageattn(q, k, v, tensor_layout="NHD").flatten(2)
+
+
+def _sparse_methods(case: Case, device: torch.device) -> dict[str, Callable[..., Call]]:
+    """A self-attention with norms and rotary embedding, dense, and with SLA's projection."""
+    assert case.topk is not None
+    torch.manual_seed(0)
+    dim, spec = case.dim, ops.AttentionSpec(heads=case.heads)
+    angle = torch.randn(case.tokens, dim // 2, device=device).repeat_interleave(2, -1)
+    norm = (1 + 0.1 * torch.randn(case.heads * dim, device=device)).bfloat16()
+    options: Any = {"norm_q": norm, "norm_k": norm, "rotary": (angle.cos(), angle.sin())}
+    weight = torch.randn(dim, dim, device=device) * dim**-0.5
+    bias, sparsity = torch.randn(dim, device=device), ops.Sparsity.sage(case.topk, device)
+
+    def dense(heads: int, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        return lambda: ops.attention_skip(q, k, v, spec, **options)
+
+    def sparse(heads: int, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        return lambda: ops.sparse_linear_attention(
+            q, k, v, weight, bias, spec, sparsity, **options
+        )
+
+    return {"fused dense int8": dense, "fused sparse": sparse}
 
 
 METHODS: Final[dict[str, Callable[..., Call]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,6 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from benchmarks.runner import Call, Plan, Record, generator
 from turbo_rcm_patch import PatchReport, patched
-from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.patching.sla import attach_proj_l
 
 #: The Wan whose self-attention is sparse-linear: each one holds a `proj_l`.
@@ -177,14 +176,15 @@ class Way(NamedTuple):
 
     Attributes:
         options: Of its patch, or None without one.
-        compiles: "blocks" as diffusers' `compile_repeated_blocks` does, "graphs" for the whole
-            network with mode="reduce-overhead", which captures CUDA graphs, or "" for neither.
         sage: Run diffusers' attentions on sageattention 2 (a CUDA build).
+        compiles: Compile block by block with sageattention, which breaks the graph at every
+            attention, else the whole network with mode="reduce-overhead", which captures CUDA
+            graphs.
     """
 
-    options: PatchOptions | None = None
-    compiles: str = ""
+    options: dict[str, Any] | None = None
     sage: bool = False
+    compiles: bool = False
 
     @contextmanager
     def entered(self, network: Any, backend: str) -> Iterator[PatchReport | None]:
@@ -195,29 +195,17 @@ class Way(NamedTuple):
             report = None
             if self.options is not None:
                 report = stack.enter_context(patched(network, **self.options))
-            if self.compiles == "blocks":
-                # CogVideoX names no repeated blocks. Sage breaks the graph at every attention.
+            if self.compiles:
+                torch._dynamo.reset()
+                stack.callback(torch._dynamo.reset)
+                graphs = not self.sage and backend == "inductor"  # Other backends have no modes.
+                how = {"mode": "reduce-overhead"} if graphs else {"backend": backend}
+                # CogVideoX names no repeated blocks.
                 blocks = getattr(network, "blocks", None) or network.transformer_blocks
-                options = {"fullgraph": not self.sage, "backend": backend}
-                stack.enter_context(_compiled(blocks, **options))
-            elif self.compiles == "graphs":
-                inductor = backend == "inductor"  # Other backends have no modes.
-                how = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
-                stack.enter_context(_compiled([network], fullgraph=True, **how))
+                for module in blocks if self.sage else [network]:
+                    stack.callback(setattr, module, "_compiled_call_impl", None)
+                    module.compile(fullgraph=not self.sage, **how)
             yield report
-
-
-@contextmanager
-def _compiled(modules: Sequence[Any], **options: Any) -> Iterator[None]:
-    torch._dynamo.reset()
-    for module in modules:
-        module.compile(**options)
-    try:
-        yield
-    finally:
-        for module in modules:
-            module._compiled_call_impl = None
-        torch._dynamo.reset()
 
 
 #: What others are compared with.
@@ -226,15 +214,14 @@ EAGER: Final = "eager"
 WAYS: Final[dict[str, Way]] = {
     EAGER: Way(),
     "sage": Way(sage=True),
-    "compile sage": Way(compiles="blocks", sage=True),
+    "compile sage": Way(sage=True, compiles=True),
     "patched": Way({"guard": False}),
     "patched int8 Linears": Way({"guard": False, "linear": "int8"}),
     "patched guard on": Way({}),
     "patched int8 Linears guard on": Way({"linear": "int8"}),
     "patched exact guard on": Way({"attention": "exact"}),
-    "patched compile": Way({"guard": False}, compiles="blocks"),
     # This takes longest to begin with.
-    "patched reduce-overhead": Way({"guard": False}, compiles="graphs"),
+    "patched reduce-overhead": Way({"guard": False}, compiles=True),
 }
 
 
@@ -244,19 +231,3 @@ def record_report(record: Record, report: object) -> None:
         record["ran"] = ran = report.last_forward
         record["in_int8"] = sum(n for how, n in ran.items() if "int8 attention" in how)
         record["predicted"] = report.guard.prediction
-
-
-def change(network: Any, *, live: bool, sharp: bool) -> None:
-    """Change a Wan in place.
-
-    Args:
-        network: A Wan.
-        live: Add 0.3 to the gates of attention and feed-forward, so that they reach the output.
-        sharp: Multiply the query norms by eight, so that attention is peaked.
-    """
-    for block in network.blocks if live or sharp else ():
-        if live:
-            block.scale_shift_table.data[:, [2, 5]] += 0.3
-        if sharp:
-            block.attn1.norm_q.weight.data.mul_(8.0)
-            block.attn2.norm_q.weight.data.mul_(8.0)

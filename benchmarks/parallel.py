@@ -16,12 +16,13 @@ is relative L2 to the unpatched forward, or to the unpatched video's frames, on 
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -38,7 +39,6 @@ from benchmarks.pipeline import SIZE_480P, Case, build_pipeline
 from benchmarks.runner import ERROR, MS, Benchmark, Column, Measure, Plan, Record, Wrong
 from turbo_rcm_patch import PatchReport, patched, register_backend
 from turbo_rcm_patch import parallel as on_ranks
-from turbo_rcm_patch.config import PatchOptions
 from turbo_rcm_patch.diffusers_backend import BACKEND
 from turbo_rcm_patch.errors import ConfigError
 
@@ -54,12 +54,12 @@ class _Way(NamedTuple):
     """
 
     split: str = ""
-    options: PatchOptions | None = None
+    options: dict[str, Any] | None = None
     backend: str = ""
 
 
-_PATCHED: Final[PatchOptions] = {"guard": False}
-_INT8: Final[PatchOptions] = {"guard": False, "linear": "int8"}
+_PATCHED: Final[dict[str, Any]] = {"guard": False}
+_INT8: Final[dict[str, Any]] = {"guard": False, "linear": "int8"}
 _WAYS: Final = {
     "one GPU patched": _Way("", _PATCHED),
     "one GPU patched int8 Linears": _Way("", _INT8),
@@ -86,7 +86,7 @@ _TIMEOUT: Final = timedelta(seconds=180)
 class _OnRanks(Benchmark):
     """A benchmark that starts a process for each GPU."""
 
-    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
+    def __call__(self, plan: Plan) -> int:
         """Measure on all GPUs, and write `parallel.json`.
 
         Raises:
@@ -104,18 +104,20 @@ class _OnRanks(Benchmark):
 
 def _rank(rank: int, plan: Plan, ranks: int, folder: str) -> None:
     cpu = plan.device == "cpu"
-    device = torch.device("cpu") if cpu else torch.device("cuda", rank)
+    if rank:  # The first one alone prints and writes what people read.
+        plan = replace(plan, out=Path(folder, str(rank)))
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if cpu:
         torch.set_num_threads(1)  # The ranks share the cores.
     else:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(rank)
     store = Path(folder, "store").as_uri()
     dist.init_process_group(
         "cpu:gloo" if cpu else "cpu:gloo,cuda:nccl",
         init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT,
     )  # fmt: skip
     try:
-        wrong = Benchmark.__call__(parallel, plan, device, rank)
+        wrong = Benchmark.__call__(parallel, plan)
         if not wrong and rank == 0:
             Path(folder, "right").touch()
     finally:
@@ -132,47 +134,34 @@ def _prepare(name: str, plan: Plan, device: torch.device) -> Measure:
         network = build_network(case[0], plan, device)
         pipe = SimpleNamespace(transformer=network)
         call = make_call(network, plan, device, case[1])
-    return partial(_check_and_time, pipe, call, {"truth": call()}, plan)
+    outputs = {"truth": call()}  # and of each method on one GPU
 
+    def measure(method: str, record: Record) -> None:
+        way, record["ranks"] = _WAYS[method], dist.get_world_size()
+        with _entered(way, pipe, device) as report:
+            output = call()
+            record["error"] = runner.checked_error(output, outputs["truth"], BROKEN)
+            if not way.split:
+                outputs[method] = output
+            elif not _same_on_all_ranks(output):
+                raise Wrong("ranks differ")
+            else:
+                record["same_on_all_ranks"] = True
+                for name, alone in _WAYS.items():
+                    if not alone.split and alone.options == way.options and name in outputs:
+                        record["same_as_one"] = torch.equal(output, outputs[name])
+            if isinstance(case, Case):
+                _time_video(pipe, call, device, record)
+            else:
+                call()
+                record["ms"] = runner.time_forwards(call, device, ready=dist.barrier, queued=2)
+            record_report(record, report)
 
-def _check_and_time(
-    pipe: Any, call: Callable[..., torch.Tensor], outputs: dict[str, torch.Tensor], plan: Plan,
-    method: str, record: Record,
-) -> None:  # fmt: skip
-    """Check and time one way on all ranks.
-
-    Args:
-        pipe: A pipeline, or what holds a network as one.
-        call: Its forward, or its video by `output_type`.
-        outputs: Of each method on one GPU, and at "truth" the right one; gets this one's.
-        plan: What was asked for.
-        method: A key of `_WAYS`.
-        record: Gets the numbers.
-    """
-    way, device = _WAYS[method], outputs["truth"].device
-    record["ranks"] = dist.get_world_size()
-    with _entered(way, pipe, device) as report:
-        output = call()
-        record["error"] = runner.checked_error(output, outputs["truth"], BROKEN)
-        if not way.split:
-            outputs[method] = output
-        elif not _same_on_all_ranks(output):
-            raise Wrong("ranks differ")
-        else:
-            record["same_on_all_ranks"] = True
-            for name, alone in _WAYS.items():
-                if not alone.split and alone.options == way.options and name in outputs:
-                    record["same_as_one"] = torch.equal(output, outputs[name])
-        if hasattr(pipe, "scheduler"):
-            _time_video(pipe, call, plan, device, record)
-        else:
-            call()
-            record["ms"] = runner.time_forwards(call, device, ready=dist.barrier, queued=2)
-        record_report(record, report)
+    return measure
 
 
 def _time_video(
-    pipe: Any, call: Callable[..., torch.Tensor], plan: Plan, device: torch.device, record: Record
+    pipe: Any, call: Callable[..., torch.Tensor], device: torch.device, record: Record
 ) -> None:
     """Time a whole video, and a step of others that end with their latents."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.collect_env import get_nvidia_driver_version, run
 
-from turbo_rcm_patch.errors import ConfigError, DeviceError, OutputExistsError
+from turbo_rcm_patch.errors import ConfigError, OutputExistsError
 from turbo_rcm_patch.files import check_writable, write_json
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.measures import relative_l2
@@ -54,23 +54,11 @@ class Plan:
         """The backend of torch.compile."""
         return "eager" if self.micro else "inductor"
 
+    @property
     def torch_device(self) -> torch.device:
-        """Return the device, after checking that it is there.
-
-        Raises:
-            ConfigError: The sizes are real, and the device is a CPU.
-            DeviceError: torch sees no CUDA device.
-        """
-        if self.device == "cpu":
-            if not self.micro:
-                raise ConfigError("--device", expected="cuda, or --micro with cpu", got="cpu")
-            return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise DeviceError(
-                "--device", expected="a CUDA device that torch sees", got="none",
-                remedy="`turbo-rcm-patch doctor` says why; --device cpu --micro needs none",
-            )  # fmt: skip
-        return torch.device("cuda", 0)
+        """The device."""
+        cpu = self.device == "cpu"
+        return torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 # --- clocks and errors ---------------------------------------------------------------------------
@@ -90,12 +78,6 @@ def checked_error(output: torch.Tensor, truth: torch.Tensor, limit: float) -> fl
     if not error < limit:
         raise Wrong(f"wrong: relative L2 {error:.3g}")
     return error
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_queued(call: Callable[[], object], device: torch.device) -> float:
@@ -152,7 +134,8 @@ def _rounds(device: torch.device) -> int:
 
 def idle_at(device: torch.device) -> float:
     """The time in seconds, once the device has nothing left to do."""
-    wait(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -168,10 +151,9 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     if device.type != "cuda":
         call()
         return None
-    wait(device)
+    idle_at(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    wait(device)
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
@@ -255,99 +237,55 @@ class Benchmark:
         named = set(plan.only).intersection(methods) or methods
         return {case: [name for name in self.cases[case] if name in named] for case in cases}
 
-    def __call__(self, plan: Plan, device: torch.device | None = None, rank: int = 0) -> int:
-        """Measure one case after the other, and write the file.
-
-        Args:
-            plan: What was asked for.
-            device: Where to measure; by default the plan's.
-            rank: Of this process. Ranks above 0 measure along and write nothing.
+    def __call__(self, plan: Plan) -> int:
+        """Measure one case after the other; print a row and write the file after each method.
 
         Returns:
             0 if every method of this library ran and was right, else 1.
         """
-        chosen = self.chosen(plan)
-        journal = Journal(self, plan, device or plan.torch_device(), rank)
-        try:
-            for case, methods in chosen.items():
-                with torch.no_grad():
-                    measure = self.prepare(case, plan, journal.device)
-                    for method in methods:
-                        journal.measure(case, method, measure)
-                    del measure
-                free(journal.device)
-        finally:
-            journal.write()
-        journal.say(str(journal.path))
-        return int(journal.failed)
-
-
-class Journal:
-    """The table and the file of one run.
-
-    Args:
-        benchmark: Which one.
-        plan: What was asked for.
-        device: Where it measures.
-        rank: Ranks above 0 print and write nothing.
-
-    Raises:
-        OutputExistsError: The file is there.
-        OutputError: The file cannot be written.
-    """
-
-    def __init__(
-        self, benchmark: Benchmark, plan: Plan, device: torch.device, rank: int = 0
-    ) -> None:
-        self.plan, self.device, self.failed = plan, device, False
-        self.path = plan.out / f"{benchmark.name}.json"
-        self._columns, self._rank = benchmark.columns, rank
-        if not rank:
-            check_new(self.path)
-        self._cases = dict[str, Record]()
-        self._document: Record = {
-            "benchmark": benchmark.name, "command": plan.command, "micro": plan.micro,
-            "machine": machine(device), "versions": versions(), "code": code_digest(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cases": self._cases,
+        chosen, device, failed = self.chosen(plan), plan.torch_device, False
+        path = plan.out / f"{self.name}.json"
+        check_new(path)
+        cases, known = dict[str, Record](), versions()
+        document = {
+            "benchmark": self.name, "command": plan.command, "micro": plan.micro,
+            "machine": machine(device), "versions": known, "code": code_digest(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), "cases": cases,
         }  # fmt: skip
-        known = self._document["versions"]
-        self.say(f"{device_name(device)}, torch {known['torch']}, triton {known['triton']}")
-        self.say(f"| case | method | {' | '.join(column.title for column in self._columns)} |")
-        self.say("|---|---|" + "---:|" * len(self._columns))
+        print(f"{device_name(device)}, torch {known['torch']}, triton {known['triton']}")
+        print(f"| case | method | {' | '.join(column.title for column in self.columns)} |")
+        print("|---|---|" + "---:|" * len(self.columns), flush=True)
+        for case, methods in chosen.items():
+            with torch.no_grad():
+                measure = self.prepare(case, plan, device)
+                records = cases.setdefault(case, {"methods": {}})["methods"]
+                for method in methods:
+                    records[method] = record = _record(measure, method)
+                    failed |= is_patched(method) and record["status"] != "timed"
+                    cells = [column.cell(record) for column in self.columns]
+                    if "reason" in record:
+                        cells[:1] = [record["reason"]]
+                    print(f"| {case} | {method} | {' | '.join(cells)} |", flush=True)
+                    write_json(path, document)
+                    free(device)
+                del measure
+            free(device)
+        print(path)
+        return int(failed)
 
-    def say(self, line: str) -> None:
-        """Print a line, on the first rank."""
-        if not self._rank:
-            print(line, flush=True)
 
-    def measure(self, case: str, method: str, measure: Measure) -> None:
-        """Measure one method, print its row and write the file.
-
-        The command fails if a method of this library cannot run or is wrong.
-        """
-        record: Record = {}
-        try:
-            measure(method, record)
-            record["status"] = "timed"
-        except Wrong as error:
-            record.update(status="wrong", reason=str(error))
-        except Exception as error:  # A peer may fail in any way.
-            first = str(error).strip().split("\n")[0][:300] or "no message"
-            record.update(status="missing", reason=f"{type(error).__name__}: {first}")
-        self._cases.setdefault(case, {"methods": {}})["methods"][method] = record
-        self.failed |= is_patched(method) and record["status"] != "timed"
-        cells = [column.cell(record) for column in self._columns]
-        if "reason" in record:
-            cells[:1] = [record["reason"]]
-        self.say(f"| {case} | {method} | {' | '.join(cells)} |")
-        self.write()
-        free(self.device)
-
-    def write(self) -> None:
-        """Write the file, whole or not at all."""
-        if not self._rank:
-            write_json(self.path, self._document)
+def _record(measure: Measure, method: str) -> Record:
+    """Measure one method; return its record, with the reason if it is wrong or cannot run."""
+    record: Record = {}
+    try:
+        measure(method, record)
+        record["status"] = "timed"
+    except Wrong as error:
+        record.update(status="wrong", reason=str(error))
+    except Exception as error:  # A peer may fail in any way.
+        first = str(error).strip().split("\n")[0][:300] or "no message"
+        record.update(status="missing", reason=f"{type(error).__name__}: {first}")
+    return record
 
 
 def check_new(path: Path) -> None:

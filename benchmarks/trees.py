@@ -58,18 +58,14 @@ def compare_trees(benchmark: Benchmark, plan: Plan, base: str) -> int:
 def _run(name: str, plan: Plan, only: str, tree: Path) -> tuple[int, Record]:
     """Measure in a tree; return the exit code and the document, empty if there is none."""
     with tempfile.TemporaryDirectory() as out:
-        command = [*_command(name, plan), "--out", out, "--only", only]
+        command = [sys.executable, "-m", "benchmarks", name, "--device", plan.device]
+        command += ["--out", out, "--only", only, *["--micro"] * plan.micro]
         paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
         file = Path(out, f"{name}.json")
         document: Record = json.loads(file.read_text()) if file.exists() else {}
     return done.returncode, document
-
-
-def _command(name: str, plan: Plan) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks", name, "--device", plan.device]
-    return command + ["--micro"] * plan.micro
 
 
 @contextmanager

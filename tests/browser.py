@@ -134,13 +134,9 @@ class Browser:
         self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
         self.send("Input.dispatchKeyEvent", type="keyUp", **given)
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> bytes:
-        """Take a picture of the window, or of the whole page; returns the PNG."""
-        given: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
-        if whole:
-            size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-            given["clip"] = {**size, "scale": 1}
-        picture = base64.b64decode(self.send("Page.captureScreenshot", **given)["data"])
+    def screenshot(self, path: Path) -> bytes:
+        """Take a picture of the window; returns the PNG."""
+        picture = base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
         path.write_bytes(picture)
         return picture
 

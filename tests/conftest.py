@@ -33,12 +33,6 @@ settings.load_profile("reproducible")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--turbodiffusion",
-        default=None,
-        metavar="PATH",
-        help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
-    )
-    parser.addoption(
         "--durations-to",
         type=Path,
         metavar="FILE",

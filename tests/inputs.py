@@ -31,14 +31,15 @@ def attention_inputs(
 
 
 def attention_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_skip` without a skip, and the logsumexp."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *,
+    want_lse: bool = True, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention_skip` without a skip, with any norm, and the logsumexp."""
     norms = [options.pop(f"norm_{name}", None) for name in Norms._fields[:4]]
     dtype = options.pop("out_dtype", None) or getattr(q, "dtype", None)
     eps = getattr(spec, "eps", 0.0)
     return attend_checked(
-        AttentionInputs(q, k, v, spec, dtype, Norms(*norms, eps), want_lse=True, **options)
+        AttentionInputs(q, k, v, spec, dtype, Norms(*norms, eps), want_lse=want_lse, **options)
     )
 
 

@@ -51,6 +51,7 @@ from turbo_rcm_patch.ops.residual import api as residual
 from turbo_rcm_patch.patching import block, guard, measure
 from turbo_rcm_patch.patching import vae as patching_vae
 from turbo_rcm_patch.patching.find import qualified_name
+from turbo_rcm_patch.patching.ulysses import PAIR, all_reduce_max
 from turbo_rcm_patch.patching.vae import share
 from turbo_rcm_patch.video import generate
 
@@ -419,6 +420,16 @@ def predicts_alike(device: torch.device) -> None:
     assert report.last_forward == {"fused with exact attention": 2}
 
 
+def decides_by_the_first_call(device: torch.device) -> None:
+    """Of the two calls of a step the guard counts the first one's error, as one process does."""
+    block: Any = SimpleNamespace(group=lambda: None, block=torch.nn.Linear(1, 1))
+    own = 1.0 + dist.get_rank()
+    for first_alone, expected in ((True, [1.0, 2.0]), (False, [2.0, 2.0])):
+        before = PAIR.set((dist.group.WORLD, first_alone))
+        assert all_reduce_max(block, [own], own) == expected
+        PAIR.reset(before)
+
+
 # --- the rows of a video's frames ----------------------------------------------------------------
 
 
@@ -538,7 +549,7 @@ WAYS: dict[str, tuple[int, list[Way]]] = {
     "guidance-and-sequence": (4, [partial(both, patch_first=first) for first in (True, False)]),
     "heads-of-a-pipeline": (3, [uneven_heads_of_a_pipeline]),
     "a-fault-of-one": (2, [*(partial(decides_alike, whole=whole) for whole in (4096, 8)),
-                           predicts_alike]),
+                           predicts_alike, decides_by_the_first_call]),
     "rows": (2, [partial(rows, vae=WAN, size=(3, 8, 6, 1)),
                  *(partial(rows_of_a_pipeline, patch_first=first) for first in (True, False))]),
     "rows-on-three": (3, [partial(rows, vae=WAN, size=(1, 7, 5, 2)),

@@ -53,7 +53,8 @@ NAMES = {"form": "pair_form"}
 
 def parser(**names: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="p")
-    add_fields(made, Options, NAMES | names)
+    for cls in (Base, Options):
+        add_fields(made, cls, NAMES | names)
     return made
 
 

@@ -15,6 +15,7 @@ compiled.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -25,24 +26,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
-from turbo_rcm_patch.ops import gluon
+from turbo_rcm_patch.ops import gluon, numerics
+from turbo_rcm_patch.ops.ahead import stand_in_driver
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.conv3d import api as conv3d
+from turbo_rcm_patch.ops.conv3d import triton as passes
 from turbo_rcm_patch.ops.conv3d.formats import Call, Duplicate, GroupNorm, RMSNorm
+from turbo_rcm_patch.ops.dispatch import meta_stands_for
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, LinearInputs, Norms, Skip
 from turbo_rcm_patch.ops.int8_linear import api as int8_linear
 from turbo_rcm_patch.ops.int8_linear.samples import Samples
 from turbo_rcm_patch.ops.launch import Target
+from turbo_rcm_patch.ops.residual import triton as residual
 from turbo_rcm_patch.ops.sparse_linear import api as sparse_linear
 
 AMPERE, HOPPER, HIP = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
@@ -69,6 +72,7 @@ SPILLED_SINCE_3_8 = {
 }  # fmt: skip
 _TABLES = (attention.KERNELS, attention.PROLOGUE_KERNELS, int8_linear.KERNELS,
            sparse_linear.KERNELS, conv3d.KERNELS)  # fmt: skip
+_LOADED_LATE = ("attention.one_launch_triton", "int8_linear.samples_triton")
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -116,17 +120,6 @@ class Result:
 # --- what is launched ----------------------------------------------------------------------------
 
 
-_MODULES = ("numerics", "residual.triton", "launch",
-            "attention.triton", "attention.prologue_triton", "attention.one_launch_triton",
-            "sparse_linear.triton", "int8_linear.triton", "int8_linear.samples_triton",
-            "conv3d.triton")  # fmt: skip
-_PORTABLE = {
-    "rows": "numerics", "residual": "residual.triton", "passes": "conv3d.triton",
-}  # fmt: skip
-_LOADED = {name: import_module(f"turbo_rcm_patch.ops.{name}") for name in _MODULES}
-portable = SimpleNamespace(**{name: _LOADED[path] for name, path in _PORTABLE.items()})
-
-
 def _inputs(case: Case, target: Target) -> AttentionInputs:
     """An attention with norm, rotary embedding and skip, but for the options of the case."""
     options = case.options
@@ -165,15 +158,15 @@ def _sparse(case: Case, target: Target) -> None:
     block_q, block_k = case.options["blocks"]
     weight, bias = case.empty(case.dim, case.dim, dtype=torch.float32), case.empty(case.dim)
     sparse_linear.launch_sparse(
-        _inputs(case, target).without_skip(), sparse_linear.ProjL(weight, bias),
-        sparse_linear.Blocks(3276 // block_k, block_q, block_k),
+        _inputs(case, target)._replace(skip=None), sparse_linear.ProjL(weight, bias),
+        sparse_linear.Sparsity(topk=0.1, block_q=block_q, block_k=block_k),
     )  # fmt: skip
 
 
 def _int8_linear(case: Case, target: Target) -> None:
     """A linear with GELU and without."""
     x, channels = case.tokens(), case.heads * case.dim
-    rows, groups = portable.rows.quantize_rows(x), -(-channels // 128)
+    rows, groups = numerics.quantize_rows(x), -(-channels // 128)
     shapes = {"row": (channels,), "block": (groups, groups)}
     scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
     weight = case.empty(channels, rows.data.shape[2], dtype=torch.int8)
@@ -191,7 +184,7 @@ def _samples(case: Case, target: Target) -> None:
 def _norms(case: Case, target: Target) -> None:
     """A norm alone and after its skip, as a tensor and as int8 rows; the skip; rotated rows."""
     x, stream = case.tokens(), case.tokens(dtype=case.options["stream"])
-    row, residual = case.tokens(1, torch.float32), portable.residual
+    row = case.tokens(1, torch.float32)
     for branch in (None, x):
         gate = None if branch is None else row
         for dtype in (x.dtype, torch.int8):
@@ -215,7 +208,7 @@ def _streams(case: Case, target: Target) -> None:
     normed = {"factor": factor, "offset": offset, "weight": weight, "bias": weight}
     normed |= {"norm_dtype": x.dtype}
     for branch, options in ((None, normed), (x, normed), (x, dict.fromkeys(normed))):
-        portable.residual.skip_norm(
+        residual.skip_norm(
             parts, branch, gate=None if branch is None else gate, one=1.0, eps=1e-6,
             dtype=stream.dtype, **options,
         )  # fmt: skip
@@ -239,12 +232,12 @@ def _passes(case: Case, target: Target) -> None:
     group = GroupNorm(weight, weight, case.dim // 4, 1e-6)
     for norm in (None, RMSNorm(weight), group, group._replace(scale=latent, shift=latent)):
         for before in (None, weight):
-            portable.passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
+            passes.norm_silu(x, norm, norm is not None, before, 2, x[:, :2], x.dtype)
     y = case.empty(1, 3, 61, 105, 4 * case.dim)
     for duplicate in (None, Duplicate(x, 1, 4), Duplicate(x, 2, 4)):
-        portable.passes.upsample(y, weight, duplicate, 1, duplicate is not None, x.dtype)
-    for bias, residual in ((weight, None), (weight, x), (None, x)):
-        portable.passes.norm_silu(x, None, False, bias, 0, None, x.dtype, residual)
+        passes.upsample(y, weight, duplicate, 1, duplicate is not None, x.dtype)
+    for bias, skip in ((weight, None), (weight, x), (None, x)):
+        passes.norm_silu(x, None, False, bias, 0, None, x.dtype, skip)
 
 
 _MORE: dict[str, Any] = {"want_lse": True, "lengths": True}
@@ -291,16 +284,6 @@ CASES = {
 # --- compiling -----------------------------------------------------------------------------------
 
 
-def _driver(target: Target) -> SimpleNamespace:
-    """Stand for the driver of a GPU: what Triton asks of it before it starts a kernel."""
-    number = 1000 + list(SHARED).index(target)  # Triton keeps compiled kernels by it
-    warp = 64 if target.backend == "hip" else 32
-    return SimpleNamespace(
-        get_current_device=lambda: number, get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget(*target, warp),
-    )  # fmt: skip
-
-
 def compiled(name: str, target: Target) -> list[Result]:
     """Compile what a case launches on a target."""
     case, results = CASES[name], []
@@ -320,20 +303,18 @@ def compiled(name: str, target: Target) -> list[Result]:
 
 
 @contextmanager
-def stand_in(target: Target, **stands_in: Any) -> Iterator[None]:
-    """Compile for a target, with other functions in the place of those of all operators."""
-    if target == HOPPER:  # These modules load when they are first needed.
-        for table in _TABLES:
-            for row in table:
-                gluon.hopper_function(row.load, row.what)
-    stands_in["target_of"] = lambda device: target
+def stand_in(target: Target, launch: Callable[..., object] | None = None) -> Iterator[None]:
+    """Let the meta device stand for a target, with another `launch` in all operators if given."""
+    for row in itertools.chain(*_TABLES):  # These modules load when they are first needed.
+        gluon.hopper_function(row.load, row.what)
+    for name in _LOADED_LATE:
+        import_module(f"turbo_rcm_patch.ops.{name}")
     with ExitStack() as stack:
         for place, module in list(sys.modules.items()):
-            for own, value in stands_in.items():
-                if place.startswith("turbo_rcm_patch.ops.") and hasattr(module, own):
-                    stack.enter_context(mock.patch.object(module, own, value))
-        stack.enter_context(mock.patch.dict(vars(triton.runtime.driver)))
-        triton.runtime.driver.set_active(_driver(target))
+            if launch and place.startswith("turbo_rcm_patch.ops.") and hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", launch))
+        stack.enter_context(stand_in_driver(target))
+        stack.enter_context(meta_stands_for(target))
         yield
 
 

@@ -8,13 +8,11 @@ device. Held-out combinations of shape, colour and motion are never drawn.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,13 +167,13 @@ class Shapes:
 
     words = prompts.words()
 
-    def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
-        self._device, self._seed = device, seed  # Nothing is kept in the folder.
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._device = device  # Nothing is kept in the folder.
 
     def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
         """Yield whole shards: videos [n, 3, F, H, W] in 0..1 on the device, and prompts."""
         for index in indices:
-            generator = torch.Generator().manual_seed((self._seed * 1000 + 4) * 10**6 + index)
+            generator = torch.Generator().manual_seed(4 * 10**6 + index)
             scenes = sample_scenes(bucket.clips, generator)
             yield self._render(bucket, scenes), [prompts.caption(clip) for clip in scenes.clips]
 
@@ -195,16 +193,16 @@ class World:
 
     words = world.words()
 
-    def __init__(self, folder: Path, device: torch.device, seed: int = 0) -> None:
-        self._folder, self._device, self._seed = folder, device, seed
-        self._frames: dict[str, list[Tensor]] = {}
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder, self._device = folder, device
+        self._frames: dict[str, Tensor] = {}
 
     def shards(self, bucket: Bucket, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
         """Yield whole shards, recorded where they are missing."""
-        paths = world.record(bucket, indices, self._seed, self._folder)
+        paths = world.record(bucket, indices, self._folder)
         for index, path in zip(indices, paths, strict=True):
-            prompts = json.loads(path.with_suffix(".json").read_text())
-            yield self._as_video(_frames(path)), prompts
+            frames, prompts = torch.load(path)
+            yield self._as_video(frames), prompts
             if index >= _KEPT_SHARDS:
                 path.unlink()
 
@@ -212,17 +210,11 @@ class World:
         """Draw clips of the shards whose frames stay."""
         if bucket.name not in self._frames:
             kept = range(min(_KEPT_SHARDS, bucket.shards))
-            paths = world.record(bucket, kept, self._seed, self._folder)
-            self._frames[bucket.name] = [_frames(path).to(self._device) for path in paths]
-        files = self._frames[bucket.name]
-        picked = torch.randint(len(files) * bucket.clips, (count,), generator=generator).tolist()
-        clips = [files[i // bucket.clips][i % bucket.clips] for i in picked]
-        return self._as_video(torch.stack(clips))
+            paths = world.record(bucket, kept, self._folder)
+            shards = [torch.load(path)[0].to(self._device) for path in paths]
+            self._frames[bucket.name] = torch.cat(shards)
+        frames = self._frames[bucket.name]
+        return self._as_video(frames[torch.randint(len(frames), (count,), generator=generator)])
 
     def _as_video(self, frames: Tensor) -> Tensor:
         return frames.to(self._device).permute(0, 4, 1, 2, 3).float() / 255
-
-
-def _frames(path: Path) -> Tensor:
-    """Frames of a shard, uint8 [n, F, H, W, 3], in memory that maps the file."""
-    return torch.from_numpy(np.load(path, mmap_mode="c"))

@@ -151,10 +151,7 @@ class Wan:
         for name, model, dtype in (
             ("vae", vae, torch.float16), ("transformer", transformer, torch.bfloat16),
         ):  # fmt: skip
-            stored = parts[name] = type(model).from_config(model.config)
-            stored.load_state_dict(
-                {k: v.cpu().contiguous() for k, v in model.state_dict().items()}
-            )
+            stored = parts[name] = copy.deepcopy(model).cpu()
             stored.register_to_config(_name_or_path="")
             kept = {*(model._keep_in_fp32_modules or ())}
             for key, parameter in stored.named_parameters():

@@ -150,18 +150,6 @@ class Training:
 
         return velocity
 
-    def compile_blocks(self, *networks: Any) -> None:
-        """Compile blocks in place on a GPU; what cannot be compiled runs eagerly."""
-        if self.run.device.type != "cuda":
-            return
-        import torch._dynamo
-
-        torch._dynamo.config.suppress_errors = True
-        torch._dynamo.config.cache_size_limit = 64
-        for network in networks:
-            for block in getattr(network, "blocks", None) or network.transformer_blocks:
-                block.compile(dynamic=False)
-
 
 # --- the autoencoders ----------------------------------------------------------------------------
 
@@ -263,7 +251,7 @@ def _train_vae(training: Training) -> None:
 
     stage.train(loss)
     average: Any = stage.average["vae"]
-    generator, parts = torch.Generator().manual_seed(run.seed * 1000 + 97), []
+    generator, parts = torch.Generator().manual_seed(97), []
     with torch.no_grad(), run.precision():
         for _ in range(8):
             videos = source.videos(first, batch, generator)
@@ -339,7 +327,6 @@ def _train_teacher(training: Training) -> None:
     training.models.update(stage.average)
     if stage.done:
         return
-    training.compile_blocks(transformer)
 
     def loss() -> Tensor:
         bucket = training.bucket(stage.step)
@@ -391,7 +378,6 @@ def _train_student(training: Training) -> None:
     if stage.done:
         return
     corpora, average, times = training.corpora, stage.average["student"], networks.times(4)
-    training.compile_blocks(student, teacher)
     with torch.no_grad():
         empty = networks.encode_text(encoder, *training.empty)
         texts = {name: _embedded(networks, encoder, corpus) for name, corpus in corpora.items()}

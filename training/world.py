@@ -2,7 +2,7 @@
 
 A clip is drawn by a policy (walk, turn, strafe, fight, stand) from a random place of a map. Its
 prompt says what was done, and what frames, depth and the camera's angle say of place and motion.
-A shard is one process' work: its seed alone decides its bytes, and a shard that exists is not
+A shard is one process' work: its name alone decides its bytes, and a shard that exists is not
 recorded again. Every fifth map of a game is left out, for evaluation.
 
 Needs the package `vizdoom`, which brings both Freedoom files (see training/ARTWORK.md).
@@ -18,21 +18,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import chdir
+from contextlib import chdir, closing
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from PIL import Image
 
-from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.extras import missing as not_installed
-from turbo_rcm_patch.files import atomic, write_json
+from turbo_rcm_patch.files import atomic
 
 Picture = np.ndarray[Any, Any]
 
@@ -58,16 +56,11 @@ _BUTTONS: Final = (
 )  # fmt: skip
 _VARIABLES: Final = ("POSITION_X", "POSITION_Y", "ANGLE")
 _TICS: Final = 2  # of 35 a second, a frame
-_ATTEMPTS: Final = 60
 _GAME_OPTIONS: Final = "+con_midtime 0 +movebob 0.15"
 #: Games are made for dark rooms: each value of a picture, brighter.
 _GAMMA: Final = [round(255 * (value / 255) ** (1 / 1.5)) for value in range(256)] * 3
 #: Least mean and spread of pixels; least change between frames, of a camera that stands and moves.
 _LEAST_MEAN, _LEAST_SPREAD, _LEAST_STANDING, _LEAST_MOVING = 24.0, 10.0, 0.05, 2.0
-
-
-class RecordingError(TurboRCMError, RuntimeError):
-    """Nothing worth keeping could be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +118,20 @@ def maps_of(game: str) -> list[str]:
     return [name for i, name in enumerate(_CAMPAIGNS[game], 1) if i % _HELD_OUT_EVERY]
 
 
-def shard_path(folder: Path, bucket: Bucket, seed: int, index: int) -> Path:
-    """Frames, uint8 [n, F, H, W, 3]; the prompts are in a JSON file of the same name."""
-    return folder / f"{bucket.name}-train-{seed}-{index:05}.npy"
+def shard_path(folder: Path, bucket: Bucket, index: int) -> Path:
+    """A file of frames, uint8 [n, F, H, W, 3], and their prompts."""
+    return folder / f"{bucket.name}-{index:05}.pt"
 
 
-def record(bucket: Bucket, indices: Sequence[int], seed: int, folder: Path) -> Iterator[Path]:
+def record(bucket: Bucket, indices: Sequence[int], folder: Path) -> Iterator[Path]:
     """Record missing shards in many processes; yield the path of every shard, in order."""
-    paths = [shard_path(folder, bucket, seed, index) for index in indices]
-    missing = sum(not path.exists() for path in paths)
+    missing = [i for i in indices if not shard_path(folder, bucket, i).exists()]
     if not missing:
-        yield from paths
+        yield from (shard_path(folder, bucket, i) for i in indices)
         return
-    if find_spec("vizdoom") is None:
-        raise not_installed("recording a world", "vizdoom")
-    processes = min(len(os.sched_getaffinity(0)), missing)
+    processes = min(len(os.sched_getaffinity(0)), len(missing))
     with get_context("spawn").Pool(processes, _obey_parent) as pool:
-        yield from pool.imap(partial(record_shard, folder, bucket, seed), indices)
-        pool.close()
-        pool.join()
+        yield from pool.imap(partial(record_shard, folder, bucket), indices)
 
 
 def _obey_parent() -> None:
@@ -152,16 +140,12 @@ def _obey_parent() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
-def record_shard(folder: Path, bucket: Bucket, seed: int, index: int) -> Path:
-    """Record a shard unless it exists.
-
-    Raises:
-        RecordingError: Too many attempts in a row showed nothing.
-    """
-    path = shard_path(folder.resolve(), bucket, seed, index)
+def record_shard(folder: Path, bucket: Bucket, index: int) -> Path:
+    """Record a shard unless it exists."""
+    path = shard_path(folder.resolve(), bucket, index)
     if path.exists():
         return path
-    rng = random.Random(f"{seed} {bucket.name} {index} False")
+    rng = random.Random(f"0 {bucket.name} {index} False")
     game = rng.choice(list(_CAMPAIGNS))
     maps = rng.sample(maps_of(game), min(4, bucket.clips))
     frames = np.empty((bucket.clips, bucket.frames, bucket.height, bucket.width, 3), np.uint8)
@@ -169,21 +153,17 @@ def record_shard(folder: Path, bucket: Bucket, seed: int, index: int) -> Path:
     with (
         tempfile.TemporaryDirectory() as scratch,
         chdir(scratch),  # the game writes where it is
-        _Camera(game, bucket) as camera,
+        closing(_Camera(game, bucket)) as camera,
     ):
         starts = {name: camera.starts(name) for name in maps}
         for i, clip in enumerate(frames):
-            for _ in range(_ATTEMPTS):
+            prompt = None
+            while prompt is None:
                 name = maps[(i + rng.randrange(2)) % len(maps)]
                 prompt = camera.record(rng, name, starts[name], clip)
-                if prompt:
-                    prompts.append(prompt)
-                    break
-            else:
-                raise RecordingError(f"{path.name}: {maps} of {game} show nothing")
-    write_json(path.with_suffix(".json"), prompts)
-    with atomic(path) as partial_path, partial_path.open("wb") as file:
-        np.save(file, frames)
+            prompts.append(prompt)
+    with atomic(path) as partial_path:
+        torch.save((torch.from_numpy(frames), prompts), partial_path)
     return path
 
 
@@ -195,14 +175,6 @@ class _Plan:
     side: int
     speed: float
     monster: str
-
-    @staticmethod
-    def draw(rng: random.Random) -> _Plan:
-        """Draw a plan."""
-        shares = [share for share, _ in _POLICIES.values()]
-        policy = rng.choices(list(_POLICIES), shares)[0]
-        side, speed = rng.choice((-1, 1)), rng.uniform(0.7, 2.6)
-        return _Plan(policy, side, speed, rng.choice(list(_MONSTERS)))
 
     @property
     def travels(self) -> bool:
@@ -235,8 +207,7 @@ class _Camera:
         doom.set_doom_config_path(str(Path("game.ini").resolve()))
         doom.set_doom_game_path(str(Path(vizdoom.__file__).parent / game))
         # Larger than the clip, which is less jagged.
-        large = "800X450" if bucket.width <= 450 else "1024X576"
-        size = "512X320" if bucket.width <= 320 else large
+        size = "512X320" if bucket.width <= 320 else "1024X576"
         doom.set_screen_resolution(getattr(vizdoom.ScreenResolution, f"RES_{size}"))
         doom.set_screen_format(vizdoom.ScreenFormat.RGB24)
         doom.set_depth_buffer_enabled(True)
@@ -251,14 +222,10 @@ class _Camera:
         doom.set_available_game_variables(variables)
         doom.init()
 
-    def __enter__(self) -> _Camera:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._game.close()
+        self.close = doom.close
 
     def _begin(self, name: str, seed: int) -> None:
-        if name != self._map:
+        if name != self._map:  # Loading a map takes longer than recording a clip.
             self._game.set_doom_map(name)
             self._map = name
         self._game.set_seed(seed)
@@ -277,7 +244,12 @@ class _Camera:
         self, rng: random.Random, name: str, starts: Sequence[tuple[int, int]], frames: Picture
     ) -> str | None:
         """Fill `frames` in a map; return the prompt, or None if they show too little."""
-        plan = _Plan.draw(rng)
+        plan = _Plan(
+            policy=rng.choices(list(_POLICIES), [share for share, _ in _POLICIES.values()])[0],
+            side=rng.choice((-1, 1)),
+            speed=rng.uniform(0.7, 2.6),
+            monster=rng.choice(list(_MONSTERS)),
+        )
         self._begin(name, rng.randrange(2**31))
         self._set_out(rng, plan, starts)
         room, poses = list[list[float]](), list[Picture]()
@@ -303,17 +275,11 @@ class _Camera:
         command("warp {} {}".format(*rng.choice(starts)))
         self._turn(rng.uniform(-180, 180), 12)
         views = []
-        for i in range(8):
-            if i:
-                self._turn(45)
+        for _ in range(8):
+            self._turn(45)
             views.append(_room(self._game.get_state().depth_buffer)[1])
-        best = sorted(range(8), key=views.__getitem__)[-rng.randint(1, 2)]
-        self._turn(45 * (best - 7))
+        self._turn(45 * (views.index(max(views)) - 7))
         if fights:
-            weapon = rng.choice(("", "Shotgun", "Chaingun"))
-            if weapon:
-                for text in (f"give {weapon}", "give Shell", "give Clip", f"use {weapon}"):
-                    command(text)
             self._turn(0, 25)
             command(f"summon {plan.monster}")
         if plan.travels:  # come up to speed

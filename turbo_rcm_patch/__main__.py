@@ -59,36 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["as-sageattention"]:  # its arguments are those of another program
         run_other = partial(as_sageattention.main, argv[1:], f"{_PROGRAM} as-sageattention")
         return run_command(run_other, interrupted="Interrupted.")
-    command = Command()
-
-    def run() -> int:
-        nonlocal command
-        parser = _parser()
-        if not argv:
-            parser.print_help(sys.stderr)
-            return USAGE
-        try:
-            arguments = parser.parse_args(argv)
-        except SystemExit as stop:  # argparse has printed help or a usage error
-            return int(stop.code or 0)
-        command = _command(arguments, f"{_PROGRAM} {shlex.join(argv)}")
-        return _run(command)
-
-    return run_command(run, interrupted=lambda: command.interrupted)
+    command = COMMANDS.get(argv[0] if argv else "", Command)
+    return run_command(partial(_run, argv), interrupted=command.interrupted)
 
 
-def _command(arguments: argparse.Namespace, command_line: str) -> Command:
-    cls = COMMANDS[arguments.run]
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return USAGE
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed help or a usage error
+        return int(stop.code or 0)
+    name: str = arguments.run
+    cls = COMMANDS[name]
     values: dict[str, Any] = given_fields(arguments, cls)
     if issubclass(cls, Run):
         values["settings"] = given_fields(arguments, Settings, _SETTINGS_NAMES)
     if issubclass(cls, Patched):
         values["config"] = PatchConfig(**given_fields(arguments, PatchConfig, _PATCH_NAMES))
-    return cls(command_line=command_line, **values)
-
-
-def _run(command: Command) -> int:
-    name = type(command).__name__.lower()
+    command = cls(command_line=f"{_PROGRAM} {shlex.join(argv)}", **values)
     if name in ("compare", "demo", "judge"):  # Else the first import would name another extra.
         require("report", name)
     # What a command imports takes seconds.
@@ -128,13 +119,10 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         subparser.set_defaults(run=name)
-        add_fields(subparser, cls, inherited=False)
+        add_fields(subparser, cls)
         for base in cls.__mro__[1:-2]:  # without `Command` and `object`
-            add_fields(
-                subparser.add_argument_group(str(base.__doc__).partition("\n")[0]),
-                base,
-                inherited=False,
-            )
+            title = str(base.__doc__).partition("\n")[0]
+            add_fields(subparser.add_argument_group(title), base)
         if issubclass(cls, Run):
             sampling = "Defaults are those of a model whose folder has no turbo_rcm.json."
             add_fields(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
-from typing import Any, Final, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
@@ -20,7 +20,6 @@ __all__ = [
     "Linear",
     "PVDType",
     "PatchConfig",
-    "PatchOptions",
     "chosen_config",
     "is_number",
 ]
@@ -53,7 +52,7 @@ def _names_checked(cls: type[_T]) -> type[_T]:
     @wraps(init)
     def checked(self: _T, *values: object, **options: object) -> None:
         if values:
-            raise _unnamed("PatchConfig", values[0], "PatchConfig({})")
+            raise _unnamed("PatchConfig", values[0])
         _check_names(options)
         init(self, **options)
 
@@ -145,25 +144,6 @@ class PatchConfig:
             )
 
 
-class PatchOptions(TypedDict, total=False):
-    """The fields of `PatchConfig` as keywords of `patch_model` and `patched`.
-
-    They are written a second time because a type checker cannot read them from the dataclass.
-    """
-
-    attention: Attention
-    pv: PVDType
-    linear: Linear
-    conv: Conv
-    vae: bool
-    smooth_k: bool
-    impl: Impl
-    form: Form
-    guard: bool
-    fidelity: float | None
-    sla_topk: float
-
-
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
     """Combine a configuration with keywords, each of which replaces the field of that name.
 
@@ -172,30 +152,18 @@ def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
             invalid.
     """
     if config is not None and not isinstance(config, PatchConfig):
-        raise _unnamed("config", config, "patch_model(model, {})")
+        raise _unnamed("config", config)
     _check_names(options)
     return replace(config if config is not None else PatchConfig(), **cast("Any", dict(options)))
 
 
-def _unnamed(what: str, value: object, call: str) -> ConfigError:
-    """Return the error about a value in the place of a configuration or of named fields.
-
-    Args:
-        what: The argument.
-        value: What was given.
-        call: The right call, "{}" where its fields go.
-    """
-    if isinstance(value, Mapping):
-        _check_names(value)
-        options = ", ".join(f"{name}={option!r}" for name, option in value.items())
-    else:
-        field = next((name for name, choices in CHOICES.items() if value in choices), "attention")
-        options = f"{field}={value if value in CHOICES[field] else 'int8'!r}"
+def _unnamed(what: str, value: object) -> ConfigError:
+    """Return the error about a value in the place of a configuration or of named fields."""
     return ConfigError(
         what,
         expected="fields of PatchConfig by their names",
         got=repr(value)[:120],
-        remedy=f"Write {call.format(options)}",
+        remedy="Write them as keywords: attention='int8', linear='int8'",
     )
 
 

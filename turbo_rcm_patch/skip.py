@@ -64,8 +64,8 @@ class SkipPair:
 
     Attributes:
         path: Its name in the model, e.g. "blocks.0.attn1".
-        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", "convolution" (a
-            residual block of a VAE), or "boundary" (the whole network).
+        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", or
+            "convolution" (a residual block of a VAE).
         heads: Number of attention heads, 0 where the branch is not attention.
         head_dim: Channels per head, 0 where the branch is not attention.
         streams: One entry per residual stream.
@@ -77,7 +77,7 @@ class SkipPair:
     """
 
     path: str
-    kind: Kind | Literal["boundary", "convolution"]
+    kind: Kind | Literal["convolution"]
     heads: int = 0
     head_dim: int = 0
     streams: tuple[Stream, ...] = ()

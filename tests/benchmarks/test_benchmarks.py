@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing import start_processes
 
 from benchmarks.__main__ import main
-from benchmarks.models import WAYS, Way, build_network
+from benchmarks.models import WAYS, build_network
 from benchmarks.runner import Plan, Wrong, checked_error, is_patched
 from tests.processes import server
 
@@ -60,10 +60,9 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 RUNS = [
     ("attention", "fused int8,torch,sageattention", CASE, {"sageattention"}),
     ("attention", "fused dense int8,fused sparse", "H12-N32760-D128-k0.1", set()),
-    ("network", "eager,patched compile", "cogvideox-5b", set()),
-    ("network", "eager,sage,patched,patched int8 Linears", "1.3b-780", {"sage"}),
+    ("network", "eager,patched", "cogvideox-5b", set()),
+    ("network", "eager,sage,patched reduce-overhead", "1.3b-780", {"sage"}),
     ("pipeline", "unpatched bf16 VAE,patched bf16 VAE", "1.3b-sla-4-steps", set()),
-    ("vae", "bf16,bf16 patched", "wan2.1-decode", set()),
     ("vae", "bf16,bf16 patched", "wan2.2-encode", set()),
     ("parallel", "Ulysses patched", "1.3b", set()),
 ]
@@ -81,6 +80,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
         assert document[key], key
     assert document["command"].startswith(f"python -m benchmarks {name}")
     assert list(document["cases"]) == [case]
+    assert said.count("| case | method |") == 1, "ranks print their own tables"
     for method, record in document["cases"][case]["methods"].items():
         assert "-sla" not in case or is_patched(method), "unpatched it is dense attention"
         assert f"| {case} | {method} |" in said
@@ -90,7 +90,7 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
         assert record["status"] == "timed", record
         if "ms" in record:
             assert record["ms"] > 0
-            assert record["error"] < 0.03
+            assert "-k0.1" in case or record["error"] < 0.03, "with SLA, time alone"
         else:
             assert record.get("same_bits", True)
             assert record.get("second_seconds", record.get("seconds")) > 0
@@ -100,14 +100,18 @@ def test_every_method_is_checked_and_timed(name, only, case, missing, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("method", "forwards"),
-    [("unpatched fp32 VAE", [4, 4]), ("patched fp32 VAE", [2, 4, 4]), ("compiled", [2, 4, 4])],
+    ("case", "method", "forwards"),
+    [
+        ("1.3b-30-steps", "patched bf16 VAE", [2, 4, 4]),
+        ("cogvideox-5b-50-steps", "unpatched fp32 VAE", [2, 2]),
+    ],
 )
 def test_two_videos_are_measured_after_a_process_that_compiles_kernels_in_one_step(
-    method: str, forwards: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, method: str, forwards: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With guidance a step has two forwards; a toy video has two steps."""
-    counts, build = [0], pipeline.build_pipeline
+    """With guidance a step has two forwards; a toy video has two steps. The VAE has the dtype that
+    the method names, CogVideoX's too."""
+    counts, dtypes, build = [0], set[str](), pipeline.build_pipeline
 
     def counting(*given: Any) -> Any:
         pipe, video = build(*given)
@@ -115,38 +119,23 @@ def test_two_videos_are_measured_after_a_process_that_compiles_kernels_in_one_st
         def forward(*_: object) -> None:
             counts[-1] += 1
 
+        def decodes(_: object, inputs: tuple[torch.Tensor], *__: object) -> None:
+            if counts[-1]:
+                counts.append(0)
+            dtypes.add(str(inputs[0].dtype))
+
         pipe.transformer.register_forward_hook(forward)
-        pipe.vae.post_quant_conv.register_forward_hook(lambda *_: counts.append(0))
+        (pipe.vae.post_quant_conv or pipe.vae.decoder.conv_in).register_forward_hook(decodes)
         return pipe, video
 
     monkeypatch.setattr(pipeline, "build_pipeline", counting)
-    compiled = pipeline._Method(torch.float32, way=Way(compiles="blocks"))
-    monkeypatch.setitem(pipeline.METHODS, "compiled", compiled)
     threads = lambda workers, **_: ThreadPoolExecutor(workers)  # noqa: E731
     monkeypatch.setattr(pipeline, "ProcessPoolExecutor", threads)
     record: dict[str, Any] = {}
     plan = Plan(out=tmp_path, device="cpu", micro=True)
-    pipeline._fresh(plan, "1.3b-30-steps", method, record)
+    pipeline._fresh(plan, case, method, record)
     assert [count for count in counts if count] == forwards and "second_seconds" in record
-
-
-@pytest.mark.parametrize("case", ["1.3b-4-steps", "cogvideox-5b-50-steps"])
-@pytest.mark.parametrize("method", [name for name in pipeline.METHODS if "sage" not in name])
-def test_the_vae_has_the_dtype_that_the_method_names(case, method, tmp_path, monkeypatch) -> None:
-    dtypes, build = list[str](), pipeline.build_pipeline
-
-    def noting(*given: Any) -> Any:
-        pipe, video = build(*given)
-        post = pipe.vae.post_quant_conv or pipe.vae.decoder.conv_in
-        post.register_forward_pre_hook(lambda _, inputs: dtypes.append(str(inputs[0].dtype)))
-        return pipe, video
-
-    monkeypatch.setattr(pipeline, "build_pipeline", noting)
-    plan = Plan(out=tmp_path, device="cpu", micro=True)
-    record = pipeline._videos(plan, case, method, measured=False)
-    expected = {"fp32 VAE": "float32", "bf16 VAE": "bfloat16"}
-    (dtype,) = {f"torch.{name}" for said, name in expected.items() if said in method}
-    assert set(dtypes) == {dtype} == {f"torch.{record['vae_dtype']}"}
+    assert dtypes == {"torch.float32" if "fp32" in method else "torch.bfloat16"}
 
 
 @pytest.mark.usefixtures("forked")
@@ -163,17 +152,15 @@ def test_a_video_on_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     assert "rows over 2 ranks" in str(split["ran"])
 
 
-def test_fidelity_shows_what_the_guard_is_worth(tmp_path: Path) -> None:
-    only = "1.3b-live-x8,eager,patched guard on,patched exact guard on,patched"
-    code, document = run("network", only, tmp_path)
+def test_fidelity_shows_what_the_guard_is_worth(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(network.WAYS, "patched exact guard on", WAYS["patched"])
+    code, document = run(
+        "network", "1.3b-live-x8,patched guard on,patched exact guard on", tmp_path
+    )
     assert code == 0
-    records = document["cases"]["1.3b-live-x8"]["methods"]
-    error = {method: record["error_of_eager"] for method, record in records.items()}
-    assert error["eager"] == 1
-    assert error["patched exact guard on"] < 1 < error["patched"]
-    guarded = records["patched guard on"]
-    assert error["patched guard on"] < 1 and guarded["predicted"] > 0
-    assert guarded["in_int8"] < records["patched"]["in_int8"]
+    guarded, unguarded = document["cases"]["1.3b-live-x8"]["methods"].values()
+    assert guarded["error_of_eager"] < 1 < unguarded["error_of_eager"]
+    assert guarded["predicted"] > 0 and guarded["in_int8"] < unguarded["in_int8"]
 
 
 # --- two trees -----------------------------------------------------------------------------------
@@ -190,7 +177,7 @@ def test_two_trees_are_measured_and_both_are_printed(tmp_path, monkeypatch, caps
     runner = tree / "benchmarks" / "runner.py"
     extra = tmp_path / "extra"  # a PYTHONPATH that is set stays
     extra.mkdir()
-    (extra / "slowness.py").write_text("SECONDS = 0.05\n")
+    (extra / "slowness.py").write_text("SECONDS = 0.5\n")
     monkeypatch.setenv("PYTHONPATH", str(extra))
     slow = "    begin = idle_at(device)\n    call()\n"
     assert slow in runner.read_text()
@@ -201,7 +188,7 @@ def test_two_trees_are_measured_and_both_are_printed(tmp_path, monkeypatch, caps
     assert code == 0
     cells = next(line for line in said.splitlines() if "| torch |" in line).split("|")[3:6]
     there, here, ratio = (float(cell) for cell in cells)
-    assert here + 40 < there < math.inf and ratio == pytest.approx(here / there, abs=2e-3)
+    assert here + 400 < there < math.inf and ratio == pytest.approx(here / there, abs=2e-3)
     document = json.loads((tmp_path / "out" / "attention_trees.json").read_text())
     assert [run["tree"] for run in document["runs"]] == ["there", "here"]
     assert all(run["document"]["machine"] for run in document["runs"])
@@ -246,14 +233,14 @@ def failing(heads: int, *_: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("method", "status", "reason"),
+    ("name", "code", "method", "status", "reason"),
     [
-        (zeros, "wrong", "wrong: relative L2 1"),
-        (undefined, "wrong", "wrong: not finite"),
-        (failing, "missing", "RuntimeError: no memory"),
+        ("fused int8", 1, zeros, "wrong", "wrong: relative L2 1"),
+        ("fused int8", 1, undefined, "wrong", "wrong: not finite"),
+        ("fused int8", 1, failing, "missing", "RuntimeError: no memory"),
+        ("sageattention", 0, failing, "missing", "RuntimeError: no memory"),
     ],
 )
-@pytest.mark.parametrize(("name", "code"), [("fused int8", 1), ("sageattention", 0)])
 def test_what_is_wrong_is_not_timed_and_fails_the_command_if_it_is_this_librarys(
     name: str, code: int, method: Any, status: str, reason: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -277,17 +264,12 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert code == 1 and document["cases"]["1.3b"]["methods"]["patched"]["status"] == "wrong"
 
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (["--micro", "--only", "H1-N1-D1"], CASE),
         (["--micro", "--only", "fused int2"], "torch cuDNN"),
         (["--micro", "--base", "no-such-commit"], "--base"),
-        ([], "--micro"),
-        pytest.param(["--device", "cuda"], "doctor", marks=NO_GPU),
         (["--micro"], "attention.json"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
@@ -310,7 +292,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path, monkeypatch) -> None:
     assert code == 130 and list(document["cases"][CASE]["methods"]) == ["torch"]
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if "sage" not in name])
+@pytest.mark.parametrize("way", ["patched", "patched reduce-overhead"])
 def test_a_way_leaves_the_network_as_it_was(way: str, tmp_path: Path) -> None:
     model = build_network("1.3b", Plan(out=tmp_path, micro=True), torch.device("cpu"))
     before = [dict(vars(module)) for module in model.modules()]

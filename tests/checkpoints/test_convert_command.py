@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ from safetensors.torch import load_file
 
 from tests.checkpoints.wan_model import Options, save
 from tests.files import everything
-from tests.measures import relative_l2
 from tests.video import micro
-from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
+from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.checkpoints.convert import convert_pipeline
-from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
+from turbo_rcm_patch.checkpoints.convert import _KEPT, convert_pipeline
+from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.video import generation, load, load_pipeline
+from turbo_rcm_patch.tiny import TINY_COGVIDEOX
+from turbo_rcm_patch.video import Settings, generation, load, load_pipeline
 
 PROMPT = "a red circle"
 CONFIG: dict[str, Any] = dict(
@@ -44,39 +45,10 @@ def base_folder(folder: Path, *, experts: bool = False) -> Path:
     """A pipeline of the sizes of `SLA`, as a hub would have it."""
     pipe = micro.micro_image_pipe(experts=True) if experts else micro.micro_pipe()
     inputs = 12 if experts else 4
-    for name in ("transformer", "transformer_2") if experts else ("transformer",):
+    for name in ("transformer", "transformer_2")[: 1 + experts]:
         network = WanTransformer3DModel(**CONFIG, in_channels=inputs, out_channels=4)
         pipe.register_modules(**{name: network})
     return micro.save(pipe, folder)
-
-
-def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
-    base, out = base_folder(tmp_path / "base"), tmp_path / "out"
-    assert main(["convert", str(pth), str(out), "--base", str(base), "--dtype", "float32"]) == 0
-    assert (out / "vae").is_symlink() and (out / "text_encoder").resolve() == base / "text_encoder"
-    config = json.loads((out / "transformer" / "config.json").read_text())
-    assert config["rope_max_seq_len"] == 64  # which no weight shows
-    pipe = load_pipeline(out, dtype=torch.float32, device="cpu")
-    assert isinstance(pipe.scheduler, RCMScheduler) and pipe.scheduler.config.sigma_max == 80
-    assert attached_proj_l(pipe.transformer.blocks[0].attn1) is not None
-    call = dict(
-        prompt=PROMPT, num_inference_steps=2, guidance_scale=1.0, output_type="latent",
-        **micro.SMALL,
-    )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-
-    def generated() -> torch.Tensor:
-        return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
-
-    plain = generated()
-    with patched(pipe, PatchConfig(linear="int8", guard=False)):
-        int8 = generated()
-    assert plain.isfinite().all() and not torch.equal(plain, int8)
-    assert relative_l2(int8, plain) < 0.1
-    video = tmp_path / "video.mp4"
-    given = micro.options(model=out, prompt=PROMPT, steps=1, linear="int8", out=video)
-    assert main(["generate", *micro.QUICK, *given]) == 0
-    assert video.stat().st_size > 500
 
 
 def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> None:
@@ -92,7 +64,8 @@ def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> Non
     assert not any(path.is_symlink() for path in out.iterdir())
     picture, video = tmp_path / "first.png", tmp_path / "video.mp4"
     Image.new("RGB", (40, 40), "teal").save(picture)
-    monkeypatch.setattr(load, "check_offload", lambda *_: None)
+    move = load.move
+    monkeypatch.setattr(load, "move", lambda pipe, device, _: move(pipe, device, "group"))
     latents, real = list[torch.Tensor](), generation.generate
 
     def generate(pipe: Any, *given: Any, **named: Any) -> Any:
@@ -110,7 +83,7 @@ def test_a_whole_a14b_through_the_commands(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setattr(generation, "generate", generate)
     asked = micro.options(model=out, linear="int8-only", image=picture, prompt=PROMPT, steps=4)
     asked = ["generate", *micro.QUICK, *asked, "--sampler", "rcm", "--no-guard"]
-    assert main([*asked, "--offload", "group", "--out", str(video)]) == 0, capsys.readouterr()
+    assert main([*asked, "--out", str(video)]) == 0, capsys.readouterr()
     assert video.stat().st_size > 500 and latents[0].isfinite().all()
     assert main([*command[:3], "--base", str(base), "--force"]) == 2
     assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
@@ -124,10 +97,44 @@ def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
     assert main(["convert", str(pth), str(out), "--base", str(base)]) == 2
     text = capsys.readouterr().err
     assert "num_layers: 3 there, 2 in the checkpoint" in text and "text_dim" in text
-    assert main(["convert", str(pth), str(out), "--base", str(tmp_path)]) == 2
-    assert "no model_index.json" in capsys.readouterr().err
+    for wrong, text in (
+        (tmp_path, "no model_index.json"), (base / "transformer", "no model_index.json"),
+        (TINY_COGVIDEOX, "_class_name"),
+    ):  # fmt: skip
+        assert main(["convert", str(pth), str(out), "--base", str(wrong)]) == 2
+        assert text in capsys.readouterr().err
     assert main(["convert", str(pth), str(base), "--base", str(base), "--force"]) == 2
     assert not out.exists() and (base / "vae").is_dir()
+
+
+def test_settings_and_heads_are_those_of_the_base(tmp_path: Path, capsys) -> None:
+    """But not the guidance of a teacher; and without a base it says which heads it takes."""
+    base, pth, out = base_folder(tmp_path / "base"), tmp_path / "dense.pth", tmp_path / "out"
+    save(Options(text=32, head_dim=64), pth)
+    path = base / "transformer" / "config.json"
+    heads = {"num_attention_heads": 4, "attention_head_dim": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | heads))
+    teacher = {"sampler": "scheduler", "steps": 50, "guidance_scale": 5.0, "guidance_scale_2": 3.0}
+    (base / "turbo_rcm.json").write_text(json.dumps(teacher | {"height": 64, "note": "mine"}))
+    for more, code, text in (
+        (["--base", base, "--heads", 2], 2, "num_attention_heads: 4 there, 2 in the checkpoint"),
+        (["--heads", 4], 0, ""),
+        (["--force"], 0, "2 heads of 128 channels: --heads N if that is wrong"),
+        (["--force", "--base", base], 0, ""),
+    ):
+        assert main(["convert", str(pth), str(out), *map(str, more)]) == code
+        told = " ".join("".join(capsys.readouterr()).split())
+        assert text in told and ("in the checkpoint" in told or "channels" in told) == bool(text)
+    heads["rope_max_seq_len"] = 64  # which no weight shows
+    assert heads.items() <= json.loads((out / "transformer" / "config.json").read_text()).items()
+    assert (out / "vae").is_symlink() and (out / "text_encoder").resolve() == base / "text_encoder"
+    scheduler = load_pipeline(out, device="cpu").scheduler
+    assert isinstance(scheduler, RCMScheduler) and scheduler.config.sigma_max == 80
+    own = {"sampler": "rcm", "steps": 4, "sigma_max": 80.0, "guidance_scale": 1.0}
+    assert json.loads((out / "turbo_rcm.json").read_text()) == own | {"height": 64}
+    every = {field.name for field in fields(Settings)}
+    dropped = {"guidance_scale_2", "lora"}
+    assert every == {*_KEPT, *own, *dropped}, "convert decides about every setting"
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +253,3 @@ def test_a_wrong_base_is_named(whole: Path, pth: Path, tmp_path: Path) -> None:
         assert not out.exists()
         (base / file).write_bytes(before)
     convert_pipeline(pth, out, base=base)
-
-
-def test_a_base_of_another_family(pth: Path, whole: Path, tmp_path: Path) -> None:
-    from turbo_rcm_patch.tiny import TINY_COGVIDEOX
-
-    with pytest.raises(ModelFolderError, match=r"_class_name.*the same Wan model.*CogVideoX"):
-        convert_pipeline(pth, tmp_path / "out", base=TINY_COGVIDEOX)
-    with pytest.raises(ModelFolderError, match="has no model_index.json"):
-        convert_pipeline(pth, tmp_path / "out", base=whole / "transformer")

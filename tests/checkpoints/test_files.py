@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import folder as folder_module
 from turbo_rcm_patch.checkpoints import load_int8_only, read_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
-from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
+from turbo_rcm_patch.checkpoints.extra_file import stored_tensors
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
 WEIGHTS = "diffusion_pytorch_model"
@@ -43,26 +44,17 @@ def pth(tmp_path: Path) -> Path:
 # Damage.
 
 
-@pytest.mark.parametrize("at", [0.3, 0.9])
-def test_a_zeroed_middle_is_noticed(at: float, pth: Path, tmp_path: Path) -> None:
-    with pth.open("r+b") as file:
-        file.seek(int(at * pth.stat().st_size))
-        file.write(bytes(4096))
-    with pytest.raises(CheckpointError, match=r"damaged: the checksum of its record .*data/"):
-        read_checkpoint(pth)
+def test_any_damage_is_a_typed_error(pth: Path, tmp_path: Path) -> None:
+    whole, draw = pth.read_bytes(), random.Random(0)
+    junk = [(int(at * len(whole)), bytes(4096)) for at in (0.3, 0.9)]
+    junk += [(draw.randrange(len(whole) - 4096), draw.randbytes(4096)) for _ in range(25)]
+    for at, content in junk:
+        pth.write_bytes(whole[:at] + content + whole[at + 4096 :])
+        with pytest.raises(CheckpointError) as caught:
+            read_checkpoint(pth)
+        assert any(content) or "CRC-32 for file" in str(caught.value)
     assert main(["convert", str(pth), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
-
-
-def test_any_damage_is_a_typed_error(pth: Path) -> None:
-    whole, draw = pth.read_bytes(), random.Random(0)
-    for _ in range(25):
-        junk = bytearray(whole)
-        at = draw.randrange(len(whole) - 4096)
-        junk[at : at + 4096] = draw.randbytes(4096)
-        pth.write_bytes(junk)
-        with pytest.raises(CheckpointError):
-            read_checkpoint(pth)
     for _ in range(25):  # Without checksums and directory, as torch's old format.
         pth.write_bytes(b"\x80\x02" + draw.randbytes(2**16))
         with pytest.raises(CheckpointError):
@@ -78,12 +70,6 @@ def test_files_without_checksums_are_read(pth: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(before)
     assert read_checkpoint(pth).tensors.keys() == state.keys()
-
-
-def test_progress_of_the_check_is_shown(pth: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    read_checkpoint(pth, progress=lambda *update: seen.append(update))
-    assert {stage for stage, _, _ in seen} == {"check"} and seen[-1][1] == seen[-1][2]
 
 
 # Hostile files.
@@ -116,6 +102,33 @@ def archive(path: Path, records: dict[str, bytes]) -> None:
             file.writestr(f"archive/{name}", content)
 
 
+def compressed(path: Path) -> None:
+    """torch would map compressed bytes as the weights."""
+    torch.save(state_dict(TINY), path)
+    with zipfile.ZipFile(path) as old:
+        records = {item.filename: old.read(item) for item in old.infolist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in records.items():
+            new.writestr(name, content, zipfile.ZIP_DEFLATED)
+
+
+def doubled(path: Path) -> None:
+    torch.save(state_dict(TINY), path)
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as twice:
+        twice.writestr("in/data/0", b"0" * 16)
+
+
+def ring(keys: int) -> dict[str, Any]:
+    """A dictionary that holds itself."""
+    made: dict[str, Any] = {}
+    made.update({f"k{i}": made for i in range(keys)})
+    return made
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 ONE = torch.ones(1)
 #: What lies at the path (bytes, what torch saves, a function that makes it, None for nothing), and
 #: what the error says.
@@ -139,9 +152,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda p: archive(p, dict.fromkeys(("constants.pkl", "data.pkl", "version"), b"3")),
         "TorchScript",
     ),
+    "compressed": (compressed, "compressed weights"),
+    "record twice": (doubled, "two records with the same name"),
+    "ring": (ring(5000), "the weights of TurboDiffusion's WanModel"),
+    # Tensors without their bytes.
+    "expanded": (lambda p: tiny(p, torch.ones(1, 1).expand(320, 256)), "a plain, dense tensor"),
+    "meta": (lambda p: tiny(p, torch.ones(320, 256, device="meta")), "a plain, dense tensor"),
+    "sparse": (lambda p: tiny(p, torch.eye(320, 256).to_sparse()), "in.pth"),
+    "nested": (lambda p: tiny(p, nested()), "in.pth"),
 }
 
 
+def tiny(path: Path, weight: torch.Tensor) -> None:
+    torch.save(state_dict(TINY) | {KEY: weight}, path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse|sparse)")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
     path, (content, text) = tmp_path / "in.pth", REFUSED[name]
@@ -184,35 +211,6 @@ def test_a_zip_bomb_is_refused_unread(tmp_path: Path) -> None:
     assert int(grown) < 64 * 2**10, f"{grown} KiB"
 
 
-def test_archives_that_torch_did_not_write(pth: Path, tmp_path: Path) -> None:
-    """torch would map compressed bytes as the weights."""
-    with zipfile.ZipFile(pth) as old, zipfile.ZipFile(tmp_path / "z.pth", "w") as new:
-        for item in old.infolist():
-            new.writestr(item.filename, old.read(item), zipfile.ZIP_DEFLATED)
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(pth, "a") as twice:
-        twice.writestr("in/data/0", b"0" * 16)
-    for name, text in (("z", "compressed weights"), ("in", "two records with the same name")):
-        with pytest.raises(CheckpointError, match=text):
-            read_checkpoint(tmp_path / f"{name}.pth")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.ones(1, 1).expand(320, 256),
-        lambda: torch.ones(320, 256, device="meta"),
-        lambda: torch.eye(320, 256).to_sparse(),
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    ],
-    ids=["expanded", "meta", "sparse", "nested"],
-)
-def test_tensors_without_their_bytes_are_refused(make, tmp_path) -> None:
-    torch.save(state_dict(TINY) | {KEY: make()}, tmp_path / "in.pth")
-    with pytest.raises(CheckpointError):
-        read_checkpoint(tmp_path / "in.pth")
-
-
 @pytest.mark.timeout(60)
 def test_a_high_number_of_a_block_is_one_name(tmp_path: Path) -> None:
     for number in ("999999999", "9" * 5000, "²"):
@@ -224,40 +222,19 @@ def test_a_high_number_of_a_block_is_one_name(tmp_path: Path) -> None:
         assert len(caught.value.missing) < 40
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("keys", [1, 5000])
-def test_a_dictionary_that_holds_itself_ends(keys: int, tmp_path: Path) -> None:
-    state = state_dict(TINY)
-    ring: dict[str, Any] = {}
-    ring.update({f"k{i}": ring for i in range(keys)})
-    torch.save({"model": state, "ring": ring}, tmp_path / "in.pth")
-    assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
-    torch.save(ring, tmp_path / "in.pth")
-    with pytest.raises(CheckpointError):
-        read_checkpoint(tmp_path / "in.pth")
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
-def test_an_interrupt_is_no_damage(kind: str, pth: Path, tmp_path: Path) -> None:
+def test_an_interrupt_is_no_damage(pth: Path, tmp_path: Path) -> None:
     """Ctrl-C at any moment of reading stays KeyboardInterrupt, inside of libraries too."""
-    tensors = {f"{i}": torch.ones(2) for i in range(200)}
-    save_file(tensors, tmp_path / "in.safetensors")
-    stored, draw = StoredTensors(tmp_path / "in.safetensors"), random.Random(0)
-
-    def read() -> None:
-        for key in tensors:
-            stored[key]
-
-    interrupted = 0
-    for _ in range(40):
-        given = os.kill, (os.getpid(), signal.SIGINT)
-        timer = threading.Timer(draw.uniform(1e-3, 0.02), *given)
+    save_file({f"{i}": torch.ones(2) for i in range(200)}, tmp_path / "in.safetensors")
+    draw, interrupted = random.Random(0), 0
+    reading = [partial(read_checkpoint, pth), partial(stored_tensors, tmp_path / "in.safetensors")]
+    for read in reading * 20:
+        timer = threading.Timer(draw.uniform(1e-3, 0.02), os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
             end = time.monotonic() + 1
             while time.monotonic() < end:
-                read() if kind == "safetensors" else read_checkpoint(pth)
+                read()
             timer.join()
         except KeyboardInterrupt:
             interrupted += 1
@@ -309,6 +286,7 @@ def test_weights_beside_a_network_are_left_out_only_if_it_is_named(tmp_path, cap
         "rng": {"torch": torch.get_rng_state()},
         "step": torch.tensor(3.0),
         "log": {"module": 1, "_orig_mod": 2},
+        "ring": ring(1),
     }
     torch.save({"model": state} | harmless, path)
     assert torch.equal(read_checkpoint(path).tensors[KEY], state[KEY]) and not caplog.text
@@ -337,16 +315,6 @@ def sharded(pth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "folder"
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "a\\..\\b", 3, ".."])
-def test_an_index_does_not_lead_out_of_its_folder(name: Any, sharded: Path) -> None:
-    index = sharded / f"{WEIGHTS}.safetensors.index.json"
-    listing = json.loads(index.read_text())
-    listing["weight_map"]["proj_out.weight"] = name
-    index.write_text(json.dumps(listing))
-    with pytest.raises(CheckpointError, match="in the same folder"):
-        load_int8_only(sharded)
-
-
 def test_links_into_a_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
     """As the hub's cache has its files."""
     blobs = tmp_path / "blobs"
@@ -364,7 +332,16 @@ def test_folders_that_are_not_whole(sharded: Path) -> None:
     first = next(iter(load_file(shards[0])))
     name = next(name for name in tensors if name.endswith("weight"))
     int8 = {name: tensors[name].to(torch.int8)}
+    listing = json.loads(index.read_text())
+
+    def leads(to: Any) -> None:
+        places = listing["weight_map"] | {"proj_out.weight": to}
+        index.write_text(json.dumps(listing | {"weight_map": places}))
+
+    outside = ("../../secret.safetensors", "/etc/passwd", "a\\..\\b", 3, "..")
     for damage, text in (
+        *((partial(leads, to), "in the same folder") for to in outside),
+        (lambda: index.write_text(json.dumps(listing)), ""),
         (shards[1].unlink, f"{shards[1].name} is missing"),
         (lambda: shards[1].write_bytes(whole[: len(whole) // 2]), f"{shards[1].name} is missing"),
         (lambda: save_file(tensors | {first: torch.ones(2)}, shards[1]), "occurs twice"),
@@ -373,5 +350,8 @@ def test_folders_that_are_not_whole(sharded: Path) -> None:
         (index.unlink, "is missing"),
     ):
         damage()
-        with pytest.raises(CheckpointError, match=text):
+        if text:
+            with pytest.raises(CheckpointError, match=text):
+                load_int8_only(sharded)
+        else:
             load_int8_only(sharded)

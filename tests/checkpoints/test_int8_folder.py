@@ -15,7 +15,7 @@ from tests.checkpoints.wan_model import QUANT, SLA, Options, converted, load, ru
 from tests.measures import relative_l2
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched
 from turbo_rcm_patch.checkpoints import load_int8_only
-from turbo_rcm_patch.errors import CheckpointError, DroppedWeightError
+from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.sla import held_proj_l
 
@@ -85,7 +85,7 @@ def test_no_product_is_kept_in_memory(tmp_path: Path) -> None:
     model = load_int8_only(converted(QUANT, tmp_path, int8_only=True))
     linears = {name: m for name, m in model.named_modules() if type(m) is Int8Linear}
     assert len(linears) == 20
-    with pytest.raises(DroppedWeightError):
+    with pytest.raises(RuntimeError, match="require gradients"):
         model.requires_grad_(True)
     state = torch.load(tmp_path / "in.pth", weights_only=True)
     int8 = sum(t.nbytes for n, t in state.items() if n.endswith((".int8_weight", ".scale")))
@@ -117,13 +117,13 @@ def test_what_is_no_such_folder_or_a_damaged_one(tmp_path: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     key = "blocks.1.ffn.net.2"
     for change, error in (
-        ({f"{key}.weight_scale_bits": None}, "int8 and scales of the shape.*with none"),
+        ({f"{key}.weight_scale_bits": None}, "with scales None"),
         ({f"{key}.weight_int8": None}, "missing"),
         ({f"{key}.bias": None}, "missing"),
         ({"blocks.9.bias": torch.zeros(2)}, "unexpected"),
         ({f"{key}.weight": torch.zeros(2)}, "unexpected"),
         ({f"{key}.bias": torch.zeros(2)}, "mismatched"),
-        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "of the shape"),
+        ({f"{key}.weight_scale_bits": torch.zeros(2, 7, dtype=torch.int32)}, "one a row"),
     ):
         changed = {n: t for n, t in (tensors | change).items() if t is not None}
         save_file(changed, folder / WEIGHTS)

@@ -154,8 +154,11 @@ def converted(o: Options, place: Path, name: str = "folder", *, seed: int = 0, *
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a converted folder with diffusers' class."""
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    """Load a converted folder with diffusers' class, which has to find every weight."""
+    model, info = WanTransformer3DModel.from_pretrained(
+        folder, torch_dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")), info
     return model.eval()
 
 

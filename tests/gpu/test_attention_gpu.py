@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
 from tests.gpu.common import random, skip_without
 from tests.inputs import attention_inputs
 from tests.measures import relative_l2, truth
 from tests.ops.test_sageattn import each_layout, each_view, exact, inputs
-from turbo_rcm_patch import ops, register_backend, sageattn, unregister_backend
+from turbo_rcm_patch import ops, sageattn
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.attention import api, online_softmax
 from turbo_rcm_patch.ops.attention import triton as kernel
@@ -67,58 +66,46 @@ def almost_equal(x: Tensor, y: Tensor) -> None:
     assert (apart > 0).float().mean() < 1e-4
 
 
+_SIZES = [(1, 4096, 4096, None), (1, 1000, 333, None), (2, 70, 640, None)]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    ("batch", "n_q", "n_kv", "lengths"),
-    [(1, 4096, 4096, None), (1, 1000, 333, None), (2, 193, 129, (0, 129)), (2, 70, 640, (1, 500))],
+    ("dtype", "pv", "batch", "n_q", "n_kv", "lengths"),
+    [
+        *((torch.bfloat16, "fp8", *size) for size in _SIZES),
+        *(
+            (torch.bfloat16, "fp8", 2, *size)
+            for size in ((193, 129, (0, 129)), (70, 640, (1, 500)))
+        ),
+        *((torch.bfloat16, "bf16", *size) for size in _SIZES),
+        *((torch.float16, "fp16", *size) for size in _SIZES),
+        (torch.float16, "bf16", 2, 193, 129, None),
+    ],
 )
 def test_the_hopper_kernel_equals_the_portable_one(
-    head_dim: int, batch: int, n_q: int, n_kv: int, lengths: tuple[int, ...] | None
-) -> None:
-    """With 128 channels bit for bit: the same arithmetic in another order of loads. With 64 an
-    eighth of the exponentials is a polynomial, whose error of 7.5e-5 moves a few e4m3 roundings.
+    head_dim: int, dtype: torch.dtype, pv: Any, batch: int, n_q: int, n_kv: int,
+    lengths: tuple[int, ...] | None,
+) -> None:  # fmt: skip
+    """With fp8 and 128 channels bit for bit: the same arithmetic in another order of loads. With
+    64 an eighth of the exponentials is a polynomial, whose error of 7.5e-5 moves a few e4m3
+    roundings. In 16 bits the tiles differ, so sums are rounded in another order.
     """
-    device = hopper()
-    heads = 3
-    q, k, v = (random(batch, n, heads * head_dim) for n in (n_q, n_kv, n_kv))
-    if lengths is not None:
-        lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
-    inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, want_lse=True)
-    own, own_lse = launch_attention(inputs)
-    portable, portable_lse = torch.empty_like(own), torch.empty_like(own_lse)
-    kernel.launch_kernel(inputs, quantize(inputs), (portable,), portable_lse)
-    assert torch.isfinite(own).all()
-    if head_dim == 128:
-        assert torch.equal(own, portable)
-        assert torch.equal(own_lse, portable_lse)
-    else:
-        assert relative_l2(own, portable) < 4e-3  # fp8 itself: 0.037
-        assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    ("dtype", "pv"),
-    [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float16, "bf16")],
-)
-@pytest.mark.parametrize(
-    ("batch", "n_q", "n_kv"), [(1, 4096, 4096), (1, 1000, 333), (2, 193, 129), (2, 70, 640)]
-)
-def test_the_hopper_kernel_equals_the_portable_one_with_values_in_16_bits(
-    head_dim: int, dtype: torch.dtype, pv: Any, batch: int, n_q: int, n_kv: int
-) -> None:
-    """The tiles differ, so sums are rounded in another order."""
-    hopper()
-    heads = 3
+    device, heads = hopper(), 3
     q, k, v = (random(batch, n, heads * head_dim).to(dtype) for n in (n_q, n_kv, n_kv))
-    inputs = attention_inputs(q, k, v, heads=heads, pv=pv, want_lse=True)
+    counts = None if lengths is None else torch.tensor(lengths, device=device, dtype=torch.int32)
+    inputs = attention_inputs(q, k, v, heads=heads, pv=pv, kv_lengths=counts, want_lse=True)
     with names_of_kernels() as launched:
         own, own_lse = launch_attention(inputs)
     assert "hopper_kernel" in launched
     portable, portable_lse = torch.empty_like(own), torch.empty_like(own_lse)
     kernel.launch_kernel(inputs, quantize(inputs), (portable,), portable_lse)
-    assert relative_l2(own, portable) < (1e-3 if pv == "fp16" else 4e-3)
-    assert torch.allclose(own_lse, portable_lse, rtol=0, atol=2e-3)
+    assert torch.isfinite(own).all()
+    if pv == "fp8" and head_dim == 128:
+        assert torch.equal(own, portable) and torch.equal(own_lse, portable_lse)
+        return
+    assert relative_l2(own, portable) < (1e-3 if pv == "fp16" else 4e-3)  # fp8 itself: 0.037
+    assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2 if pv == "fp8" else 2e-3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -191,30 +178,6 @@ def test_the_hopper_prologue_equals_the_portable_one(
         assert torch.equal(*levels)  # the sums of errors too: they are integers
 
 
-def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
-    hopper()
-    q = random(1, 256, 256)
-    k, v = torch.zeros_like(q), torch.randn_like(q)
-    q[0, 3, 5] = float("nan")
-    operands = quantize(attention_inputs(q, k, v, heads=2, sm_scale=0.1))
-    assert torch.isnan(operands.queries.scale).nonzero().tolist() == [[0, 0, 3]]
-    assert not operands.keys.int8.any()
-    assert torch.isfinite(operands.keys.scale).all()
-
-
-def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue() -> None:
-    """A row that begins 8 bytes off, as a view into another tensor may."""
-    hopper()
-    wide = random(1, 512, 3 * 128 + 4)
-    q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))
-    with names_of_kernels() as launched:
-        off = quantize(attention_inputs(q, k, v, heads=1, sm_scale=0.1))
-    assert not any("hopper" in name for name in launched)
-    rows = (x.contiguous() for x in (q, k, v))
-    dense = quantize(attention_inputs(*rows, heads=1, sm_scale=0.1))
-    almost_equal(off.queries.int8, dense.queries.int8)
-
-
 # --- offsets and lengths -------------------------------------------------------------------------
 
 
@@ -250,19 +213,6 @@ def test_attention_reads_addresses_of_any_alignment(offset: int, dtype: torch.dt
         spec = ops.AttentionSpec(heads=HEADS, attention=attention)  # type: ignore[arg-type]
         out = ops.attention_skip(*x, spec)
         assert torch.equal(out, ops.attention_skip(*(y.clone() for y in x), spec))
-
-
-@pytest.mark.parametrize("dim", [64, 40])  # Hopper's own kernels, and the portable ones
-@pytest.mark.parametrize("pv", ["fp8", "bf16"])
-def test_lengths_past_32_bits_are_right(pv: str, dim: int) -> None:
-    if pv == "fp8":
-        fp8_spec()
-    q, k, v = (random(2, 333, 2 * dim) for _ in range(3))
-    plain = ops.AttentionSpec(heads=2, pv=pv)  # type: ignore[arg-type]
-    lengths = torch.tensor([2**31, 2**40 + 3], device="cuda")
-    out = ops.attention_skip(q, k, v, plain)
-    # With lengths, v's scales and k's mean are found by other code.
-    assert relative_l2(ops.attention_skip(q, k, v, plain, kv_lengths=lengths), out) < 0.01
 
 
 @pytest.mark.parametrize("n", [65_537, 200_003])
@@ -354,17 +304,6 @@ def test_sageattn_against_exact_attention(
     expected = exact(q, k, v, layout, is_causal=causal)
     for one in (out, sageattn(q, k, v, layout, causal)):
         assert relative_l2(one, expected) < SAGE_FLOOR[tokens]
-
-
-def test_grouped_queries_and_the_backend() -> None:
-    q, k, v = (random(1, 1500, heads, 64) for heads in (6, 2, 2))
-    exact = dispatch_attention_fn(q.float(), k.float(), v.float(), enable_gqa=True)
-    name = register_backend()
-    try:
-        out = dispatch_attention_fn(q, k, v, enable_gqa=True, backend=name)
-    finally:
-        unregister_backend()
-    assert relative_l2(out, exact) < 0.02
 
 
 def test_sage_runs_the_package() -> None:

@@ -33,7 +33,7 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
 ) -> None:  # fmt: skip
     from turbo_rcm_patch.ops.launch import target_of
     from turbo_rcm_patch.ops.sparse_linear import hopper, triton
-    from turbo_rcm_patch.ops.sparse_linear.api import KERNELS, KeysAndValues
+    from turbo_rcm_patch.ops.sparse_linear.api import KERNELS
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -42,7 +42,7 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     if not strided:
         k, v = k.contiguous(), v.contiguous()
     mean = k.float().mean(1).view(batch, heads, dim).to(dtype)
-    assert KERNELS[0].serves(target_of(k.device), KeysAndValues(k, v, heads, block_k))
+    assert KERNELS[0].serves(target_of(k.device), (k, v, heads, block_k))
     own = hopper.launch_key_sums(k, v, mean, heads=heads, block_k=block_k)
     portable = triton.launch_key_sums(k, v, mean, heads=heads, block_k=block_k)
     # Sums in another order; a mean of a block may then round the other way.

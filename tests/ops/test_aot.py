@@ -23,9 +23,6 @@ from tools.aot import AMPERE, HOPPER, Result, compiled, faults, order_faults, st
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
-from turbo_rcm_patch.ops.conv3d import api as conv3d
-from turbo_rcm_patch.ops.conv3d.formats import Call
-from turbo_rcm_patch.ops.dispatch import choose
 from turbo_rcm_patch.ops.formats import AttentionInputs
 from turbo_rcm_patch.ops.launch import Target, compile_ahead
 from turbo_rcm_patch.ops.residual import triton as residual
@@ -100,15 +97,11 @@ def test_a_broken_limit_is_named(change: dict[str, object], words: str) -> None:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper() -> Iterator[None]:
     """What is asked of an H200 where tensors are on the meta device."""
     needs_hopper_kernels()
 
-    def chosen(call: Call, *more: Any, **options: Any) -> torch.Tensor:
-        return choose(conv3d.KERNELS, call.x.device, call)(call, *more, **options)
-
     with stand_in(HOPPER):
-        monkeypatch.setattr(conv3d, "_reference", lambda: chosen)
         yield
 
 

@@ -24,8 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -43,12 +41,10 @@ from turbo_rcm_patch.ops.attention.api import (
 from turbo_rcm_patch.ops.attention.emulation import (
     hadamard,
     sample_sum_of_v,
-    scaled_v,
-    value_errors,
     value_levels,
 )
 from turbo_rcm_patch.ops.attention.reference import exact_attention, norm_rope, split_heads
-from turbo_rcm_patch.ops.formats import hadamard_width, scale_block
+from turbo_rcm_patch.ops.formats import hadamard_width
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -72,12 +68,6 @@ def rotary(on: Implementation, n: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 # --- against fp64, and a kernel against the emulation --------------------------------------------
-
-
-def test_keys_that_share_a_scale_are_those_that_a_kernel_takes_at_once() -> None:
-    """Powers of two, as many as fit beside a head of so many channels."""
-    found = {dim: scale_block(dim) for dim in (32, 64, 72, 96, 128, 136, 160, 256)}
-    assert found == {32: 128, 64: 128, 72: 64, 96: 64, 128: 128, 136: 32, 160: 32, 256: 32}
 
 
 @dataclass(frozen=True)
@@ -145,6 +135,10 @@ ON_A_GPU = [
         Case(f"d{dim}-per-head", 1, 3, 333, 333, dim, norm="head", rope=True)
         for dim in (40, 72, 80, 96, 160, 256)
     ),
+    *(
+        Case(f"d{dim}-lengths-of-64-bits", 2, 2, 333, 333, dim, lengths=(2**31, 2**40 + 3))
+        for dim in (64, 40)
+    ),
     Case("fp32-inputs", 1, 2, 300, 400, 64, dtype=FP32),
     Case("fp16-inputs-unsmoothed", 1, 2, 300, 400, 64, smooth=False, dtype=FP16),
 ]
@@ -192,7 +186,8 @@ def test_exact_attention_and_its_logsumexp_are_those_of_fp64(case: Case) -> None
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
     # Without a logsumexp torch's own attention runs, on q and k in the dtype of v.
     rounded = 3e-6 if v.dtype == FP32 else 1e-2
-    assert relative_l2(attention_skip(q, k, v, spec, **arguments), exact) < rounded
+    out, _ = attention_lse(q, k, v, spec, want_lse=False, **arguments)
+    assert relative_l2(out, exact) < rounded
 
 
 def spec_of(case: Case, **more: Any) -> AttentionSpec:
@@ -300,17 +295,6 @@ def error_of_the_formats(
 # --- what costs accuracy -------------------------------------------------------------------------
 
 
-def test_int4_attention_is_visibly_worse_than_int8() -> None:
-    q, k, v = inputs(1, 300, 300, 128)
-    errors = [
-        relative_l2(
-            attention_skip(q, k, v, AttentionSpec(heads=2, attention=one)), truth(q, k, v, 2)
-        )
-        for one in ("int8", "int4")
-    ]
-    assert errors[1] > 10 * errors[0]
-
-
 def test_channels_that_stick_out_of_q_and_k_cost_little() -> None:
     """A few channels of q and k ten times as loud: without mixing the error is twice as large."""
     q, k, v = inputs(1, 512, 512, 64)
@@ -345,10 +329,14 @@ def test_smoothing_and_mixing_halve_the_error_of_outlying_channels(
 #: Relative L1 at N(0, 1), heads of 128. Without the mean of v's rounding errors fp8 has 0.0380.
 @pytest.mark.parametrize(("pv", "limit"), [("fp8", 0.0352), ("bf16", 0.0119)])
 def test_the_relative_l1_error_is_as_small_as_said(pv: str, limit: float) -> None:
+    """And that of int4 is more than three times as large."""
     q, k, v = (torch.randn(1, 1024, 128).bfloat16() for _ in range(3))
-    out = attention_skip(q, k, v, AttentionSpec(heads=1, pv=pv), out_dtype=FP32)
-    exact = truth(q, k, v, 1)
-    assert (out.double() - exact).abs().sum() / exact.abs().sum() < limit
+    exact, spec = truth(q, k, v, 1), AttentionSpec(heads=1, pv=pv)
+    errors = []
+    for one in (spec, replace(spec, attention="int4")):
+        out = attention_skip(q, k, v, one, out_dtype=FP32)
+        errors.append((out.double() - exact).abs().sum() / exact.abs().sum())
+    assert errors[0] < limit and errors[1] > 3 * errors[0]
 
 
 # --- values in e4m3 ------------------------------------------------------------------------------
@@ -401,15 +389,14 @@ def test_v_in_e4m3_lies_in_the_order_of_p(on: Implementation) -> None:
 def test_the_levels_of_v_in_e4m3_are_those_of_the_emulation(
     on: Implementation, n: int, dim: int
 ) -> None:
-    """Scale and mean bit for bit, because the order of the sum is part of the contract; the sum of
-    errors against the e4m3 values that were written, whatever the interpreter's cast is."""
+    """Bit for bit, because the order of the sum is part of the contract."""
     heads, lengths = 2, torch.tensor([n, n // 3, 0], dtype=torch.int32)
     q, k = (torch.randn(3, n, heads * dim) for _ in range(2))
     v = torch.randn(3, n, heads * dim) + 2 * torch.randn(heads * dim)
     v[1, n // 3 :], v[2] = float("nan"), float("nan")
     values = quantize(attention_inputs(q, k, v, heads=heads, kv_lengths=lengths)).values
     assert values is not None
-    scale, mean, errors = values.levels[..., :dim].unbind(2)
+    scale, mean, _ = values.levels[..., :dim].unbind(2)
     step = -(-n // 256)
     v = torch.unflatten(v, 2, (heads, dim)).transpose(1, 2)
     v[1, :, n // 3 :], v[2] = 0.0, 0.0
@@ -419,27 +406,14 @@ def test_the_levels_of_v_in_e4m3_are_those_of_the_emulation(
     assert torch.equal(mean, expected_mean)
     assert torch.equal(scale, amax / 448)
     assert not mean[2].any()
-    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e).
-    p = torch.arange(values.e4m3.shape[3])
-    token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
-    written = torch.empty(3, heads, len(p), dim)
-    written[:, :, token] = values.e4m3[:, :, :dim].float().transpose(2, 3)
-    assert not written[0, :, n:].any() and not written[1, :, n // 3 :].any()
-    exact = scaled_v(v, mean, amax)
-    exact[1, :, n // 3 :], exact[2] = 0.0, 0.0
-    far = (exact - written[:, :, :n]).abs() > 2.0**-3 * exact.abs() + 1e-2
-    assert far.float().mean() < 0.05  # half a step, but for the cast's faults
-    counted = errors.contiguous().view(torch.int32)
-    assert torch.equal(counted, value_errors(exact, written[:, :, :n]).int())
-    assert not counted[2].any() and counted[:2].any()
 
 
 # --- values at the edge of a format --------------------------------------------------------------
 
 
-@over("reference", "interpreter")
+@over("reference", "interpreter", "gpu")
 def test_nan_in_a_query_stays_visible_in_its_own_row(on: Implementation) -> None:
-    q, k, v = (torch.randn(1, 70, 64) for _ in range(3))
+    q, k, v = (on.randn(1, 70, 64, dtype=FP16) for _ in range(3))
     q[0, 3, 5] = float("nan")
     out = attention_skip(q, k, v, AttentionSpec(heads=1, pv="fp16", impl=on.impl))
     assert out[0, 3].isnan().all()
@@ -473,47 +447,6 @@ def test_large_logits_have_an_attention(pv: str, size: float) -> None:
 
 
 # --- norm and rotary embedding of q and k --------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("family", ["wan", "cogvideox"])
-def test_the_norm_and_rotary_embedding_are_those_of_diffusers(
-    family: str, dtype: torch.dtype
-) -> None:
-    """Against diffusers' own processors: across heads, and a layer norm of each head, which runs
-    over a text of no tokens."""
-    heads, dim = 3, 32
-    if family == "wan":
-        module = WanAttention(
-            dim=heads * dim, heads=heads, dim_head=dim, eps=1e-6, processor=WanAttnProcessor()
-        )
-    else:
-        module = Attention(
-            query_dim=heads * dim, heads=heads, dim_head=dim, qk_norm="layer_norm", eps=1e-6,
-            bias=True, processor=CogVideoXAttnProcessor2_0(),
-        )  # fmt: skip
-    module = module.to(dtype).eval()
-    norms = {}
-    for name in ("norm_q", "norm_k"):
-        norm = getattr(module, name)
-        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-        norms[name] = norm.weight
-        if family == "cogvideox":
-            torch.nn.init.normal_(norm.bias)
-            norms[f"{name}_bias"] = norm.bias
-    module.to_out = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
-    hidden = torch.randn(2, 50, heads * dim).to(dtype)
-    shape = (1, 50, 1, dim) if family == "wan" else (50, dim)
-    cos, sin = (x.view(shape) for x in rotary(Implementation("reference", "cpu", ""), 50, dim))
-    with torch.no_grad():
-        if family == "wan":
-            expected = module(hidden, rotary_emb=(cos, sin))
-        else:
-            expected, _ = module(hidden, hidden[:, :0], image_rotary_emb=(cos, sin))
-        qkv = module.to_q(hidden), module.to_k(hidden), module.to_v(hidden)
-        spec = AttentionSpec(heads=heads, attention="exact")
-        out = attention_skip(*qkv, spec, rotary=(cos, sin), **norms)
-    assert relative_l2(out, expected) < {FP32: 1e-6}.get(dtype, 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["across", "head", "layer"])
@@ -569,9 +502,9 @@ def test_normalised_and_rotated_rows_are_rounded_once(
     qh, kh = (norm_rope(x, heads, weight=w, **wide) for x, w in zip((q, k), weights, strict=True))
     assert relative_l2(split_heads(made, heads), qh) < (3e-6 if dtype == FP32 else 2e-3)
     spec = AttentionSpec(heads=heads, attention="exact", impl=on.impl)
-    out = attention_skip(
+    out, _ = attention_lse(
         q, k, v, spec, norm_q=weights[0], norm_k=weights[1], norm_q_bias=bias, norm_k_bias=bias,
-        rotary=table,
+        rotary=table, want_lse=False,
     )  # fmt: skip
     exact, _ = exact_attention(qh, kh, split_heads(v, heads).double(), sm_scale=dim**-0.5)
     # What rounding exact q and k and torch's own attention leave. A bias makes logits larger, and
@@ -607,33 +540,6 @@ def test_each_rank_gets_its_part_and_nothing_else_is_written(
     for one, part in zip(whole, attend(q, k, v, spec=spec).chunk(ranks, 1), strict=True):
         assert torch.equal(one[..., width : 2 * width], part)
         assert one.isnan().sum() == (ranks - 1) * part.numel()
-
-
-@over(interpreter={"smooth": [False, True], "rope": [False, True]})
-def test_the_bias_of_a_layer_norm_is_for_tokens_that_are_there(
-    on: Implementation, smooth: bool, rope: bool
-) -> None:
-    """Keys that are not seen are 0, and neither scales nor means know of them."""
-    k, weight, bias = torch.randn(1, 300, 64), torch.rand(64) + 0.5, 50 * torch.randn(64)
-    cos, sin = rotary(on, 300, 64) if rope else (None, None)
-    normed = norm_rope(k, 1, weight=weight, bias=bias, cos=cos, sin=sin, eps=1e-6)
-    for seen in (0, 200):
-        given = attention_inputs(
-            k, k, k, heads=1, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
-            cos=cos, sin=sin, kv_lengths=torch.tensor([seen], dtype=torch.int32), pv="fp16",
-            smooth_k=smooth, sm_scale=0.125, want_lse=True,
-        )  # fmt: skip
-        operands = quantize(given)
-        assert not operands.keys.int8[:, :, seen:].any()
-        assert torch.isfinite(operands.keys.scale).all()
-        assert (operands.keys.scale[:, :, -(-seen // 128) :] == 1 / 127).all()
-        assert not operands.queries.int8[:, :, 300:].any()
-        shift = operands.queries.shift
-        assert (shift is not None) == smooth
-        if shift is not None and seen:
-            mean = normed[:, :, :seen:2].mean(2, keepdim=True)  # every other token: 256 at most
-            expected = 0.125 * (normed * mean).sum(-1)
-            torch.testing.assert_close(shift[:, :, :300], expected, rtol=1e-4, atol=0.02)
 
 
 # --- layout, skip, dtype -------------------------------------------------------------------------

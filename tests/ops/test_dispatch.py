@@ -52,7 +52,7 @@ def test_e4m3_begins_with_compute_capability_8_9(card: tuple[int, int], has: boo
     if has:
         assert resolve_pv("fp8", CUDA, 1) == describe_pv("fp8", CUDA) == "fp8"
         return
-    with pytest.raises(Fp8UnsupportedError, match=r"8\.9.*capability [78]\.[56]"):
+    with pytest.raises(Fp8UnsupportedError, match=r"8\.9.*got [78]\.[56]"):
         resolve_pv("fp8", CUDA)
 
 
@@ -109,12 +109,6 @@ def test_triton_without_a_gpu_is_refused_with_a_remedy() -> None:
     for call in (lambda: attention_skip(x, x, x, spec), lambda: skip(x, x, impl="triton")):
         with pytest.raises(DeviceError, match="reference"):
             call()
-
-
-def test_a_gpu_that_nobody_sees_has_no_automatic_pv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="Name pv explicitly"):
-        resolve_pv("auto", CUDA)
 
 
 def test_a_triton_that_cannot_be_imported_is_said_before_a_forward(

@@ -15,7 +15,6 @@ from tests.measures import relative_l2
 from tests.patching.models import named, run
 from turbo_rcm_patch import errors, ops, patch_model, sageattn
 from turbo_rcm_patch.ops import AttentionSpec, Norms, Sparsity
-from turbo_rcm_patch.ops.attention.api import attend
 from turbo_rcm_patch.ops.formats import AttentionInputs, LinearInputs, Skip
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
 from turbo_rcm_patch.ops.register import split
@@ -69,11 +68,10 @@ CALLS: dict[str, Callable[..., Any]] = {
 #: Argument -> the operations that have it.
 HAVE = {
     "impl": "skip norm rows int8 weight",
-    "form": "norm rows fused",
+    "form": "fused",
     "out_dtype": "skip norm int8 attention fused sparse",
     "c_out": "skip attention fused",
     "c_skip": "skip attention fused",
-    "eps": "norm rows",
     "spec": "attention fused sparse",
     "q": "attention lse fused sparse sageattn",
     "v": "attention fused sparse sageattn",
@@ -104,132 +102,102 @@ ROWS = ops.norm_modulate_rows(torch.randn(1, 4, 33))
 OF_33 = {"weight_int8": x(7, 33, dtype=torch.int8), "weight_scale": x(7), "bias": None}
 FOUR = x(2, 2, 5, 8)
 
-#: Operation -> changes to good arguments, the error, and words of its message.
-REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+#: Operation -> changes to good arguments, and the error.
+REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
     "skip": [
-        ({"branch": x(2, 5, 9)}, SHAPE, "residual and branch"),
-        ({"c_out": X.to_sparse()}, SHAPE, "c_out.*dense.*to_dense"),
-        ({"c_skip": "2"}, DTYPE, "c_skip.*a number or a tensor"),
-        ({"c_out": x(3)}, SHAPE, r"c_out.*a float, \[2\]"),
+        ({"branch": x(2, 5, 9)}, SHAPE),
+        ({"c_out": X.to_sparse()}, SHAPE),
+        ({"c_out": x(3)}, SHAPE),
     ],
     "norm": [
-        ({"scale": x(15)}, SHAPE, "scale.*broadcasts"),
-        ({"x": X[0]}, SHAPE, r"x;.*\[batch, tokens, channels\]"),
-        ({"shift": x(16, dtype=torch.complex64)}, DTYPE, "shift.*real"),
+        ({"scale": x(15)}, SHAPE),
+        ({"x": X[0]}, SHAPE),
     ],
-    "rows": [({"x": X[:, :, :0], "scale": None, "shift": None}, SHAPE, "at least one channel")],
     "gelu": [
-        ({"bias": None}, DTYPE, "bias.*zeros"),
-        ({"weight": SQUARE.half()}, DTYPE, "weight.*the dtype of x"),
-        ({"weight": SQUARE[:, :7]}, SHAPE, r"weight.*\[Cout, 16\]"),
-        ({"x": X[0]}, SHAPE, "x;"),
+        ({"weight": SQUARE.half()}, DTYPE),
+        ({"weight": SQUARE[:, :7]}, SHAPE),
     ],
     "int8": [
-        ({"weight_int8": SQUARE}, DTYPE, "quantize_weight"),
-        ({"x": X.double()}, DTYPE, "x;"),
-        ({"x": X[0]}, SHAPE, "x;"),
-        ({"weight_scale": SCALE.half()}, DTYPE, "weight_scale.*float32"),
-        ({"weight_int8": WEIGHT[:, :7]}, SHAPE, r"weight_int8.*\[Cout, 16\]"),
-        ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\] or \[1, 1\]"),
-        ({"weight_scale": x(16, 1)}, SHAPE, "weight_scale"),
-        ({"bias": x(5)}, SHAPE, "bias"),
-        ({"activation": "relu"}, CONFIG, "gelu-tanh"),
-        (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
-        ({"x": ROWS, "out_dtype": X.dtype}, SHAPE, "weight_int8"),
-        (
-            OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype},
-            SHAPE, r"x;.*scale \[B, N\]",
-        ),
-        (
-            OF_33 | {"x": ops.Int8Tensor(ROWS.data.float(), ROWS.scale), "out_dtype": X.dtype},
-            DTYPE, "rows in int8 and float32",
-        ),
-        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
+        ({"weight_int8": SQUARE}, DTYPE),
+        ({"x": X.double()}, DTYPE),
+        ({"weight_scale": SCALE.half()}, DTYPE),
+        ({"weight_int8": WEIGHT[:, :7]}, SHAPE),
+        ({"weight_scale": x(15)}, SHAPE),
+        ({"bias": x(5)}, SHAPE),
+        ({"activation": "relu"}, CONFIG),
+        (OF_33 | {"x": ROWS}, CONFIG),
+        ({"x": ROWS, "out_dtype": X.dtype}, SHAPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, ROWS.scale[:, :2]), "out_dtype": X.dtype}, SHAPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data.half(), ROWS.scale), "out_dtype": X.dtype}, DTYPE),
+        (OF_33 | {"x": ops.Int8Tensor(ROWS.data, None), "out_dtype": X.dtype}, DTYPE),
     ],
     "weight": [
-        ({"weight": ROW}, SHAPE, r"weight.*\[Cout, K\]"),
-        ({"weight": SQUARE.double()}, DTYPE, "weight"),
-        ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE, str(ops.MAX_CHANNELS)),
+        ({"weight": ROW}, SHAPE),
+        ({"weight": SQUARE.double()}, DTYPE),
+        ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE),
     ],
     "attention": [
-        ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, heads \* head_dim\]"),
-        ({"v": x(2, 6, 16)}, SHAPE, "k and v"),
-        ({"q": X[:1]}, SHAPE, "k and v"),
-        ({"k": X.to_sparse()}, SHAPE, "k;.*to_dense"),
-        ({"spec": AttentionSpec(heads=3)}, SHAPE, "q;.*divisible by heads=3"),
-        ({"q": X[:, :0]}, SHAPE, "at least one token"),
-        (dict.fromkeys("kv", X[:, :0]), SHAPE, "at least one token"),
-        (dict.fromkeys("qkv", X[..., :0]), SHAPE, "channels"),
-        (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE, "head_dim; expected at most 256"),
-        (dict.fromkeys("qkv", X.double()), DTYPE, "q;"),
-        ({"v": X.half()}, DTYPE, "the dtype of q"),
-        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
-        ({"norm_q": x(5)}, SHAPE, r"norm_q.*\[16\] \(across heads\) or \[8\] \(per head\)"),
-        ({"norm_q": None, "norm_q_bias": x(8)}, SHAPE, "beside norm_q_bias"),
-        ({"norm_k": ROW, "norm_k_bias": x(16)}, SHAPE, "norm_k_bias"),
-        ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, "norm_k.*beside norm_k_bias"),
-        ({"norm_q": x(8), "norm_q_bias": x(8).double()}, DTYPE, "norm_q_bias"),
-        ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
-        ({"rotary": TABLE}, SHAPE, r"rotary.*a pair \(cos, sin\)"),
-        ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
+        ({"q": X[0]}, SHAPE),
+        ({"v": x(2, 6, 16)}, SHAPE),
+        ({"k": X.to_sparse()}, SHAPE),
+        ({"spec": AttentionSpec(heads=3)}, SHAPE),
+        ({"q": X[:, :0]}, SHAPE),
+        (dict.fromkeys("qkv", X[..., :0]), SHAPE),
+        (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE),
+        (dict.fromkeys("qkv", X.double()), DTYPE),
+        ({"v": X.half()}, DTYPE),
+        ({"residual": x(2, 5, 9)}, SHAPE),
+        ({"norm_q": x(5)}, SHAPE),
+        ({"rotary": (x(6, 8), x(6, 8))}, SHAPE),
+        ({"rotary": (TABLE.int(), TABLE)}, DTYPE),
         (
-            dict.fromkeys("qkv", x(1, 4, 6))
-            | {"norm_q": None, "residual": None, "rotary": (x(4, 3), x(4, 3))},
-            SHAPE, "an even head_dim with rotary",
+            dict.fromkeys(("q", "k", "v", "residual"), x(1, 4, 6))
+            | {"norm_q": None, "rotary": (x(4, 3), x(4, 3))}, SHAPE,
         ),
-        ({"kv_lengths": x(2, 5, 5).bool()}, MASK, "kv_lengths.*Only key padding"),
-        ({"kv_lengths": x(2)}, MASK, "int32 or int64"),
-        ({"spec": SAGE}, errors.DeviceError, "CUDA"),
-        ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK, "sage"),
+        ({"kv_lengths": x(2, 5, 5).bool()}, MASK),
+        ({"kv_lengths": x(2)}, MASK),
+        ({"spec": SAGE}, errors.DeviceError),
+        ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK),
     ],
-    "lse": [({"spec": SAGE}, errors.OpError, "no logsumexp")],
     "fused": [
-        ({"spec": EXACT}, CONFIG, "one-launch.*two-launch"),
-        ({"weight": SQUARE[:, :7]}, SHAPE, "weight"),
-        ({"weight": SQUARE.half()}, DTYPE, "weight.*ops.skip"),
-        ({"bias": x(5)}, SHAPE, "bias"),
-        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
+        ({"spec": EXACT}, CONFIG),
+        ({"residual": x(2, 5, 9)}, SHAPE),
     ],
     "sparse": [
-        ({"weight": x(4, 8)}, SHAPE, "weight of proj_l"),
-        ({"bias": x(4)}, SHAPE, "bias of proj_l"),
-        ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG, "causal=True"),
-        ({"spec": SAGE}, CONFIG, "sage"),
-        (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE, "head_dim.*at most 128"),
+        ({"weight": x(4, 8)}, SHAPE),
+        ({"bias": x(4)}, SHAPE),
+        ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG),
+        ({"spec": SAGE}, CONFIG),
+        (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE),
     ],
     "sageattn": [
-        ({"window": None}, CONFIG, "window.*patch_model"),
-        ({"pv_accum_dtype": "int4"}, CONFIG, "pv_accum_dtype"),
-        ({"smooth_v": True}, CONFIG, "smooth_v"),
-        ({"scale": 0.5, "sm_scale": 0.5}, CONFIG, "scale"),
-        ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
-        ({"q": FOUR[0]}, SHAPE, "four dimensions"),
-        ({"q": x(2, 3, 5, 8)}, SHAPE, "a multiple of the 2 heads"),
-        ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
-        ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
-        (
-            {"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK,
-            "as many queries as keys",
-        ),
-        ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK, "return_lse=True"),
-        ({"attn_mask": x(5, 5).int()}, MASK, "boolean or float"),
-        ({"attn_mask": x(4, 5).bool()}, MASK, "broadcasts"),
-        ({"sm_scale": NAN}, CONFIG, "sm_scale"),
-        ({"is_causal": 2}, CONFIG, "is_causal"),
-        ({"return_lse": "no"}, CONFIG, "return_lse"),
-        ({"smooth_k": 1}, CONFIG, "smooth_k"),
-        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),
-        (
-            dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE,
-            "at least one head, token and channel",
-        ),
+        ({"window": None}, CONFIG),
+        ({"pv_accum_dtype": "int4"}, CONFIG),
+        ({"scale": 0.5, "sm_scale": 0.5}, CONFIG),
+        ({"tensor_layout": "NDH"}, CONFIG),
+        ({"q": FOUR[0]}, SHAPE),
+        ({"q": x(2, 3, 5, 8)}, SHAPE),
+        ({"v": x(2, 2, 4, 8)}, SHAPE),
+        ({"k": FOUR.bfloat16()}, DTYPE),
+        (dict.fromkeys("kv", x(2, 2, 5, 4)), SHAPE),
+        (dict.fromkeys("kv", x(3, 2, 5, 8)), SHAPE),
+        ({"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK),
+        ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK),
+        ({"attn_mask": x(5, 5).int()}, MASK),
+        ({"attn_mask": x(4, 5).bool()}, MASK),
+        ({"sm_scale": NAN}, CONFIG),
+        ({"is_causal": 2}, CONFIG),
+        ({"return_lse": "no"}, CONFIG),
+        ({"smooth_k": 1}, CONFIG),
+        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE),
+        (dict.fromkeys("kv", FOUR[:, :, :0]) | {"return_lse": True}, SHAPE),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:this attention runs exactly")
 @pytest.mark.parametrize(
-    ("call", "changes", "error", "words"),
+    ("call", "changes", "error"),
     [
         pytest.param(call, *one, id=f"{call}-{number}-{'-'.join(one[0])}")
         for call, several in REFUSED.items()
@@ -237,11 +205,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
 )
 def test_what_does_not_fit_is_refused(
-    call: str, changes: dict[str, Any], error: type[Exception], words: str
+    call: str, changes: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(error, match="; expected ") as caught:
         CALLS[call](**changes)
-    assert issubclass(error, errors.TurboRCMError) and "expected" in str(caught.value)
+    assert isinstance(caught.value, errors.TurboRCMError)
 
 
 _WRONG: dict[str, list[Any]] = {
@@ -250,8 +218,6 @@ _WRONG: dict[str, list[Any]] = {
     "out_dtype": [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"],
     "c_out": [[1.0], "x", torch.ones(2, dtype=torch.complex64)],
     "c_skip": [[1.0]],
-    "eps": [-1.0, NAN],
-    "spec": [None],
 }
 
 
@@ -260,6 +226,7 @@ _WRONG: dict[str, list[Any]] = {
     [
         pytest.param(call, argument, value, id=f"{call}-{argument}-{value!s:.12}")
         for argument, calls in HAVE.items()
+        if argument != "spec"
         for call in calls.split()
         for value in _WRONG.get(argument, [[1.0, 2.0], 3])
     ],
@@ -275,20 +242,11 @@ def test_no_operation_takes_values_of_another_kind(call: str, argument: str, val
         (call, argument)
         for argument, calls in HAVE.items()
         for call in calls.split()
-        if argument not in ("impl", "form", "out_dtype", "eps", "spec") and call != "weight"
+        if argument not in ("impl", "form", "out_dtype", "spec") and call != "weight"
     ],
 )
 def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:
-    shape = {"c_out": (2,), "c_skip": (2,), "kv_lengths": (2,), "weight_int8": (16, 16)}.get(
-        argument, (16,)
-    )
-    if argument in ("q", "v", "residual", "branch", "x"):
-        shape = (2, 2, 5, 8) if call == "sageattn" else (2, 5, 16)
-    elif argument in ("weight", "bias"):
-        size = 8 if call == "sparse" else 16
-        shape = (size,) * (2 if argument == "weight" else 1)
-    kinds = {"weight_int8": torch.int8, "kv_lengths": torch.int32}
-    there = torch.ones(*shape, dtype=kinds.get(argument, torch.float32), device="meta")
+    there = _tensor_of(call, argument).to("meta")
     with pytest.raises(errors.TurboRCMError, match="meta"):
         CALLS[call](**{argument: there})
 
@@ -322,17 +280,18 @@ DIFFERENTIABLE = [
     for argument in ("q", "v", "norm_q", "c_out", "residual", "branch", "x", "weight", "bias",
                      "scale", "weight_scale")
     for call in HAVE[argument].split()
-    if (call, argument) not in (("sparse", "bias"), ("weight", "weight"))
+    if call != "weight"
 ]  # fmt: skip
 
 
 def _tensor_of(call: str, argument: str) -> Tensor:
-    good: dict[str, Any] = {"weight": SQUARE, "weight_scale": SCALE, "c_out": torch.ones(2)}
+    good: dict[str, Any] = {"weight": SQUARE, "weight_scale": SCALE, "weight_int8": WEIGHT}
+    good |= {"c_out": torch.ones(2), "c_skip": torch.ones(2), "kv_lengths": LENGTHS}
     good |= dict.fromkeys(("norm_q", "bias", "scale"), ROW)
     if call == "sageattn":
         return X.unflatten(2, (HEADS, -1)).transpose(1, 2).contiguous()
-    if call == "sparse" and argument == "weight":
-        return torch.eye(8)
+    if call == "sparse" and argument in ("weight", "bias"):
+        return torch.eye(8) if argument == "weight" else torch.ones(8)
     found: Tensor = good.get(argument, X)
     return found
 
@@ -444,7 +403,6 @@ def _registered() -> dict[str, tuple[Any, ...]]:
         "linear_gelu": (X, SQUARE, ROW),
         "norm_rotate": (X, ROW, None, (TABLE, TABLE), HEADS, 1e-6, impl),
         "quantize_rows": (X[..., :13], impl),
-        "quantize_weight": (SQUARE, impl),
         "skip": (X, X + 1, 0.5, gate, impl, low),
         "skip_norm": (X, X + 1, row, norm, fp32, low, impl),
         "skip_norm of the norm alone": (X, None, None, norm, fp32, low, impl),
@@ -491,37 +449,9 @@ def test_a_public_function_compiles_without_a_break(call: str) -> None:
         return CALLS[call](**{argument: tensor * 2})
 
     torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for a, b in zip(_several(compiled(value)), _several(run(value)), strict=True):
         torch.testing.assert_close(a, b)
-
-
-class _Holder:
-    """An object, as a patched block is, whose numbers a compiler may hold as symbols."""
-
-    def __init__(self) -> None:
-        self.spec, self.eps, self.topk = AttentionSpec(heads=HEADS, attention="auto"), 1e-5, 0.5
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norms = Norms(ROW, ROW, eps=self.eps)
-        y = attend(x, x, x, spec=self.spec, norms=norms, residual=x)
-        y = ops.attention_skip(y, x, x, self.spec, residual=x, c_skip=self.topk)
-        sparsity = Sparsity(topk=self.topk, block_q=32, block_k=32)
-        spec = AttentionSpec(heads=self.spec.heads)
-        y = ops.sparse_linear_attention(y, x, x, torch.eye(8), None, spec, sparsity)
-        y = ops.int8_linear(ops.norm_modulate_rows(y, scale=ROW), WEIGHT, SCALE, out_dtype=y.dtype)
-        heads = y.unflatten(2, (self.spec.heads, -1))
-        return ops.skip(y, sageattn(heads, heads, heads, "NHD").flatten(2), self.eps)
-
-
-def test_one_graph_with_dynamic_shapes_serves_every_length() -> None:
-    call = _Holder()
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (5, 9, 70):
-            value = torch.randn(2, length, CHANNELS)
-            assert torch.equal(compiled(value), call(value))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])

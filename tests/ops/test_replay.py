@@ -190,11 +190,11 @@ def test_attention_is_replayed_with_every_tensor_it_can_have(
 
 
 def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> None:
-    from turbo_rcm_patch.ops.sparse_linear.api import Blocks, ProjL, launch_sparse
+    from turbo_rcm_patch.ops.sparse_linear.api import ProjL, Sparsity, launch_sparse
 
     def call(x: list[Tensor]) -> Any:
         inputs = attention_inputs(*x[:3], heads=HEADS)
-        return launch_sparse(inputs, ProjL(*x[3:]), Blocks(2, 64, 64))
+        return launch_sparse(inputs, ProjL(*x[3:]), Sparsity(topk=0.7, block_q=64, block_k=64))
 
     def make() -> list[Tensor]:
         return [*(tokens(160) for _ in range(3)), torch.randn(DIM, DIM), torch.randn(DIM)]
@@ -248,30 +248,23 @@ def test_operations_around_attention_are_replayed(log: Log) -> None:
 # --- which recordings serve ----------------------------------------------------------------------
 
 
-def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: Log) -> None:
+def test_views_and_shared_memory_are_told_apart(log: Log) -> None:
+    """Views of one tensor, in either order, tensors of their own with the strides of views, one
+    tensor in two places, and contiguous tensors."""
+
     def views() -> list[Tensor]:
         return list(tokens(160, 3 * CHANNELS).chunk(3, dim=-1))
 
-    def swapped() -> list[Tensor]:
-        q, k, v = views()
-        return [v, k, q]
-
-    def apart() -> list[Tensor]:
-        """The strides of views, each of its own tensor."""
-        return [views()[0] for _ in range(3)]
-
-    for make in (views, apart, swapped, views):
-        compare(log, attention(), make)
-
-
-def test_one_tensor_in_two_places_is_told_from_two_tensors(log: Log) -> None:
     def same() -> list[Tensor]:
         k = tokens(160)
         return [tokens(96), k, k]
 
-    compare(log, attention(), same)
-    compare(log, attention(), lambda: [tokens(n) for n in (96, 160, 160)])
-    compare(log, attention(), same)
+    makes: list[Make] = [
+        views, lambda: [views()[0] for _ in range(3)], lambda: views()[::-1], views,
+        same, lambda: [tokens(n) for n in (96, 160, 160)], same,
+    ]  # fmt: skip
+    for make in makes:
+        compare(log, attention(), make)
 
 
 def normed(x: list[Tensor]) -> Any:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.implementations import Implementation, over
-from tests.inputs import attention_inputs
 from tests.measures import relative_l2
 from tests.sparse import ELSEWHERE, FLOOR, HOPPER, chosen_blocks, proj_l
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
-from turbo_rcm_patch.ops.attention.api import quantize
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.sparse_linear.reference import (
     block_map,
@@ -167,18 +165,6 @@ def test_the_kernels_equal_the_emulation_and_give_the_same_bits_again(
     assert torch.equal(out, again)
 
 
-@over("interpreter")
-def test_v_in_e4m3_lies_in_the_order_of_p(on: Implementation) -> None:
-    """The interpreter's e4m3 casts are wrong for a few values in a hundred, so only coarsely."""
-    q, k, v = (torch.randn(1, 200, 64) for _ in range(3))
-    weight, sparsity = torch.randn(64, 64) / 8, Sparsity(topk=0.5)
-    spec = AttentionSpec(heads=1, pv="fp8", impl=on.impl)
-    out = sparse_linear_attention(q, k, v, weight, None, spec, sparsity)
-    exact = replace(spec, attention="exact")
-    expected = sparse_linear_attention(q, k, v, weight, None, exact, sparsity)
-    assert relative_l2(out, expected) < 0.15
-
-
 @over(
     reference={"attention": ["int8", "exact"], "pv": ["bf16"]},
     gpu={"attention": ["int8"], "pv": ["fp8", "bf16"]},
@@ -199,32 +185,19 @@ def test_every_block_and_a_zero_projection_is_dense_attention(
         assert relative_l2(out, dense) < TIGHT[on.name][pv]
 
 
-@over(
-    reference={"attention": ["exact"], "topk": [0.5]}, gpu={"attention": ["int8"], "topk": [1.0]}
-)
-def test_norm_and_rotary_come_first(on: Implementation, attention: str, topk: float) -> None:
-    tokens, dim, dtype = (900, 128, BF16) if on.name == "gpu" else (150, 64, FP32)
-    q, k, v = on.randn(1, tokens, 6 * dim, dtype=dtype).chunk(3, -1)
-    angle = on.randn(tokens, dim // 2).repeat_interleave(2, -1)
-    cos, sin = angle.cos(), angle.sin()
-    norm = (torch.rand(2 * dim, device=on.device) + 0.5).to(dtype)
-    weight, bias = proj_l(dim, on.device)
-    spec, sparsity = AttentionSpec(heads=2, attention=attention, pv="bf16"), Sparsity(topk=topk)
-    out = sparse_linear_attention(
-        q, k, v, weight, bias, spec, sparsity, norm_q=norm, norm_k=norm, rotary=(cos, sin)
-    )
+def test_norm_and_rotary_come_first() -> None:
+    q, k, v = torch.randn(1, 150, 6 * 64).chunk(3, -1)
+    angle = torch.randn(150, 32).repeat_interleave(2, -1)
+    table, norm = (angle.cos(), angle.sin()), torch.rand(128) + 0.5
+    how: Any = (*proj_l(64), AttentionSpec(heads=2, attention="exact"), Sparsity(topk=0.5))
+    out = sparse_linear_attention(q, k, v, *how, norm_q=norm, norm_k=norm, rotary=table)
     q, k = (
-        norm_rope(x, 2, weight=norm, cos=cos, sin=sin, eps=1e-6)
-        .to(dtype)
+        norm_rope(x, 2, weight=norm, cos=table[0], sin=table[1], eps=1e-6)
         .transpose(1, 2)
         .flatten(2)
         for x in (q, k)
     )
-    expected = sparse_linear_attention(q, k, v, weight, bias, spec, sparsity)
-    if on.name == "reference":
-        torch.testing.assert_close(out, expected)
-    else:  # q and k are rounded to bf16 once in both, by other instructions.
-        assert relative_l2(out, expected) < 5e-3
+    torch.testing.assert_close(out, sparse_linear_attention(q, k, v, *how))
 
 
 @over("reference", "interpreter")
@@ -261,23 +234,6 @@ def test_the_largest_scores_are_the_sorted_ones(
     expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     assert chosen.dtype == torch.int32
     assert torch.equal(chosen.long(), expected.sort(dim=-1).values)
-
-
-@over("interpreter")
-def test_the_layout_of_the_prologue_is_the_one_the_kernel_reads(on: Implementation) -> None:
-    q = torch.randn(1, 130, 64)
-    operands = quantize(attention_inputs(q, q, q, heads=1, pv="fp16", sm_scale=1.0))
-    assert operands.keys.int8.shape == operands.queries.int8.shape == (1, 1, 256, 64)
-    assert operands.keys.scale.shape == (1, 1, 2)
-
-
-def test_a_shift_of_all_keys_changes_no_choice() -> None:
-    q, k = torch.randn(1, 2, 256, 64).double(), torch.randn(1, 2, 512, 64).double()
-    maps = [
-        block_map(q, x, count=3, block_q=64, block_k=64, dtype=x.dtype)
-        for x in (k, k + 5 * torch.randn(64))
-    ]
-    assert torch.equal(*maps)
 
 
 def test_the_block_map_is_rounded_as_in_bf16_code() -> None:

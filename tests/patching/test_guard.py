@@ -22,10 +22,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.measures import relative_l2
-from tests.patching.models import COG, MODELS, WAN, classes, named, run, wan, wide
+from tests.patching.models import MODELS, WAN, classes, named, run, wan, wide
 from tests.processes import run_fresh
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
@@ -34,15 +33,16 @@ from turbo_rcm_patch.ops.formats import NO_NORMS, Norms
 from turbo_rcm_patch.ops.int8_linear import api as linear_api
 from turbo_rcm_patch.ops.residual import api as residual_api
 from turbo_rcm_patch.patching import guard, measure
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.wan import WanBlock
-from turbo_rcm_patch.patching.measure import BUDGET, Operands, sample
+from turbo_rcm_patch.patching.measure import BUDGET, sample
 from turbo_rcm_patch.video import generate, load_pipeline
 
 Wrong = Callable[..., Any]
 
 _OWNERS = dict.fromkeys(("attend", "attend_and_project"), attention_api)
 _OWNERS |= dict.fromkeys(("linear_int8", "gelu_of_linear"), linear_api)
+_OWNERS["skip_norm"] = residual_api
 
 #: Passes over the residual stream: whether they close a skip, and whether they compute a norm.
 _PASSES = {"skip_norm": (True, True), "skip": (True, False), "norm": (False, True)}
@@ -50,16 +50,8 @@ _PASSES = {"skip_norm": (True, True), "skip": (True, False), "norm": (False, Tru
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong operation in the fast path.
-
-    Attributes:
-        name: In words.
-        operation: The operation that is replaced.
-        wrong: Makes the wrong one from the right one.
-        model: The row of the table of models.
-        options: Of `patch_model`.
-        owner: What holds the operation; by default the operator's module.
-    """
+    """A wrong operation in the fast path: what makes it of the right one, the row of the table of
+    models, options of `patch_model`, and what holds the operation."""
 
     name: str
     operation: str
@@ -72,64 +64,36 @@ class Fault:
         return f"{self.model}-{self.name.replace(' ', '-')}"
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if self.operation in _PASSES:
-            right = residual_api.skip_norm
-            wrong = self.wrong(right)
-            branch, norm = _PASSES[self.operation]
+        name = "skip_norm" if self.operation in _PASSES else self.operation
+        owner = self.owner or _OWNERS[name]
+        right = getattr(owner, name)
+        wrong = self.wrong(right)
 
-            def run(*args: Any, **named: Any) -> Any:
-                meant = (len(args) > 1, "norm" in named) == (branch, norm)
-                return (wrong if meant else right)(*args, **named)
+        def one_pass(*args: Any, **named: Any) -> Any:
+            meant = (len(args) > 1, "norm" in named) == _PASSES[self.operation]
+            return (wrong if meant else right)(*args, **named)
 
-            monkeypatch.setattr(residual_api, "skip_norm", run)
-            return
-        owner = self.owner or _OWNERS[self.operation]
-        right = getattr(owner, self.operation)
-        monkeypatch.setattr(owner, self.operation, self.wrong(right))
+        monkeypatch.setattr(owner, name, one_pass if self.operation in _PASSES else wrong)
 
 
-def wrongly(change: Callable[[list[Any], dict[str, Any]], Any]) -> Callable[[Wrong], Wrong]:
-    """The right operation on changed arguments."""
+def given(*keys: int | str, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
+    """The right operation with some arguments changed, by position or by name, where they are
+    there."""
 
     def wrong(right: Wrong) -> Wrong:
         def run(*args: Any, **named: Any) -> Any:
-            changed = list(args)
-            change(changed, named)
-            return right(*changed, **named)
+            every = dict(enumerate(args)) | named
+            every |= {key: by(every[key]) for key in keys if every.get(key) is not None}
+            changed = [every.pop(index) for index in range(len(args))]
+            return right(*changed, **every)
 
         return run
 
     return wrong
 
 
-def change(*numbers: int, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
-    """Some arguments changed, where they are there."""
-
-    def one(args: list[Any], named: Any) -> None:
-        for number in numbers:
-            if args[number] is not None:
-                args[number] = by(args[number])
-
-    return wrongly(one)
-
-
-def given(name: str, by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
-    """A keyword argument changed, where it is there."""
-
-    def one(args: Any, named: dict[str, Any]) -> None:
-        if named.get(name) is not None:
-            named[name] = by(named[name])
-
-    return wrongly(one)
-
-
 def logits(by: float) -> Callable[[Wrong], Wrong]:
-    def scaled(args: Any, named: dict[str, Any]) -> None:
-        spec = named["spec"]
-        scale = by * spec.scale_of(args[0].shape[2] // spec.heads)
-        named["spec"] = replace(spec, sm_scale=scale)
-
-    return wrongly(scaled)
+    return given("spec", by=lambda spec: replace(spec, sm_scale=by * 64**-0.5))
 
 
 def result(number: int, by: Callable[[Tensor], Tensor]) -> Callable[[Wrong], Wrong]:
@@ -137,12 +101,10 @@ def result(number: int, by: Callable[[Tensor], Tensor]) -> Callable[[Wrong], Wro
 
     def wrong(right: Wrong) -> Wrong:
         def run(*args: Any, **named: Any) -> Any:
-            made = right(*args, **named)
-            if not isinstance(made, tuple):
-                return by(made)
-            several = list(made)
-            several[number] = by(several[number])
-            return tuple(several)
+            out = right(*args, **named)
+            if not isinstance(out, tuple):
+                return by(out)
+            return (*out[:number], by(out[number]), *out[number + 1 :])
 
         return run
 
@@ -189,7 +151,7 @@ def norm(**by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
         there = {name: one for name, one in by.items() if getattr(norm, name) is not None}
         return norm._replace(**{name: one(getattr(norm, name)) for name, one in there.items()})
 
-    return given("norm", changed)
+    return given("norm", by=changed)
 
 
 def of_text(by: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -226,17 +188,17 @@ ONE_LAUNCH = {"form": "one-launch"}
 
 # ruff: noqa: E501  one fault a line
 WAN_FAULTS = [
-    Fault("gate rolled", "skip_norm", given("gate", roll)),
-    Fault("gate of the wrong sign", "skip_norm", given("gate", torch.neg)),
-    Fault("gate a fifth too large", "skip_norm", given("gate", lambda g: 1.2 * g)),
-    Fault("gate lost", "skip_norm", given("gate", nothing)),
-    Fault("no residual", "skip_norm", change(0, by=torch.zeros_like)),
-    Fault("residual twice", "skip_norm", change(0, by=lambda x: 2 * x)),
-    Fault("branch twice", "skip_norm", change(1, by=lambda y: 2 * y)),
-    Fault("branch lost", "skip_norm", change(1, by=torch.zeros_like)),
-    Fault("residual for branch", "skip_norm", wrongly(lambda args, named: args.reverse())),
-    Fault("rows one off", "skip_norm", change(1, by=lambda y: y.roll(1, 1))),
-    Fault("scale for shift", "skip_norm", given("norm", scale_for_shift)),
+    Fault("gate rolled", "skip_norm", given("gate", by=roll)),
+    Fault("gate of the wrong sign", "skip_norm", given("gate", by=torch.neg)),
+    Fault("gate a fifth too large", "skip_norm", given("gate", by=lambda g: 1.2 * g)),
+    Fault("gate lost", "skip_norm", given("gate", by=nothing)),
+    Fault("no residual", "skip_norm", given(0, by=torch.zeros_like)),
+    Fault("residual twice", "skip_norm", given(0, by=lambda x: 2 * x)),
+    Fault("branch twice", "skip_norm", given(1, by=lambda y: 2 * y)),
+    Fault("branch lost", "skip_norm", given(1, by=torch.zeros_like)),
+    Fault("residual for branch", "skip_norm", lambda right: lambda x, y, **n: right(y, x, **n)),
+    Fault("rows one off", "skip_norm", given(1, by=lambda y: y.roll(1, 1))),
+    Fault("scale for shift", "skip_norm", given("norm", by=scale_for_shift)),
     Fault("offset lost", "skip_norm", norm(shift=nothing, bias=nothing)),
     Fault("factor lost", "skip_norm", norm(scale=nothing, weight=nothing)),
     Fault("one not added", "skip_norm", norm(scale=lambda s: s - 1)),
@@ -246,75 +208,71 @@ WAN_FAULTS = [
     Fault("the norm's last rows", "skip_norm", result(1, last_rows)),
     Fault("the sum's last rows", "skip_norm", result(0, last_rows)),
     Fault("the sum of one sample", "skip_norm", result(0, one_sample)),
-    Fault("the last skip's gate", "skip", given("gate", roll)),
-    Fault("the last skip's branch", "skip", change(1, by=torch.zeros_like)),
+    Fault("the last skip's gate", "skip", given("gate", by=roll)),
+    Fault("the last skip's branch", "skip", given(1, by=torch.zeros_like)),
     Fault("the last skip's rows", "skip", result(0, last_rows)),
-    Fault("first norm's scale for shift", "norm", given("norm", scale_for_shift)),
+    Fault("first norm's scale for shift", "norm", given("norm", by=scale_for_shift)),
     Fault("first norm not centred", "norm", result(1, lambda h: h + 1)),
     Fault("modulation in another order", "modulation", modulation_in_another_order, owner=WanBlock),
     Fault("heads permuted", "attend", result(0, heads_permuted)),
-    Fault("heads of v permuted", "attend", change(2, by=heads_permuted)),
-    Fault("values of other tokens", "attend", change(2, by=lambda v: v.roll(5, 1))),
-    Fault("keys not normed", "attend", given("norms", lambda n: n._replace(k=None))),
-    Fault("queries not normed", "attend", given("norms", lambda n: n._replace(q=None))),
-    Fault("norm of q for k", "attend", given("norms", lambda n: n._replace(k=n.q))),
-    Fault("no rotary embedding", "attend", given("rotary", lambda t: None)),
-    Fault("stale rotary tables", "attend", given("rotary", lambda t: tuple(x.roll(9, 0) for x in t))),
-    Fault("rotary one row off for k", "attend", change(1, by=lambda k: k.roll(1, 1))),
+    Fault("heads of v permuted", "attend", given(2, by=heads_permuted)),
+    Fault("values of other tokens", "attend", given(2, by=lambda v: v.roll(5, 1))),
+    Fault("keys not normed", "attend", given("norms", by=lambda n: n._replace(k=None))),
+    Fault("queries not normed", "attend", given("norms", by=lambda n: n._replace(q=None))),
+    Fault("norm of q for k", "attend", given("norms", by=lambda n: n._replace(k=n.q))),
+    Fault("no rotary embedding", "attend", given("rotary", by=lambda t: None)),
+    Fault("stale rotary tables", "attend", given("rotary", by=lambda t: tuple(x.roll(9, 0) for x in t))),
+    Fault("rotary one row off for k", "attend", given(1, by=lambda k: k.roll(1, 1))),
     Fault("logits eight times as large", "attend", logits(8.0)),
-    Fault("half of the text", "attend", by_role(True, change(1, 2, by=lambda k: k[:, ::2].contiguous()))),
-    Fault("padding in the text", "attend", by_role(True, change(1, 2, by=lambda k: torch.cat([k, 0 * k], 1)))),
-    Fault("values of the last keys lost", "attend", by_role(False, change(2, by=last_rows))),
+    Fault("half of the text", "attend", by_role(True, given(1, 2, by=lambda k: k[:, ::2].contiguous()))),
+    Fault("padding in the text", "attend", by_role(True, given(1, 2, by=lambda k: torch.cat([k, 0 * k], 1)))),
+    Fault("values of the last keys lost", "attend", by_role(False, given(2, by=last_rows))),
     Fault("GELU left out", "gelu_of_linear", lambda right: F.linear),
-    Fault("bias left out", "gelu_of_linear", change(2, by=lambda b: 0 * b - 1)),
-    Fault("gates one token off", "skip_norm", given("gate", lambda g: g.roll(1, 1)), "gate-per-token"),
+    Fault("bias left out", "gelu_of_linear", given(2, by=lambda b: 0 * b - 1)),
+    Fault("gates one token off", "skip_norm", given("gate", by=lambda g: g.roll(1, 1)), "gate-per-token"),
     Fault("scales one token off", "skip_norm", norm(scale=lambda s: s.roll(1, 1), shift=lambda s: s.roll(1, 1)), "gate-per-token"),
     Fault("image dropped", "attend", lambda right: lambda *a, residual=None, **n: right(*a, **n) if residual is None else residual, "i2v"),
-    Fault("text dropped", "attend", given("residual", torch.zeros_like), "i2v"),
+    Fault("text dropped", "attend", given("residual", by=torch.zeros_like), "i2v"),
     Fault("scales of int8 rows lost", "skip_norm", int8_rows(lambda h: h._replace(scale=torch.ones_like(h.scale))), options=INT8),
     Fault("int8 rows one off", "skip_norm", int8_rows(lambda h: h._replace(data=h.data.roll(1, 1))), options=INT8),
-    Fault("int8 scales of other channels", "linear_int8", given("scale", lambda s: 2 * s.roll(7, 0)), options=INT8),
+    Fault("int8 scales of other channels", "linear_int8", given("scale", by=lambda s: 2 * s.roll(7, 0)), options=INT8),
     Fault("gate rolled in one launch", "attend_and_project",
-          change(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
-    Fault("projection of other heads in one launch", "attend_and_project", change(1, by=roll), options=ONE_LAUNCH),
+          given(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
+    Fault("projection of other heads in one launch", "attend_and_project", given(1, by=roll), options=ONE_LAUNCH),
 ]  # fmt: skip
 
 COGVIDEOX_FAULTS = [
     Fault(name, operation, wrong, "cogvideox-5b")
     for name, operation, wrong in [
-        ("gates swapped", "skip_norm", given("gate", swapped)),
-        ("gate of text rolled", "skip_norm", given("gate", of_text(roll))),
-        ("gate of video rolled", "skip_norm", given("gate", of_video(roll))),
+        ("gates swapped", "skip_norm", given("gate", by=swapped)),
+        ("gate of text rolled", "skip_norm", given("gate", by=of_text(roll))),
+        ("gate of video rolled", "skip_norm", given("gate", by=of_video(roll))),
         ("scales swapped", "skip_norm", norm(scale=swapped)),
-        ("scale for shift", "skip_norm", given("norm", lambda n: n._replace(scale=(n.shift[0], n.scale[1]), shift=(n.scale[0], n.shift[1])))),
+        ("scale for shift", "skip_norm", given("norm", by=lambda n: n._replace(scale=(n.shift[0], n.scale[1]), shift=(n.scale[0], n.shift[1])))),
         ("shift lost", "skip_norm", norm(shift=of_video(torch.zeros_like))),
-        ("branch one row off", "skip_norm", change(1, by=lambda y: y.roll(1, 1))),
+        ("branch one row off", "skip_norm", given(1, by=lambda y: y.roll(1, 1))),
         ("norm's weight lost", "skip_norm", norm(weight=nothing)),
         ("norm of one sample", "skip_norm", result(1, one_sample)),
         ("streams swapped in the norm", "skip_norm", result(1, lambda h: h.roll(7, 1))),
         ("sum of the last rows", "skip", result(0, of_video(last_rows))),
-        ("last gates swapped", "skip", given("gate", swapped)),
-        ("text's residual lost", "skip", change(0, by=of_text(torch.zeros_like))),
+        ("last gates swapped", "skip", given("gate", by=swapped)),
+        ("text's residual lost", "skip", given(0, by=of_text(torch.zeros_like))),
         ("heads permuted", "attend", result(0, heads_permuted)),
-        ("norm of q for k", "attend", given("norms", lambda n: n._replace(k=n.q))),
-        ("bias of k's norm lost", "attend", given("norms", lambda n: n._replace(k_bias=n.k_bias + 1))),
-        ("rotary for text too", "attend", given("rotary", lambda t: tuple(x.roll(-7, 0) for x in t))),
-        ("values of the text lost", "attend", change(2, by=lambda v: torch.cat([0 * v[:, :7], v[:, 7:]], 1))),
+        ("norm of q for k", "attend", given("norms", by=lambda n: n._replace(k=n.q))),
+        ("bias of k's norm lost", "attend", given("norms", by=lambda n: n._replace(k_bias=n.k_bias + 1))),
+        ("rotary for text too", "attend", given("rotary", by=lambda t: tuple(x.roll(-7, 0) for x in t))),
+        ("values of the text lost", "attend", given(2, by=lambda v: torch.cat([0 * v[:, :7], v[:, 7:]], 1))),
         ("first norm one row off", "norm", result(1, lambda h: h.roll(1, 1))),
         ("GELU left out", "gelu_of_linear", lambda right: F.linear),
     ]
 ]  # fmt: skip
 
-#: Faults that move no block by the budget, and the smallest error of a network, over the unpatched
-#: one's, that each gives: `compare` fails at 2.
+#: Faults that move no block by the budget, and fail a comparison.
 SMALL_FAULTS = [
-    (Fault("gate a twentieth too large", "skip_norm", given("gate", lambda g: 1.05 * g)), 2.0),
-    (Fault("last gate a twentieth too small", "skip", given("gate", lambda g: 0.95 * g)), 2.0),
-    (Fault("logits a tenth larger", "attend", logits(1.1)), 2.0),
-    (Fault("GELU by its other formula", "gelu_of_linear",
-           lambda right: lambda x, w, b: F.gelu(F.linear(x, w, b))), 0.0),
-    (Fault("residual in bf16", "skip_norm", result(0, lambda x: x.bfloat16().float())), 0.0),
-]  # fmt: skip
+    Fault("gate a twentieth too large", "skip_norm", given("gate", by=lambda g: 1.05 * g)),
+    Fault("last gate a twentieth too small", "skip", given("gate", by=lambda g: 0.95 * g)),
+    Fault("logits a tenth larger", "attend", logits(1.1)),
+]
 
 
 @pytest.mark.supports(("WanTransformer3DModel", "CogVideoXTransformer3DModel"), "the guard")
@@ -382,10 +340,9 @@ def test_faults_of_few_rows_are_seen_in_a_long_sequence(
         assert all(record.error < 1e-4 for record in report.guard)
 
 
-@pytest.mark.parametrize(("fault", "least"), SMALL_FAULTS, ids=[str(f) for f, _ in SMALL_FAULTS])
-def test_of_smaller_faults_those_that_can_be_seen_fail_a_comparison(
-    fault: Fault, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fault", SMALL_FAULTS, ids=str)
+def test_smaller_faults_fail_a_comparison(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compare` fails at twice the unpatched network's error."""
     one = named(fault.model)
     model, inputs = one.model(BF16), one.inputs(dtype=BF16)
     truth = run(copy.deepcopy(model).float(), wide(inputs))
@@ -394,7 +351,7 @@ def test_of_smaller_faults_those_that_can_be_seen_fail_a_comparison(
     fault.plant(monkeypatch)
     number = relative_l2(run(model, inputs).float(), truth) / unpatched
     assert not report.guard.decisions
-    assert least < number if least else number < 2
+    assert number > 2
 
 
 @pytest.mark.supports(classes(MODELS), "the guard")
@@ -428,32 +385,19 @@ def test_the_author_of_the_compared_rows_alone_says_what_the_author_of_all_says(
 ) -> None:
     """Of the self-attention's rows some are compared, and all of its keys are read."""
     monkeypatch.setattr(measure, "_WHOLE", 12)
-    author, found, errors, work = guard._run_original_rows, [], [], [0]
-
-    def counted(*args: Any) -> Any:
-        if one.name == "anyflow-far":  # torch's flex_attention runs under no mode
-            return author(*args)
-        with FlopCounterMode(display=False) as counter:
-            stages = author(*args)
-        work[-1] += counter.get_total_flops()
-        return stages
-
-    monkeypatch.setattr(guard, "_run_original_rows", counted)
+    records, outputs = [], []
     for alone in (True, False):
         if not alone:
             for cls in subclasses(PatchedBlock):
                 monkeypatch.setattr(cls, "mixes", "")
         model, inputs = one.model(), one.inputs()
         report = patch_model(model, attention="int8", fidelity=None)
-        made = run(model, inputs)
-        found.append(([replace(record, error=0.0) for record in report.guard], made))
-        errors.append([record.error for record in report.guard])
-        work.append(0)
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
+        outputs.append(run(model, inputs))
+        records.append([*report.guard])
+    errors = [[record.error for record in each] for each in records]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
-    # The attention of an "rcm" is all of its block.
-    assert work[0] < work[1] or one.name.startswith("rcm") or one.name == "anyflow-far"
+    assert [record.where for record in records[0]] == [record.where for record in records[1]]
+    assert torch.equal(*outputs)
 
 
 def compiled(model: Any) -> None:
@@ -469,65 +413,51 @@ def with_backend(model: Any) -> None:  # `set_attention_backend` chooses it for 
 @pytest.mark.parametrize(
     ("name", "change", "count"),
     [("t2v", lambda model: None, 2), ("cogvideox-5b", lambda model: None, 2), ("t2v", compiled, 0),
-     ("t2v", with_backend, 0), ("sla", lambda model: None, 0), ("anyflow-far", lambda model: None, 0)],
-    ids=["wan", "cogvideox", "compiled", "backend", "sla", "anyflow-far"],
+     ("t2v", with_backend, 0), ("sla", lambda model: None, 0), ("anyflow-far", lambda model: None, 0),
+     ("cogvideox-5b", None, 0)],
+    ids=["wan", "cogvideox", "compiled", "backend", "sla", "anyflow-far", "long-text"],
 )  # fmt: skip
 def test_an_attention_that_is_not_plainly_torchs_is_run_over_all_rows(
     name: str, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other code than torch's attention may not run where a mode watches it."""
+    """Other code than torch's attention may not run where a mode watches it. A text of more rows
+    than are compared is compared with its video."""
     monkeypatch.setattr(measure, "_WHOLE", 12)
     some, watched = [], guard._SomeQueries.__enter__
     monkeypatch.setattr(
         guard._SomeQueries, "__enter__", lambda self: (some.append(self), watched(self))[1]
     )
     model, inputs = named(name).model(), named(name).inputs()
-    change(model)
+    if change is None:
+        inputs["encoder_hidden_states"] = torch.randn(2, 20, 16)
+    else:
+        change(model)
     report = patch_model(model, attention="int8", fidelity=None)
     run(model, inputs)
     assert len(some) == count and all(one.some for one in some)
     assert [record.verdict for record in report.guard] == ["kept"] * 2
 
 
-def test_a_text_of_more_rows_than_are_compared_is_compared_with_its_video(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(measure, "_WHOLE", 12)
-    model, inputs = COG.model(), COG.inputs()
-    inputs["encoder_hidden_states"] = torch.randn(2, 20, 16)
-    report = patch_model(model, attention="int8", fidelity=None)
-    run(model, inputs)
-    assert [record.verdict for record in report.guard] == ["kept"] * 2
+WAYS = [("as-is", 0.3), ("as-is", 0.9), ("int8", 0.3), ("int8", 0.9)]
 
 
 def bits(linear: Any, fidelity: float, count: int) -> list[Tensor]:
     """What the first forwards of a model return; the guard decides in the first."""
     model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
     report = patch_model(model, attention="int8", linear=linear, fidelity=fidelity)
-    made = [run(model, inputs) for _ in range(count)]
+    outputs = [run(model, inputs) for _ in range(count)]
     assert report.guard.decisions
-    return made
+    return outputs
 
 
-@pytest.mark.parametrize("fidelity", [0.3, 0.9])
-@pytest.mark.parametrize("linear", ["as-is", "int8"])
-def test_the_same_input_gives_the_same_bits_in_the_first_and_the_tenth_forward(
-    linear: Any, fidelity: float
-) -> None:
-    first, *others = bits(linear, fidelity, 10)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
-    ways = [("as-is", 0.3), ("int8", 0.9)]
+def test_the_same_input_gives_the_same_bits_in_every_forward_and_process(tmp_path: Path) -> None:
     file = tmp_path / "bits.pt"
-    code = (
-        "import torch; from tests.patching.test_guard import bits;"
-        f"torch.save([bits(*way, 2)[1] for way in {ways}], {str(file)!r})"
+    run_fresh(
+        "import torch; from tests.patching.test_guard import WAYS, bits;"
+        f"torch.save([bits(*way, 2)[1] for way in WAYS], {str(file)!r})"
     )
-    run_fresh(code)
-    made = [bits(*way, 1)[0] for way in ways]
-    assert all(map(torch.equal, made, torch.load(file)))
+    for way, other_process in zip(WAYS, torch.load(file), strict=True):
+        assert all(torch.equal(output, other_process) for output in bits(*way, 6))
 
 
 @pytest.mark.parametrize(
@@ -567,9 +497,6 @@ def test_values_leave_fp8_before_scores_leave_int8() -> None:
     assert "fused with int8 attention, values in 16 bits" in report.last_forward
     assert "wide-values" in report.forms().values()
     assert relative_l2(got, made["bf16"]) < relative_l2(got, made["fp8"])
-    for block in report._blocks():
-        block.raise_level(Level.WIDE_VALUES, "")
-    assert torch.equal(run(model, inputs), made["bf16"])
     report = patch_model(model := WAN.model(BF16), attention="int8", pv="fp8", fidelity=0.01)
     run(model, inputs)
     assert report.last_forward == {"fused with exact attention": 2}
@@ -620,11 +547,7 @@ def test_attention_that_is_exact_already_is_not_made_exact(
     run(model, WAN.inputs(dtype=BF16))
     assert {one.verdict for one in report.guard.decisions} == verdicts
     assert report.guard.prediction > 0.01
-    if linear == "as-is":  # as after a longer video
-        for block in report._blocks():
-            block.raise_level(Level.WIDE_VALUES, "")
-        assert report.last_forward == {"fused with exact attention": 2}
-        assert set(report.forms().values()) == {"length"}
+    assert linear == "int8" or set(report.forms().values()) == {"length"}
 
 
 class Pipeline(SimpleNamespace):
@@ -759,22 +682,12 @@ def test_an_attentions_error_is_what_it_is(
         attention_api.attend(q, k, v, spec=ops.AttentionSpec(heads=3, attention=how), **given)
         for how in ("int8", "exact")
     )
-    operands = Operands(q, k, v, *given.values(), 3, truth)
-    own, author = measure.attention_errors(operands)
+    operands = q, k, v, *given.values(), 3
+    own, author = measure.attention_errors(*operands, truth)
     assert own == pytest.approx(author, rel=1e-3)
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):  # between the stream and the attention, at any place of their mantissas
-            scale = 1 + torch.rand(x.shape, generator=generator)
-            x = (x * scale).bfloat16().float() / scale
-        return x
-
-    spec = ops.AttentionSpec(heads=3, attention="exact")
-    moved = attention_api.attend(rounded(q), rounded(k), v, spec=spec, **given)
-    if kind != "per-head":  # whose biases, of the size of q and k here, are shaken as well
-        assert own**0.5 == pytest.approx(relative_l2(moved, truth), rel=0.25)
-    assert relative_l2(moved, truth) * 0.75 < own**0.5 < 1e-2
-    fast = measure.attention_errors(operands._replace(out=out))
+    assert own**0.5 < 1e-2
+    fast = measure.attention_errors(*operands, out)
     assert fast[1] == author
     assert (fast[0] - own) ** 0.5 == pytest.approx(relative_l2(out, truth), rel=0.15)
 
@@ -851,19 +764,6 @@ def test_only_as_many_blocks_are_made_exact_as_the_target_asks() -> None:
     assert 0.85 * 1.1 < kept <= 1.1 and 0 < some < 8
 
 
-def test_an_error_counts_by_what_the_last_linear_reads() -> None:
-    author = streams(200)
-    last = torch.eye(CHANNELS)[:2]
-    found = []
-    for channel in (0, 3):
-        off = torch.zeros(CHANNELS)
-        off[channel] = 0.1
-        fast = [*author[:-1], (author[-1][0] + off,)]
-        found.append(measure.shares(fast, author, None, last, BF16, True))
-    assert found[0].original == found[1].original
-    assert found[0].fast > 10 * found[1].fast
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 14])
 def test_every_block_is_sampled_one_on_every_fourth_forward(count: int) -> None:
     """In both halves of guidance. Also of a multiple of 7 blocks, as CogVideoX-5B's 42."""
@@ -899,21 +799,6 @@ def test_a_late_fault_of_stale_int8_weights_is_mended_and_not_decided() -> None:
     assert relative_l2(made, expected) < 0.05
 
 
-def test_a_check_that_memory_was_short_for_is_made_on_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, inputs = WAN.model(), WAN.inputs()
-    report = patch_model(model, attention="int8", fidelity=None)
-    run(model, inputs)
-    report.guard.check_next()
-    with monkeypatch.context() as context:
-        context.setattr(guard, "measure", mock.Mock(side_effect=MemoryError))
-        run(model, inputs)
-    assert len(report.guard) == 2 + len(report.guard.skipped) == 3
-    run(model, inputs)
-    assert len(report.guard) == 5
-
-
 def test_another_length_with_another_attention_is_compared_again() -> None:
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8", fidelity=None)
@@ -924,19 +809,11 @@ def test_another_length_with_another_attention_is_compared_again() -> None:
     assert len(report.guard) == 4
 
 
-def test_an_input_that_is_not_finite_is_an_error_of_its_own() -> None:
-    model, inputs = WAN.model(), WAN.inputs()
-    patch_model(model, attention="int8")
-    inputs["hidden_states"][0, 0, 0, 0, 0] = float("nan")
-    with pytest.raises(NonFiniteInputError, match="NaN or infinity"):
-        run(model, inputs)
-
-
 def test_a_forward_that_is_not_finite_teaches_nothing() -> None:
     """Later forwards have NaN from their second block on, as of one latent that went wrong."""
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
-    with pytest.raises(NonFiniteInputError):
+    with pytest.raises(NonFiniteInputError, match="NaN or infinity"):
         run(model, {**inputs, "hidden_states": inputs["hidden_states"] * float("nan")})
     for forward in range(16):
         spoiled = model.blocks[0].scale_shift_table
@@ -970,26 +847,35 @@ CANNOT = [
 OTHERS = [RuntimeError("cancelled"), KeyError("missing"), TypeError("wrong")]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", [*CANNOT, *OTHERS], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    ("place", "error", "again"),
+    [*((*each, False) for each in itertools.product(PLACES, [*CANNOT, *OTHERS])),
+     *(("measure", error, True) for error in CANNOT)],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else str(x),
+)  # fmt: skip
 def test_what_cannot_run_is_reported_once_and_compared_later(
-    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    place: str, error: Exception, again: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     model, inputs = WAN.model(), WAN.inputs()
     report = patch_model(model, attention="int8")
+    if again:  # on a later forward that compares every block
+        run(model, inputs)
+        report.guard.clear()
+        report.guard.check_next()
     with monkeypatch.context() as context:
         context.setattr(PLACES[place], place, mock.Mock(side_effect=error))
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(type(error)) if error in OTHERS else nullcontext():
-                made = run(model, inputs)
+                out = run(model, inputs)
     skipped = [] if error in OTHERS else [("blocks.0", "not compared")]
     assert [(r.path, r.verdict) for r in report.guard] == skipped
     assert len(caplog.records) == len(skipped)
     assert (str(error) in str(report.guard)) == bool(skipped)
-    assert not skipped or torch.equal(run(model, inputs), made)
+    assert not skipped or torch.equal(run(model, inputs), out)
     run(model, inputs)
-    kept = [record.path for record in report.guard if record.verdict == "kept"]
-    assert sorted(kept) == ["blocks.0", "blocks.1"]
+    kept = {record.path for record in report.guard if record.verdict == "kept"}
+    assert kept == {"blocks.0", "blocks.1"}
 
 
 @pytest.mark.parametrize("place", [*PLACES, ""])
@@ -1042,30 +928,8 @@ def test_the_guard_needs_little_memory_of_its_own(monkeypatch: pytest.MonkeyPatc
         model = model.bfloat16().eval().requires_grad_(False)
         report = patch_model(model, attention="exact", guard=guarded)
         peaks.append(peak(lambda model=model: run(model, inputs)))
-        assert len(report.guard) == guarded
+        assert len(report.guard) == guarded and ("guard: off" in str(report)) is not guarded
     assert peaks[1] < 1.2 * peaks[0]
-
-
-def test_without_a_guard_nothing_is_compared() -> None:
-    model, inputs = WAN.model(), WAN.inputs()
-    report = patch_model(model, guard=False)
-    run(model, inputs)
-    assert not len(report.guard)
-    assert "guard: off" in str(report)
-
-
-def test_keys_that_are_not_smoothed_are_an_error_the_guard_measures() -> None:
-    """Outlier channels of k cost accuracy without smoothing: the measured share of int8 grows."""
-    predictions = []
-    for smooth in (True, False):
-        model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
-        for block in model.blocks:
-            block.attn1.to_k.bias.data[::16] += 8
-            block.attn1.norm_k.weight.data[::16] *= 4
-        report = patch_model(model, attention="int8", smooth_k=smooth, fidelity=100.0)
-        run(model, inputs)
-        predictions.append(report.guard.prediction)
-    assert predictions[0] < predictions[1]
 
 
 def test_cross_attention_is_exact_over_few_keys() -> None:

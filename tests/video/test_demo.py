@@ -21,6 +21,7 @@ from turbo_rcm_patch import __main__ as program
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli.exit_codes import of_verdict
+from turbo_rcm_patch.cli.options import Compare
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.patching.families.vae_wan import WanDecoder
 from turbo_rcm_patch.tiny import prompts
@@ -100,15 +101,17 @@ def test_where_there_is_no_triton_the_verdict_decides(
 
 
 def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatch, capsys) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+    def interrupted(comparison: Compare) -> None:
+        started_again.append(comparison.fresh)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_module, "load_pipeline", interrupted)
+    started_again: list[bool] = []
+    monkeypatch.setattr(demo_module, "run_comparison", interrupted)
     command = ["demo", "--model", str(quick_model), "--out", str(tmp_path / "out")]
     for more in ([], ["--resume"]):
         assert main([*command, *more]) == 130
-        again = f"`python -m turbo_rcm_patch {' '.join(command)} --resume` goes on from there"
-        assert again in capsys.readouterr().err
+        assert "the same command with --resume goes on from there" in capsys.readouterr().err
+    assert started_again == [True, False]
 
 
 @pytest.mark.parametrize(

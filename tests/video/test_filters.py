@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from turbo_rcm_patch.errors import OutputError
-from turbo_rcm_patch.video import filters
+from tests.files import stub_ffmpeg
 from turbo_rcm_patch.video.filters import vmaf
 
 
@@ -32,22 +31,15 @@ def test_vmaf_falls_with_detail_and_where_a_frame_is_nan(size: tuple[int, int]) 
     assert good > 95 and bad < good - 20 and broken < good - 10
 
 
-def fails(arguments: list[str], failed: str, given: object = None) -> tuple[str, str]:
-    raise OutputError(f"{failed}: ffmpeg failed", got="signal 11")
-
-
 @pytest.mark.parametrize(
-    ("side", "known", "run", "said"),
+    ("side", "script", "said"),
     [
-        (32, {"libvmaf"}, None, "VMAF needs 64 pixels a side"),
-        (64, {"xpsnr"}, None, "this ffmpeg has no libvmaf"),
-        (64, {"libvmaf"}, fails, "libvmaf was not run: ffmpeg failed; got signal 11"),
-        (64, {"libvmaf"}, lambda *_: ("", "nothing of use"), "libvmaf printed no number"),
+        (32, "exit 0", "VMAF needs 64 pixels a side"),
+        (64, "echo No such filter >&2; exit 8", "exit 8, No such filter"),
+        (64, "cat >/dev/null", "libvmaf printed no number"),
     ],
 )
-def test_why_there_is_no_number_is_told(side, known, run, said, monkeypatch) -> None:
-    monkeypatch.setattr(filters, "_available", lambda program: known)
-    if run:
-        monkeypatch.setattr(filters, "run_ffmpeg", run)
+def test_why_there_is_no_number_is_told(side, script, said, tmp_path, monkeypatch) -> None:
+    stub_ffmpeg(tmp_path, monkeypatch, script)
     score, why = vmaf(smooth(side, 96), smooth(side, 96), 16)
     assert score is None and said in why

@@ -3,8 +3,6 @@ in the pipeline or the global state."""
 
 from __future__ import annotations
 
-import random
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,33 +149,6 @@ def test_a_scheduler_with_noise_of_its_own_repeats_itself(name: str, scheduler: 
     settings, state = settings_of(name, steps=2), torch.get_rng_state()
     first, again = (generate(pipe, PROMPT, settings=settings).frames for _ in range(2))
     assert torch.equal(first, again) and torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_nothing_is_left_behind(pipe: Any, stops: bool) -> None:
-    def state() -> list[object]:
-        return [
-            pipe.scheduler,
-            dict(pipe.config),
-            [{*owner.__dict__} for owner in (pipe, pipe.vae, pipe.transformer)],
-            getattr(pipe, "_progress_bar_config", "absent"),
-            torch.random.get_rng_state().tolist(),
-            np.random.get_state()[1].tolist(),
-            random.getstate(),
-        ]
-
-    def on_step(step: int, steps: int) -> None:
-        seen.append((step, steps))
-        if stops:
-            raise KeyboardInterrupt
-
-    seen: list[tuple[int, int]] = []
-    generate(pipe, PROMPT, sampler="rcm", steps=1, **SMALL)  # diffusers keeps its last call's
-    before = state()
-    with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
-        generate(pipe, PROMPT, sampler="rcm", steps=2, on_step=on_step, **SMALL)
-    assert state() == before
-    assert seen == [(1, 2), (2, 2)][: 1 if stops else 2]
 
 
 #: Frames that are asked for, and those that the VAE makes.
@@ -337,8 +308,6 @@ def test_patched_it_is_near_guarded_and_put_back(name: str) -> None:
 
     before = latents()
     report = patch_model(pipe)
-    boundary = [pair.path for pair in report.pairs if pair.kind == "boundary"]
-    assert boundary == (sorted({part for part, *_ in looked}) if "rcm" in name else [])
     error = relative_l2(latents(), before)
     assert error == 0 if "causal" in name else 0 < error < 0.02
     records = [one for one in report.guard if not one.path.startswith("vae")]

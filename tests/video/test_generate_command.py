@@ -18,14 +18,14 @@ import torch
 
 from tests.files import everything
 from tests.video.cases import picture
-from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, options, save
-from tests.video.micro_cogvideox import micro_cogvideox
+from tests.video.micro import QUICK, micro_image_pipe, micro_pipe, micro_video_pipe, save
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.cli import inputs
 from turbo_rcm_patch.cli.inputs import read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError
+from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.source import digest_of
@@ -49,7 +49,7 @@ def test_one_prompt_makes_a_file_and_many_a_folder(command, tmp_path, capsys, mo
     video, many = tmp_path / "one.mp4", tmp_path / "v1.2"
     given = [*command, "--prompt", "a red circle", "--num-frames", "8", "--out"]
     assert main([*given, str(video)]) == 0
-    assert read_frames(video)[0].size == (32, 32), "the size that was asked for"
+    assert read_frames(video)[0].shape == (32, 32, 3), "the size that was asked for"
     note = json.loads(video.with_suffix(".json").read_text())
     assert (note["prompt"], note["seed"], note["patch"]) == ("a red circle", 0, None)
     assert note["frames"] == 5, "as many as the VAE makes"
@@ -190,7 +190,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 #: Files that the commands below name.
 FILES = {
     "text.png": b"not an image",
-    "tab.txt": b"a cat\tcat.png\n",
     "empty.txt": b"\n \n",
     "latin.txt": "un café".encode("latin-1"),
 }
@@ -201,16 +200,13 @@ MISTAKES = [
     ("text", ["--out", "circle.avi"], "a file that ends in one of"),
     ("text", ["--out", "one.mp4", "--prompt", "a square"], "a folder, because there are 2"),
     ("text", ["--prompts", "none.txt"], "No such file"),
-    ("text", ["--prompts", "tab.txt"], "a tab remedy: Run the command once for each image"),
     ("text", ["--prompts", "empty.txt"], "no line with text"),
     ("text", ["--prompts", "latin.txt"], "byte 0xe9 at position 6 remedy: Convert it"),
     ("text", ["--prompt", " "], "an empty one"),
-    ("text", ["--prompt", "a \udcff"], "a text in UTF-8"),
     ("image", [], "--image FILE"),
     ("image", ["--image", "none.png"], "No such file"),
-    ("image", ["--image", "text.png"], "is no image that can be read"),
+    ("image", ["--image", "text.png"], "cannot be read"),
     ("image", ["--image", "cut.png"], "cannot be read"),
-    ("image", ["--image", "small.png"], "at least 16 pixels a side"),
     ("text", ["--image", "good.png"], "WanImageToVideoPipeline"),
     ("video", [], "compare takes any with make="),
     ("none", [], "no such folder: none"),
@@ -230,7 +226,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     picture().save("good.png")
-    picture(size=8).save("small.png")
     Path("cut.png").write_bytes(Path("good.png").read_bytes()[:60])
     before = sorted(tmp_path.iterdir())
     line = [command, "--model", str(folders.get(model, model)), *QUICK, "--prompt", "a circle"]
@@ -238,16 +233,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     said = " ".join(capsys.readouterr().err.split())
     assert told in said and "Traceback" not in said
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_cogvideox_is_patched_too(tmp_path: Path, capsys) -> None:
-    """On a CPU, where that makes it no faster."""
-    folder = save(micro_cogvideox(), tmp_path / "cogvideox")
-    given = options(model=folder, prompt="a circle", guidance_scale=1, out=tmp_path / "v.mp4")
-    assert main(["generate", *QUICK, *given]) == 0
-    out = capsys.readouterr().out.strip()
-    assert (tmp_path / "v.mp4").is_file() and "fused" in out
-    assert out.endswith("On a CPU the patch is no faster: plain torch stands in for its kernels")
 
 
 def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(
@@ -284,14 +269,6 @@ def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
     assert prompts == ["first", "a cat\u2028sits", "a dog"]
 
 
-def test_100_000_prompts_start_at_once(tmp_path: Path) -> None:
-    listing = tmp_path / "prompts.txt"
-    listing.write_text("".join(f"prompt {i}\n" for i in range(100_000)))
-    start = time.process_time()
-    assert len(read_prompts(Generate(prompts=listing))) == 100_000
-    assert time.process_time() - start < 4
-
-
 def test_what_is_printed_goes_where_stdout_does() -> None:
     """Beside bars on a terminal, `> FILE` still gets the lines."""
     code = (
@@ -325,30 +302,16 @@ def test_a_line_of_progress_says_what_is_left_by_the_time_since_its_stage_began(
     assert re.fullmatch(r"generate: 101 of 1000, 0:0[1-9]:\d\d left", second), second
 
 
-def test_a_resume_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:
+def test_a_run_removes_what_a_killed_process_left_and_nothing_else(command, tmp_path) -> None:
     """A process that is at work holds a lock on its unfinished file."""
-    code = (
-        "import sys, time; from pathlib import Path; from turbo_rcm_patch.files import atomic\n"
-        "with atomic(Path(sys.argv[1])) as partial:\n"
-        "    partial.write_bytes(b'half'); print(partial, flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-
-    def started() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, str(tmp_path / "v.mp4")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline()
-        return process
-
-    with started() as killed, started() as at_work:
-        killed.kill()
-        killed.wait()
-        (tmp_path / ".mine").write_text("mine")
-        assert len(list(tmp_path.glob(".turbo_rcm_patch-partial-*"))) == 2
-        assert main([*command, "--prompt", "a", "--out", str(tmp_path / "v.mp4"), "--resume"]) == 0
-        left = sorted(path.suffix for path in tmp_path.iterdir())
-        at_work.kill()
-    assert left == ["", ".json", ".mp4", ".mp4"]
+    (tmp_path / ".mine").write_text("mine")
+    with atomic(tmp_path / "v.mp4") as at_work:
+        left = at_work.with_name(".turbo_rcm_patch-partial-0.mp4")
+        left.write_bytes(b"half")
+        assert main([*command, "--prompt", "a", "--out", str(tmp_path / "v.mp4")]) == 0
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {".mine", at_work.name, "v.mp4", "v.json"}
+        at_work.write_bytes(b"whole")
 
 
 def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Path, capsys) -> None:

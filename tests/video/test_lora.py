@@ -15,11 +15,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from tests.video.micro import SMALL, TRANSFORMER, micro_pipe, save
-from turbo_rcm_patch import PatchConfig, extras, find_pairs
+from turbo_rcm_patch import extras, find_pairs
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError, ModelFolderError
-from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
-from turbo_rcm_patch.video import compare
 from turbo_rcm_patch.video.generation import settings_for
 from turbo_rcm_patch.video.load import load_pipeline, load_skeleton
 from turbo_rcm_patch.video.lora import LoRA, add_loras, loras_of, parse_lora
@@ -198,32 +195,8 @@ def test_weights_that_the_loader_drops_are_named(zero, tmp_path, caplog) -> None
     assert zero or "5 of its 10 weights fit the transformer" in caplog.text
 
 
-def test_one_text_is_no_list(files: Path) -> None:
-    with pytest.raises(ConfigError, match="a tuple of texts"):
-        load_pipeline(files / "one", device="cpu", lora="a/b")
-
-
 def test_without_peft_its_name_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "peft" else there(name))
     with pytest.raises(MissingPackageError, match=r"pip install .*\[lora\]"):
         load_pipeline(files / "one", device="cpu", lora=[str(files / "other.safetensors")])
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A LoRA of the shipped model, which is trained; for four steps at Lightning's times."""
-    pipe = load_pipeline(TINY_WAN, dtype=torch.float32, device="cpu")
-    path = tmp_path_factory.mktemp("tiny") / "four_steps.safetensors"
-    return [f"{write_lora(path, pipe.transformer)}:0.2"]
-
-
-def test_int8_bases_beside_a_lora_keep_the_video(trained, tmp_path, no_pictures) -> None:
-    pipe = load_pipeline(TINY_WAN, device="cpu", lora=trained)
-    found = compare(
-        pipe, DEMO_PROMPTS[:1], out=tmp_path, sampler="lightning", num_frames=5,
-        network_number=False, config=PatchConfig(linear="int8"),
-    )  # fmt: skip
-    # The guard makes most blocks exact for this LoRA, so the verdict is on that.
-    assert found.verdict == "not judged" and "NO" not in str(found), str(found)
-    assert "lora" in found.model.identity["settings"]

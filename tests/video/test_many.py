@@ -15,7 +15,7 @@ from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video import generation
-from turbo_rcm_patch.video.many import Processes, Ranks, ranks_here
+from turbo_rcm_patch.video.many import Processes
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("a red circle", "a blue square", "a green ring")
@@ -33,35 +33,25 @@ def command(micro_folder: Path, tmp_path: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, *out]
 
 
-def test_prompts_are_dealt_out_and_none_is_made_twice() -> None:
-    work = list(range(11))
-    shares = [Processes(Ranks(rank, 8, rank)).share(work) for rank in range(8)]
-    assert sorted(sum(shares, [])) == work
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert Processes().share(work) == work
-
-
 def test_the_environment_of_torchrun_says_who_this_is(monkeypatch) -> None:
-    def ranks(world: str, rank: str, local: str) -> Ranks:
-        return ranks_here({"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": local})
+    def here(world: str, rank: str, local: str) -> Processes:
+        for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):
+            monkeypatch.setenv(name, value)
+        return Processes.here()
 
-    assert ranks_here({}) == Ranks(0, 1, 0) and ranks("16", "11", "3") == Ranks(11, 16, 3)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Processes.here() == Processes(0, 1, 0)
+    assert here("16", "11", "3") == Processes(11, 16, 3)
     for wrong in (("2", "2", "0"), ("two", "0", "0"), ("2", "0", "1"), ("2", "-1", "-1")):
         with pytest.raises(ConfigError, match="torchrun"):
-            ranks(*wrong)
-    with pytest.raises(ConfigError, match="torchrun"):
-        ranks_here({"WORLD_SIZE": "2"})
+            here(*wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for given, device in (
-        (None, "cuda:1"),
-        ("cuda", "cuda:1"),
-        ("cuda:0", "cuda:0"),
-        ("cpu",) * 2,
-    ):
-        assert Ranks(3, 4, 1).device(given) == device and Ranks().device(given) == given
+    devices = {None: "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
+    for given, device in devices.items():
+        assert Processes(3, 4, 1).device(given) == device and Processes().device(given) == given
     with pytest.raises(ConfigError, match="at most 2 processes, one for each GPU"):
-        Ranks(3, 4, 2).device("cuda")
+        Processes(3, 4, 2).device("cuda")
 
 
 def test_an_address_that_is_missing_is_told(command: list[str], monkeypatch, capsys) -> None:
@@ -116,7 +106,7 @@ def exchanging(rank: int) -> None:
     def fails() -> str:
         raise ValueError(f"nothing on {rank}")
 
-    both = Processes(Ranks(rank, 2, rank))
+    both = Processes(rank, 2, rank)
     for _ in range(2):
         made.clear()
         with both.joined("cpu"):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.checkpoints.test_extra import pipeline_of
+from tests.checkpoints.wan_model import SLA, converted
 from tests.measures import relative_l2
-from tests.patching.models import with_sla
-from tests.video.micro import QUICK, SMALL, micro_pipe, options, save
+from tests.video.micro import QUICK, SMALL, options
 from turbo_rcm_patch import PatchConfig, unload_extra
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.checkpoints.extra_file import mark_of_tensors
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.sla import MARK, attached_proj_l
 from turbo_rcm_patch.video.comparison import RUNS, compare, fast_on_a_cpu, identify
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline
@@ -32,23 +28,9 @@ SETTINGS = Settings(sampler="rcm", steps=2, guidance_scale=1.0, **SMALL)
 
 @pytest.fixture(scope="module")
 def sla_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline folder as `convert` writes it from two checkpoints with SLA."""
-    pipe = micro_pipe(experts=True)
-    folder = save(pipe, tmp_path_factory.mktemp("sla") / "micro")
-    for name in ("transformer", "transformer_2"):
-        network: Any = getattr(pipe, name)
-        stored, held_by = {}, {}
-        for i, block in enumerate(with_sla(network).blocks):
-            held = attached_proj_l(block.attn1)
-            assert held is not None
-            for part, x in zip(("weight", "bias"), held, strict=True):
-                stored[f"blocks.{i}.attn1.proj_l.{part}"] = x.clone()
-            held_by[f"blocks.{i}.attn1"] = held
-        save_file(stored, folder / name / EXTRA_FILE)
-        config = folder / name / "config.json"
-        marked = json.loads(config.read_text()) | {MARK: mark_of_tensors(held_by)}
-        config.write_text(json.dumps(marked))
-    return folder
+    """Of two experts."""
+    place = tmp_path_factory.mktemp("sla")
+    return pipeline_of(*(converted(SLA, place, f"{seed}", seed=seed) for seed in (1, 2)))
 
 
 def test_the_baseline_is_sla_and_not_dense_attention(sla_folder, tmp_path, monkeypatch) -> None:

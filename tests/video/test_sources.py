@@ -130,21 +130,12 @@ def test_any_pipeline_is_compared_with_a_function_that_calls_it(name, tmp_path, 
         compare(pipe, prompts, **asked, fps=9)
 
 
-@pytest.mark.parametrize("how", ["make", "generate"])
-def test_a_block_that_a_cache_skipped_did_not_run(how: str, tmp_path: Path) -> None:
+def test_a_block_that_a_cache_skipped_did_not_run(tmp_path: Path) -> None:
     """FirstBlockCache runs the first block alone where that changes little."""
-    pipe = loaded("wan")
-
-    def make(seed: int) -> np.ndarray:
-        generator = torch.Generator().manual_seed(seed)
-        call = PIPELINE | {"num_inference_steps": 4, "num_frames": 5, "guidance_scale": 1.0}
-        frames: np.ndarray = pipe(**call, generator=generator, output_type="np").frames[0]
-        return frames
-
-    given = {"make": make} if how == "make" else {"settings": settings_of("wan")}
+    pipe, settings = loaded("wan"), settings_of("wan")
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=100.0))
     try:
-        found = compare(pipe, PROMPT, out=tmp_path, network_number=False, **given)
+        found = compare(pipe, PROMPT, out=tmp_path, network_number=False, settings=settings)
     finally:
         pipe.transformer.disable_cache()
     ran = found.judgement.ran
@@ -152,10 +143,7 @@ def test_a_block_that_a_cache_skipped_did_not_run(how: str, tmp_path: Path) -> N
         "transformer.blocks.0": [Counter(asked=1)] * 4,
         "transformer.blocks.1": [Counter(asked=1)] + [Counter(skipped=1)] * 3,
     }
-    assert ran.share == 1 and str(ran) == (
-        "1 of 2 blocks were skipped by a cache or another hook in 75% of the forwards; the rest "
-        "ran int8 attention"
-    )
+    assert ran.share == 1
     calls = json.loads(found.metrics.read_text())["ran"]["calls"]
     assert calls["transformer.blocks.1"] == [{"asked": 1}] + [{"skipped": 1}] * 3
 
@@ -185,23 +173,6 @@ def test_another_image_is_refused_and_more_prompts_are_not(tmp_path, monkeypatch
     monkeypatch.setattr(comparison, "generate", lambda *a, **k: calls.append(1) or real(*a, **k))
     compare(pipe, [PROMPT, OTHER], images=[picture(), picture(1)], **given)
     assert calls == [], "all of it is there"
-
-
-@pytest.mark.parametrize("after", ["baseline", "patched"])
-def test_an_image_that_changes_between_two_passes_is_told(after: str, tmp_path: Path) -> None:
-    image = tmp_path / "image.png"
-    picture().save(image)
-
-    def replace(stage: str, done: int, total: int) -> None:
-        if stage == after and done == total:
-            picture(1).save(image)
-
-    given = {"settings": settings_of("wan-clip", steps=1), "network_number": False}
-    with pytest.raises(SamplingError, match="changed during the comparison"):
-        compare(
-            loaded("wan-clip"), PROMPT, images=[image], out=tmp_path / "out", progress=replace,
-            **given,
-        )  # fmt: skip
 
 
 def test_each_prompt_has_an_image(tmp_path: Path) -> None:

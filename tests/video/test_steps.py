@@ -280,34 +280,6 @@ def test_a_pipeline_runs_the_published_loop(name, steps, form, sigma_max) -> Non
         torch.testing.assert_close(state, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["t2v-two-experts", "i2v-clip"])
-def test_the_generator_is_respected_in_all_of_the_noise(name: str) -> None:
-    pipe, before = WAN_PIPES[name](), torch.random.get_rng_state()
-
-    def first_states(**config: Any) -> list[torch.Tensor]:
-        pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, **config)
-        states: list[torch.Tensor] = []
-
-        def after_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            states.extend([tensors["latents"].flatten().clone()] if step == 0 else [])
-            return {}
-
-        for seed in (0, 0, 1):
-            generator = torch.Generator().manual_seed(seed)
-            call(pipe, 2, generator=generator, callback_on_step_end=after_step)
-        return states
-
-    def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-    one, same, other = first_states()
-    assert torch.equal(one, same) and abs(correlation(one, other)) < 0.4
-    one, same, other = first_states(noise_seed=7)
-    assert torch.equal(one, same)
-    assert correlation(one, other) > 0.9, "what a fixed seed costs: 93 % of the state is shared"
-    assert torch.equal(before, torch.random.get_rng_state()), "the global generator is untouched"
-
-
 def test_a_video_does_not_depend_on_its_batch() -> None:
     pipe = micro_pipe()
     pipe.scheduler = RCMScheduler()
@@ -337,12 +309,6 @@ pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     "load_pipeline": """
 from turbo_rcm_patch.video import load_pipeline
 pipe = load_pipeline(folder, device="cpu")
-""",
-    "another-scheduler": """
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from turbo_rcm_patch import RCMScheduler
-pipe = WanPipeline.from_pretrained(folder, scheduler=FlowMatchEulerDiscreteScheduler())
-pipe.scheduler = RCMScheduler.from_pretrained(folder, subfolder="scheduler")
 """,
 }
 
@@ -454,15 +420,13 @@ def test_few_steps_of_a_model_that_does_not_say_so_are_told_once(
         ({"sampler": "rcm", "guidance_scale": 1.25}, "guidance distilled in"),
         ({"height": 100}, "multiple of 16.*Try 96"),
         ({"num_frames": 0}, "positive whole number"),
-        ({"colour": "red"}, "one of"),
-        ({"stepz": 3}, r"Did you mean steps\?"),
+        ({"stepz": 3}, "setting 'stepz'; expected one of .*'steps'"),
         ({"steps": 10**9}, "from 1 to 1000"),
         ({"steps": True}, "whole number from 1 to 1000"),
         ({"sigma_max": "80"}, "sigma_max; expected a finite number"),
         ({"guidance_scale": float("nan")}, "guidance_scale; expected a finite number"),
         ({"guidance_scale_2": "5"}, "guidance_scale_2; expected a finite number"),
         ({"negative_prompt": 3}, "negative_prompt; expected a text"),
-        ('{"times": [1000, 500]}', r"Save the pipeline with RCMScheduler\(times="),
         ("[1]", "a JSON object"),
         ("{", "not valid JSON"),
     ],

@@ -7,14 +7,11 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -22,18 +19,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.video.micro import TRANSFORMER, micro_pipe
 from tests.video.test_lora import LINEARS, write_lora
-from turbo_rcm_patch.checkpoints.extra_file import StoredTensors
+from turbo_rcm_patch.checkpoints.extra_file import stored_tensors
 from turbo_rcm_patch.errors import (
     CheckpointError,
     ModelFolderError,
     SamplingError,
     TurboRCMError,
 )
-from turbo_rcm_patch.video import report
-from turbo_rcm_patch.video.load import check_folder, load_pipeline
+from turbo_rcm_patch.video.load import load_pipeline
 from turbo_rcm_patch.video.lora import add_loras
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.video import write_mp4
 
 
 @contextmanager
@@ -72,18 +67,17 @@ def folder(micro_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", [pipe_at, device_at])
 @pytest.mark.parametrize(
     "name",
-    ["model_index.json", "vae/config.json", "tokenizer/more.json", "tokenizer/deeper/spiece.model",
-     "transformer/diffusion_pytorch_model.safetensors", "turbo_rcm.json"],
+    ["model_index.json", "vae/config.json", "turbo_rcm.json",
+     "transformer/diffusion_pytorch_model.safetensors"],
 )  # fmt: skip
 def test_only_regular_files_of_a_folder_are_opened(name, kind, folder) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
     kind(folder / name)
     with at_once():
         if name == "turbo_rcm.json":
             assert load_pipeline(folder, device="cpu")  # It holds defaults alone.
         else:
             with pytest.raises(ModelFolderError):
-                check_folder(folder)
+                load_pipeline(folder, device="cpu")
 
 
 @pytest.mark.parametrize("kind", [pipe_at, device_at])
@@ -92,7 +86,7 @@ def test_only_regular_files_are_opened(kind: Callable[[Path], Path], tmp_path: P
         with pytest.raises(SamplingError, match="a regular file"):
             read_image(kind(tmp_path / "image.png"))
         with pytest.raises(CheckpointError, match="a regular file"):
-            StoredTensors(kind(tmp_path / "extra.safetensors"))
+            stored_tensors(kind(tmp_path / "extra.safetensors"))
         (tmp_path / "lora").mkdir()
         file = kind(tmp_path / "lora" / "a.safetensors")
         for given in (file, file.parent):
@@ -184,30 +178,3 @@ def test_a_regular_expression_in_a_lora_is_not_run(key: str, lora: Path, tmp_pat
     path = noted(tmp_path / "a.safetensors", load_file(lora), **notes)
     with at_once(15), pytest.raises(ModelFolderError, match="not a plain name"):
         add_loras(micro_pipe(), [path])
-
-
-_READ = """
-import re, sys
-from pathlib import Path
-from turbo_rcm_patch.video.video import read_frames
-status = Path("/proc/self/status")
-peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1])
-before = peak()
-frames = read_frames(Path(sys.argv[1]))
-print((peak() - before) / sum(3 * one.width * one.height for one in frames))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_reading_a_video_takes_the_memory_of_its_pixels(tmp_path: Path) -> None:
-    video = tmp_path / "a.mp4"
-    write_mp4(np.zeros((100, 544, 960, 3), np.uint8), video, 16)
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, str(video)], capture_output=True, text=True, check=True
-    )
-    assert 0.9 < float(done.stdout) < 1.8  # PIL and ffmpeg's module are counted in
-
-
-def test_the_report_page_loads_nothing_from_elsewhere() -> None:
-    page = (Path(report.__file__).parent / "page" / "report.html.j2").read_text()
-    assert "default-src 'none'; img-src data:; media-src data:" in page

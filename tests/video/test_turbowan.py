@@ -1,8 +1,4 @@
-"""TurboDiffusion's checkpoints in diffusers' pipelines draw what its own scripts draw.
-
-With `--turbodiffusion PATH`, a checkout, the scripts run as they are, on a CPU; in place of their
-networks, VAE and text encoder stand those of the pipelines. Without it, their loop in plain torch.
-"""
+"""TurboDiffusion's checkpoints in diffusers' pipelines draw what its own scripts draw."""
 
 from __future__ import annotations
 
@@ -24,81 +20,33 @@ from tests.video.turbowan import (
     pipeline,
     plain_loop,
     sample,
-    script_loop,
     text_base,
     text_pths,
 )
-from turbo_rcm_patch import PatchConfig, patch_model
 
 __all__ = ["expert_pths", "image_base", "picture", "text_base", "text_pths"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "turbowan.py"
-LOOPS = pytest.mark.parametrize("loop", ["plain torch", "its script"])
 
 
-def script(request: pytest.FixtureRequest, name: str) -> Path:
-    """A script of the checkout."""
-    root = request.config.getoption("--turbodiffusion", default=None)
-    if not root:
-        pytest.skip("needs --turbodiffusion PATH, a checkout of TurboDiffusion")
-    path = Path(root) / "turbodiffusion" / "inference" / name
-    if not path.is_file():
-        pytest.fail(f"{root} is not a checkout of TurboDiffusion: no {path}", pytrace=False)
-    return path
-
-
-@LOOPS
 @pytest.mark.parametrize(("steps", "samples"), [(1, 1), (3, 2), (4, 2)])
-def test_text_to_video(loop, steps: int, samples: int, text_pths, text_base, request) -> None:
+def test_text_to_video(steps: int, samples: int, text_pths, text_base) -> None:
     how = {"seed": 7, "samples": samples, "steps": steps}
-    if loop == "plain torch":
-        expected = plain_loop([network_of(text_pths[0])], text_base, **how)
-    else:
-        arguments = ["--seed", "7", "--dit_path", str(text_pths[0]), "--num_steps", str(steps)]
-        arguments += ["--num_samples", str(samples)]
-        path = script(request, "wan2.1_t2v_infer.py")
-        expected, calls = script_loop(path, arguments, text_base)
-        assert calls == ["model"] * steps
+    expected = plain_loop([network_of(text_pths[0])], text_base, **how)
     ours = sample(pipeline(text_pths, text_base), **how)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     assert float(expected.std()) > 0.1
 
 
-@LOOPS
 @pytest.mark.parametrize(
     ("boundary", "ode"), [(0.9, True), (0.9, False), (0.933, False), (0.0, False)]
 )
-def test_image_to_video(
-    loop, boundary: float, ode: bool, expert_pths, image_base, picture, request
-) -> None:
+def test_image_to_video(boundary: float, ode: bool, expert_pths, image_base, picture) -> None:
     """At 0.933 the second step is the high-noise expert's, though its rounded time is under it."""
     how: dict[str, Any] = {"seed": 3, "samples": 2, "boundary": boundary, "ode": ode}
     how |= {"sigma_max": 200.0, "picture": picture}
-    if loop == "plain torch":
-        expected = plain_loop([network_of(path) for path in expert_pths], image_base, **how)
-    else:
-        arguments = ["--seed", "3", "--image_path", str(picture), "--num_samples", "2"]
-        arguments += ["--boundary", str(boundary), *(["--ode"] if ode else [])]
-        for name, path in zip(("high", "low"), expert_pths, strict=True):
-            arguments += [f"--{name}_noise_model_path", str(path)]
-        path = script(request, "wan2.2_i2v_infer.py")
-        expected, calls = script_loop(path, arguments, image_base, picture)
-        assert calls == ["high", "high", "low", "low"] or not boundary
+    expected = plain_loop([network_of(path) for path in expert_pths], image_base, **how)
     ours = sample(pipeline(expert_pths, image_base), **how)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("quant", [False, True], ids=["as-is", "quant"])
-def test_patched_text_to_video(quant: bool, text_base, tmp_path) -> None:
-    pth = tmp_path / "model.pth"
-    save(Options(text=32, sla=True, quant=quant, dtype=torch.float32), pth)
-    config = PatchConfig(linear="int8" if quant else "as-is")
-    pipe = pipeline([pth], text_base)
-    patch_model(pipe, config)
-    ours = sample(pipe, seed=0)
-    patched = plain_loop([network_of(pth, config)], text_base, seed=0, our_roundings=True)
-    plain = plain_loop([network_of(pth)], text_base, seed=0, our_roundings=True)
-    torch.testing.assert_close(ours, patched, rtol=0, atol=1e-5)
-    assert not torch.allclose(ours, plain, rtol=0, atol=1e-4)
 
 
 def test_the_example_converts_once_and_makes_a_video(

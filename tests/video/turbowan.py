@@ -1,17 +1,12 @@
-"""TurboDiffusion's checkpoints in diffusers' pipelines, and its scripts' loop: in plain torch, and
-its own from a checkout."""
+"""TurboDiffusion's checkpoints in diffusers' pipelines, and its scripts' loop in plain torch."""
 
 from __future__ import annotations
 
 import math
 import re
-import runpy
-import sys
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +16,7 @@ from PIL import Image
 
 from tests.checkpoints.test_convert_command import base_folder
 from tests.checkpoints.wan_model import Options, save
-from turbo_rcm_patch import PatchConfig, RCMScheduler, load_extra, patch_model
+from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.video import load_pipeline
 from turbo_rcm_patch.video.rcm_times import rcm_times
@@ -75,16 +70,12 @@ def pipeline(pths: list[Path], base: Path, **how: Any) -> Any:
     return pipe
 
 
-def network_of(pth: Path, config: PatchConfig | None = None) -> WanTransformer3DModel:
-    """The converted transformer, patched if asked for."""
+def network_of(pth: Path) -> WanTransformer3DModel:
+    """The converted transformer."""
     folder = pth.with_suffix("")
     if not folder.exists():
         convert_transformer(pth, folder)
-    network = WanTransformer3DModel.from_pretrained(folder).eval()
-    if config is not None:
-        load_extra(network, folder)
-        patch_model(network, config)
-    return network
+    return WanTransformer3DModel.from_pretrained(folder).eval()
 
 
 def stretched(path: Path) -> torch.Tensor:
@@ -139,7 +130,7 @@ def sample(
     return latents.float()
 
 
-# The numbers of TurboDiffusion's scripts, in plain torch.
+# The numbers of TurboDiffusion's scripts (inference/wan2.1_t2v_infer.py, wan2.2_i2v_infer.py).
 
 
 @torch.no_grad()
@@ -181,12 +172,8 @@ def plain_loop(
     boundary: float = 0.0,
     ode: bool = False,
     picture: Path | None = None,
-    our_roundings: bool = False,
     device: str = "cpu",
 ) -> torch.Tensor:
-    """In the roundings of the scripts, or with `our_roundings`: a first sample in fp32, as the
-    pipelines have it, and fp64 where the scripts multiply noise in fp32. Nothing but last bits,
-    but those decide how some values are rounded to int8."""
     text = embedding(base).to(device).expand(samples, -1, -1)
     generator = torch.Generator(device)
     generator.manual_seed(seed)
@@ -194,7 +181,6 @@ def plain_loop(
     trig = [math.atan(sigma_max), *(1.5, 1.4, 1.0)[: steps - 1], 0.0]
     times = [math.sin(t) / (math.cos(t) + math.sin(t)) for t in trig]
     x = noise.double() * times[0]
-    x = x.float().double() if our_roundings else x
     for t, t_next in zip(times[:-1], times[1:], strict=True):
         network = networks[-1] if t < boundary else networks[0]
         inputs = x.float()
@@ -207,104 +193,5 @@ def plain_loop(
             x = x - (t - t_next) * v
         else:
             eps = torch.randn(x.shape, dtype=torch.float32, device=device, generator=generator)
-            x = (1 - t_next) * (x - t * v) + t_next * (eps.double() if our_roundings else eps)
+            x = (1 - t_next) * (x - t * v) + t_next * eps
     return x.float()
-
-
-# Its own scripts, with the networks, the VAE and the text encoder of a folder.
-
-
-def module(name: str, **members: object) -> types.ModuleType:
-    result = types.ModuleType(name)
-    vars(result).update(members)
-    return result
-
-
-def nothing(*_: object, **__: object) -> None:
-    pass
-
-
-class Network:
-    """A converted checkpoint, called as the scripts call theirs, which compute in bf16 alone."""
-
-    def __init__(self, path: str, calls: list[str]) -> None:
-        self.network, self.name, self.calls = network_of(Path(path)), Path(path).stem, calls
-
-    def cpu(self) -> Network:
-        return self
-
-    cuda = cpu
-
-    def __call__(
-        self, *, x_B_C_T_H_W: Any, timesteps_B_T: Any, crossattn_emb: Any, y_B_C_T_H_W: Any = None
-    ) -> torch.Tensor:
-        self.calls.append(self.name)
-        x = x_B_C_T_H_W
-        inputs = x if y_B_C_T_H_W is None else torch.cat([x, y_B_C_T_H_W], dim=1)
-        when = timesteps_B_T.bfloat16().float().flatten()
-        return self.network(inputs, when, crossattn_emb, return_dict=False)[0]
-
-
-class Tokenizer:
-    """In the place of its VAE; decoding keeps the latents."""
-
-    latent_ch, spatial_compression_factor = LATENTS[0], 8
-
-    def __init__(self, base: Path, decoded: list[torch.Tensor]) -> None:
-        self.vae = AutoencoderKLWan.from_pretrained(base, subfolder="vae").eval()
-        self.decoded = decoded
-
-    def get_latent_num_frames(self, frames: int) -> int:
-        return 1 + (frames - 1) // 4
-
-    def encode(self, frames: torch.Tensor) -> torch.Tensor:
-        return self.vae.encode(frames).latent_dist.mode()
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        self.decoded.append(latents)
-        return latents
-
-
-def script_loop(
-    script: Path, arguments: list[str], base: Path, picture: Path | None = None
-) -> tuple[torch.Tensor, list[str]]:
-    """The samples and the expert of every network call."""
-    calls: list[str] = []
-    decoded: list[torch.Tensor] = []
-    transforms = mock.MagicMock()
-    if picture is not None:
-        transforms.Compose.return_value = lambda _: (stretched(picture)[0] - 0.5) / 0.5
-    sizes = dict.fromkeys(("480p", "720p"), {"16:9": SIZE})
-    members: dict[str, dict[str, Any]] = {
-        "einops": {
-            "repeat": lambda x, _, k: x.repeat(k, 1, 1),
-            "rearrange": lambda x, *_, **__: x,
-        },
-        "tqdm": {"tqdm": lambda steps, **_: steps},
-        "imaginaire.utils": {"log": types.SimpleNamespace(info=nothing, success=nothing)},
-        "imaginaire.utils.io": {"save_image_or_video": nothing},
-        "rcm.datasets.utils": {"VIDEO_RES_SIZE_INFO": sizes},
-        "rcm.utils.umt5": {
-            "clear_umt5_memory": nothing,
-            "get_umt5_embedding": lambda **_: embedding(base),
-        },
-        "rcm.tokenizers.wan2pt1": {"Wan2pt1VAEInterface": lambda **_: Tokenizer(base, decoded)},
-        "modify_model": {
-            "create_model": lambda dit_path, **_: Network(dit_path, calls),
-            "tensor_kwargs": {"device": "cpu", "dtype": torch.float32},
-        },
-    }
-    names = ("torchvision", "torchvision.transforms", "imaginaire", "rcm", "rcm.datasets",
-             "rcm.utils", "rcm.tokenizers")  # fmt: skip
-    stubs: dict[str, Any] = {name: module(name) for name in names}
-    stubs |= {name: module(name, **its) for name, its in members.items()}
-    stubs["torchvision.transforms.v2"] = transforms
-    before = torch._dynamo.config.suppress_errors
-    argv = [str(script), "--prompt", "a cat", "--num_frames", "5", *arguments]
-    with mock.patch.dict(sys.modules, stubs), mock.patch.object(sys, "argv", argv):
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        finally:
-            torch._dynamo.config.suppress_errors = before  # the scripts switch it on
-    (samples,) = decoded
-    return samples, calls

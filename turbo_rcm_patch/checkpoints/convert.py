@@ -6,14 +6,14 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from turbo_rcm_patch.checkpoints.folder import Written, folder_bytes, write_transformer
 from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, check_part, stored_settings
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
-from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError
 from turbo_rcm_patch.files import atomic_folder, check_outside, check_target, read_json, write_json
 
 #: Fraction of the time axis above which the high-noise expert of Wan 2.2 runs.
@@ -127,27 +127,33 @@ def convert_pipeline(
     # A base that was made with links may lead back into the folder that is replaced.
     paths = [path for part in other_parts.values() for path in (part, *part.rglob("*"))]
     check_outside(target, *paths)
-    needed = sum(folder_bytes(e.source, dtype, int8_only=int8_only) for e in experts.values())
+    needed = sum(folder_bytes(e, dtype, int8_only=int8_only) for e, _ in experts.values())
     if copy:
         needed += sum(path.stat().st_size for path in paths if path.is_file())
     results = []
     with atomic_folder(target, force=force, needed=needed) as folder:
-        for part, expert in experts.items():
+        for part, (source, config) in experts.items():
             (folder / part).mkdir()
             written = write_transformer(
-                expert.source,
+                source,
                 folder / part,
                 dtype=dtype,
                 int8_only=int8_only,
-                config=expert.config,
+                config=config,
                 progress=progress,
             )
             results.append(replace(written, path=target / part))
-        for part, source in other_parts.items():
+        for part, place in other_parts.items():
             if copy:
-                shutil.copytree(source, folder / part)
-            else:
-                _link(source, folder / part)
+                shutil.copytree(place, folder / part)
+                continue
+            try:
+                (folder / part).symlink_to(place, target_is_directory=True)
+            except OSError as error:  # Windows asks for a privilege, and some disks have no links.
+                raise OutputExistsError(
+                    f"{place} cannot be linked to ({error.strerror})",
+                    remedy="Copy the base's parts with --copy (copy=True)",
+                ) from error
         _write_sampler(folder, index, settings, experts=len(experts))
     return tuple(results)
 
@@ -171,38 +177,25 @@ def _index(root: Path, *, experts: int) -> dict[str, object]:
     return index
 
 
-class _Expert(NamedTuple):
-    """A checkpoint, and the entries of config.json that only the base shows."""
-
-    source: Checkpoint
-    config: dict[str, object]
-
-
 def _read_expert(
     path: str | Path,
     folder: Path,
     heads: int | None,
     network: str | None,
     progress: Progress | None,
-) -> _Expert:
-    """Read a checkpoint of the model whose configuration is in a folder of the base."""
+) -> tuple[Checkpoint, dict[str, object]]:
+    """Read a checkpoint of the model whose configuration is in a folder of the base, and the
+    entries of that which no weight shows."""
     config = read_json(folder / "config.json")
     base_heads = config.get("num_attention_heads")
-    base_heads = base_heads if isinstance(base_heads, int) else None  # Another one differs below.
-    try:
-        source = read_checkpoint(
-            path, heads=heads or base_heads, network=network, progress=progress
-        )
-        differences = [
-            f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
-            for key, value in source.sizes.config().items()
-            if key in config and key not in _FROM_BASE and config[key] != value
-        ]
-    except CheckpointError as error:
-        if error.what != "heads" or heads is not None:
-            raise
-        text = f"num_attention_heads: {base_heads} there, {error.expected} in the checkpoint"
-        differences = [text]
+    if isinstance(base_heads, int):  # Another one differs below.
+        heads = heads or base_heads
+    source = read_checkpoint(path, heads=heads, network=network, progress=progress)
+    differences = [
+        f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
+        for key, value in source.sizes.config().items()
+        if key in config and key not in _FROM_BASE and config[key] != value
+    ]
     if differences:
         raise ModelFolderError(
             f"{folder} is not the model of {path}",
@@ -210,7 +203,7 @@ def _read_expert(
             expected="the same sizes",
             remedy="Choose the diffusers folder of the same Wan model with --base",
         )
-    return _Expert(source, {key: config[key] for key in _FROM_BASE if key in config})
+    return source, {key: config[key] for key in _FROM_BASE if key in config}
 
 
 def _other_parts(root: Path, index: dict[str, object]) -> dict[str, Path]:
@@ -229,16 +222,6 @@ def _other_parts(root: Path, index: dict[str, object]) -> dict[str, Path]:
         check_part(root, part, weights=part in _WITH_WEIGHTS)
         parts[part] = (root / part).resolve()
     return parts
-
-
-def _link(source: Path, place: Path) -> None:
-    try:
-        place.symlink_to(source, target_is_directory=True)
-    except OSError as error:  # Windows asks for a privilege, and some disks have no links.
-        raise OutputExistsError(
-            f"{source} cannot be linked to ({error.strerror})",
-            remedy="Copy the base's parts with --copy (copy=True)",
-        ) from error
 
 
 def _write_sampler(

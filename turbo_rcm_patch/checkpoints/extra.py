@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
@@ -71,7 +71,15 @@ def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
     check_mark(place, proj_l, mark)
     modules = dict(transformer.named_modules())
     for name, (weight, _) in proj_l.items():
-        _check_attention(place, name, modules.get(name), weight)
+        module = modules.get(name)
+        heads = getattr(module, "heads", None)
+        width = getattr(getattr(module, "to_v", None), "out_features", 0)
+        if not heads or tuple(weight.shape) != (width // heads,) * 2:
+            raise CheckpointError(
+                f"{place}: {name}",
+                expected=f"attention with heads of {max(weight.shape, default=0)} channels",
+                got="no such module" if module is None else f"a {type(module).__name__}",
+            )
     if record_of(transformer) is not None:
         raise AlreadyPatchedError(
             f"{place}: proj_l of {len(proj_l)} attentions",
@@ -79,7 +87,7 @@ def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
             got="a patched one",
             remedy="Call unload_extra or unpatch_model, then load_extra, then patch_model",
         )
-    _mark_sla(transformer, mark_of_tensors(proj_l))
+    _mark(transformer, mark_of_tensors(proj_l))
     for name, (weight, bias) in proj_l.items():
         attach_proj_l(modules[name], weight, bias)
     return Extra(path if path.is_file() else place, tuple(proj_l))
@@ -92,7 +100,7 @@ def unload_extra(transformer: nn.Module) -> None:
     patched later: its configuration says that dense attention is meant.
     """
     if held_proj_l(transformer) or mark_of(getattr(transformer, "config", None)):
-        _mark_sla(transformer, None)
+        _mark(transformer, None)
     for module in transformer.modules():
         detach_proj_l(module)
 
@@ -119,24 +127,9 @@ def transformer_folder(folder: str | Path) -> Path:
     )
 
 
-def _mark_sla(model: nn.Module, mark: object) -> None:
+def _mark(transformer: nn.Module, mark: object) -> None:
     """Record in a diffusers model's configuration which `proj_l` belong to it; None: dense is
-    meant.
-
-    A model whose marked `proj_l` are missing is not patched.
-    """
-    register = getattr(model, "register_to_config", None)
+    meant. A model whose marked `proj_l` are missing is not patched."""
+    register = getattr(transformer, "register_to_config", None)
     if register is not None:
         register(**{MARK: mark})
-
-
-def _check_attention(place: Path, name: str, module: nn.Module | None, weight: Tensor) -> None:
-    shape = tuple(weight.shape)
-    heads = getattr(module, "heads", None)
-    width = getattr(getattr(module, "to_v", None), "out_features", 0)
-    if not heads or shape != (width // heads,) * 2:
-        raise CheckpointError(
-            f"{place}: {name}",
-            expected=f"attention with heads of {shape[0]} channels",
-            got="no such module" if module is None else f"a {type(module).__name__}",
-        )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,80 +34,59 @@ WEIGHTS: Final = "diffusion_pytorch_model"
 _PROJ_L: Final = re.compile(
     r"((?:.+\.)?attn1)(?:\.attn_op)?(?:\.local_attn)?\.proj_l\.(weight|bias)"
 )
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "I32": torch.int32,
-}
-
 #: Attention -> weight [D, D] and bias [D].
 ProjL = dict[str, tuple[Tensor, Tensor]]
 
 
-class StoredTensors:
-    """The tensors of one or more safetensors files. Each is read only when it is used.
+@reraise_interrupts()
+def stored_tensors(*files: Path) -> dict[str, Tensor]:
+    """Map the tensors of safetensors files into memory: each is read when it is used.
 
     SLA's Linear has one name, `blocks.N.attn1.proj_l`, however the file calls it.
 
-    Attributes:
-        listing: Shape and dtype of each, as a tensor on the meta device.
+    Raises:
+        CheckpointError: A file is missing or damaged, or two have a tensor of the same name.
     """
+    from safetensors import SafetensorError, safe_open
 
-    def __init__(self, *files: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.listing: dict[str, Tensor] = {}
-        self._get: dict[str, Callable[[], Tensor]] = {}
-        for path in files:
-            check_regular(path, CheckpointError)
-            try:
-                opened: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        check_regular(path, CheckpointError)
+        try:
+            opened: Any = safe_open(path, framework="pt")
+            stored = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is missing, damaged or incomplete ({error})",
+                remedy="Write or download it again",
+            ) from error
+        for key, tensor in stored.items():
+            sla = _PROJ_L.fullmatch(key)
+            name = f"{sla[1]}.proj_l.{sla[2]}" if sla else key
+            if name in tensors:
                 raise CheckpointError(
-                    f"{path} is missing, damaged or incomplete ({error})",
-                    remedy="Write or download it again",
-                ) from error
-            for key in opened.keys():  # noqa: SIM118  not a dictionary
-                part = opened.get_slice(key)
-                dtype = _DTYPES.get(part.get_dtype(), torch.bool)  # bool fits nothing wanted
-                sla = _PROJ_L.fullmatch(key)
-                name = f"{sla[1]}.proj_l.{sla[2]}" if sla else key
-                if name in self.listing:
-                    raise CheckpointError(
-                        f"{path}: {key} occurs twice",
-                        expected="each tensor once in the files of a folder",
-                        remedy="Remove the files that do not belong to it",
-                    )
-                self.listing[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-                self._get[name] = partial(opened.get_tensor, key)
+                    f"{path}: {key} occurs twice",
+                    expected="each tensor once in the files of a folder",
+                    remedy="Remove the files that do not belong to it",
+                )
+            tensors[name] = tensor
+    return tensors
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._get
 
-    def __getitem__(self, key: str) -> Tensor:
-        with reraise_interrupts():
-            return self._get[key]()
+def proj_l_of(tensors: Mapping[str, Tensor]) -> ProjL:
+    """Take SLA's projections out of some tensors, in their dtype.
 
-    def proj_l(self) -> ProjL:
-        """Read SLA's projections, in the files' dtype.
-
-        Raises:
-            CheckpointError: One lacks its weight or its bias.
-        """
-        parts = [key.rpartition(".")[0] for key in self.listing if ".proj_l." in key]
-        result: ProjL = {}
-        for linear in dict.fromkeys(parts):
-            pair = f"{linear}.weight", f"{linear}.bias"
-            for key in pair:
-                if key not in self:
-                    raise CheckpointError(linear, expected="a weight and a bias", got=f"no {key}")
-            result[linear.removesuffix(".proj_l")] = self[pair[0]], self[pair[1]]
-        return result
+    Raises:
+        CheckpointError: One lacks its weight or its bias.
+    """
+    linears = [key.rpartition(".")[0] for key in tensors if ".proj_l." in key]
+    result: ProjL = {}
+    for linear in dict.fromkeys(linears):
+        weight, bias = (tensors.get(f"{linear}.{part}") for part in ("weight", "bias"))
+        if weight is None or bias is None:
+            raise CheckpointError(linear, expected="a weight and a bias", got="one of them")
+        result[linear.removesuffix(".proj_l")] = weight, bias
+    return result
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -146,11 +124,11 @@ def folder_proj_l(folder: Path) -> ProjL:
         CheckpointError: A file is damaged, or a weight lacks its bias.
     """
     extra = folder / EXTRA_FILE
-    proj_l = StoredTensors(extra).proj_l() if extra.is_file() else {}
+    proj_l = proj_l_of(stored_tensors(extra)) if extra.is_file() else {}
     if proj_l:
         return proj_l
     files = [path for path in weight_files(folder) if path.is_file()]
-    return StoredTensors(*(files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))).proj_l()
+    return proj_l_of(stored_tensors(*(files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))))
 
 
 def mark_of_tensors(proj_l: ProjL) -> dict[str, object]:
@@ -168,24 +146,10 @@ def mark_of_tensors(proj_l: ProjL) -> dict[str, object]:
     return {"count": len(proj_l), "digest": digest.hexdigest()}
 
 
-def mark_of(config: object) -> object:
-    """The mark in a model's configuration: a dictionary, None if dense is meant, "" if there is
-    none.
-
-    Raises:
-        CheckpointError: The entry is something else.
-    """
+def mark_of(config: object) -> Any:
+    """The mark in a model's configuration: None if dense is meant, "" if there is none."""
     get: Callable[..., Any] | None = getattr(config, "get", None)
-    mark = "" if get is None else get(MARK, "")
-    if mark is None or mark == "":
-        return mark
-    if isinstance(mark, Mapping):
-        count, digest = mark.get("count"), mark.get("digest")
-        if isinstance(count, int) and isinstance(digest, str):
-            return mark
-    raise CheckpointError(
-        f"config.json: {MARK}", expected='{"count": …, "digest": …} or null', got=repr(mark)[:80]
-    )
+    return "" if get is None else get(MARK, "")
 
 
 def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:

@@ -14,7 +14,6 @@ are in `EXTRA_FILE`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,10 +25,10 @@ from turbo_rcm_patch.checkpoints.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
     WEIGHTS,
-    StoredTensors,
     mark_of_tensors,
+    proj_l_of,
 )
-from turbo_rcm_patch.checkpoints.keys import Name, names
+from turbo_rcm_patch.checkpoints.keys import names
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.files import write_json
@@ -113,8 +112,7 @@ def folder_bytes(
 ) -> int:
     """Bytes that `write_transformer` writes, up to some kilobytes."""
     weights = _weights(checkpoint, dtype, int8_only=int8_only)
-    proj_l = [checkpoint.tensors[name.theirs] for name in _extra_names(checkpoint)]
-    return sum(item.size for item in weights) + sum(tensor.nbytes for tensor in proj_l)
+    return sum(item.size for item in (*weights, *_proj_l(checkpoint)))
 
 
 def write_transformer(
@@ -140,12 +138,15 @@ def write_transformer(
         config: Entries of config.json to use in place of those inferred.
         progress: Called with bytes.
     """
+    from safetensors.torch import save_file
+
     weights = _weights(checkpoint, dtype, int8_only=int8_only)
     _write_weights(folder, weights, progress)
-    proj_l = {name.ours: checkpoint.tensors[name.theirs] for name in _extra_names(checkpoint)}
     marks: dict[str, object] = {"quantization_config": dict(INT8_MARK)} if int8_only else {}
+    proj_l = {item.key: item.tensor() for item in _proj_l(checkpoint)}
     if proj_l:
-        marks[MARK] = _write_proj_l(folder, proj_l)
+        save_file(proj_l, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
+        marks[MARK] = mark_of_tensors(proj_l_of(proj_l))
     entries = checkpoint.sizes.config() | marks | (config or {})
     write_json(folder / "config.json", entries, indent=2, sort_keys=True)
     for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
@@ -160,9 +161,14 @@ def write_transformer(
     )
 
 
-def _extra_names(checkpoint: Checkpoint) -> list[Name]:
+def _proj_l(checkpoint: Checkpoint) -> list[_Item]:
     """The tensors of the extra file."""
-    return [name for name in names(checkpoint.sizes) if name.extra]
+    pairs = [
+        (name.ours, checkpoint.tensors[name.theirs])
+        for name in names(checkpoint.sizes)
+        if name.extra
+    ]
+    return [_Item(key, (tensor,), tensor.dtype, tensor.shape) for key, tensor in pairs]
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool) -> list[_Item]:
@@ -179,26 +185,21 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bo
         if name.extra:
             continue
         int8, scale = (checkpoint.tensors.get(key) for key in name.their_int8)
+        source: tuple[Tensor, ...]
         if int8 is None or scale is None or not name.linear:
-            tensor = checkpoint.tensors[name.theirs]
-            chosen = _dtype_of(name, tensor, dtype)
-            items.append(_Item(name.ours, (tensor,), chosen, name.our_shape))
+            own = checkpoint.tensors[name.theirs]
+            source, chosen = (own,), own.dtype
         elif int8_only:
             parts = zip(name.our_int8, (int8, scale_bits(scale)), strict=True)
             items += [_Item(key, (part,), part.dtype, part.shape) for key, part in parts]
+            continue
         else:
-            bias = checkpoint.tensors[f"{name.theirs.removesuffix('weight')}bias"]
-            chosen = _dtype_of(name, bias, dtype)
-            items.append(_Item(name.ours, (int8, scale), chosen, name.our_shape))
+            source = int8, scale
+            chosen = checkpoint.tensors[f"{name.theirs.removesuffix('weight')}bias"].dtype
+        if dtype is not None and _FP32.isdisjoint(name.ours.split(".")):
+            chosen = dtype
+        items.append(_Item(name.ours, source, chosen, name.our_shape))
     return items
-
-
-def _dtype_of(name: Name, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in the file: the requested one where diffusers would cast to it, else that of
-    `tensor`."""
-    if dtype is None or not _FP32.isdisjoint(name.ours.split(".")):
-        return tensor.dtype
-    return dtype
 
 
 def _write_weights(folder: Path, items: list[_Item], progress: Progress | None) -> None:
@@ -206,7 +207,14 @@ def _write_weights(folder: Path, items: list[_Item], progress: Progress | None) 
     from safetensors.torch import save_file
 
     total, done = sum(item.size for item in items), 0
-    shards = list(_shards(items, SHARD_BYTES))
+    shards: list[list[_Item]] = []
+    room = 0
+    for item in items:
+        if item.size > room or not shards:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(item)
+        room -= item.size
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         part = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -222,24 +230,3 @@ def _write_weights(folder: Path, items: list[_Item], progress: Progress | None) 
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing, indent=2, sort_keys=True)
-
-
-def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
-    shard: list[_Item] = []
-    for item in items:
-        if shard and sum(i.size for i in shard) + item.size > largest:
-            yield shard
-            shard = []
-        shard.append(item)
-    if shard:
-        yield shard
-
-
-def _write_proj_l(folder: Path, tensors: dict[str, Tensor]) -> dict[str, object]:
-    """Write the extra file, and return the mark of its contents for config.json."""
-    from safetensors.torch import save_file
-
-    # Copies, because tensors that share a storage are refused.
-    copies = {key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
-    save_file(copies, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
-    return mark_of_tensors(StoredTensors(folder / EXTRA_FILE).proj_l())

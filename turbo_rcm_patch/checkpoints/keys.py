@@ -27,24 +27,8 @@ BLOCK: Final = 128
 #: Channels of a head of every published Wan.
 HEAD_DIM: Final = 128
 _IN_A_BLOCK: Final = re.compile(r"blocks\.[0-9]+\.")
-#: The Linear of SLA after its linear attention: TurboDiffusion's name, and that of the extra file.
-SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
-
-
-#: Entry of diffusers' configuration -> the field or property of `Sizes` that it is.
-_ENTRIES: Final = {
-    "attention_head_dim": "head_dim",
-    "cross_attn_norm": "cross_norm",
-    "ffn_dim": "ffn",
-    "freq_dim": "freq",
-    "image_dim": "image",
-    "in_channels": "inputs",
-    "num_attention_heads": "heads",
-    "num_layers": "layers",
-    "out_channels": "outputs",
-    "pos_embed_seq_len": "image_tokens",
-    "text_dim": "text",
-}
+#: TurboDiffusion's name of SLA's Linear after its linear attention.
+_SLA_LINEAR: Final = "self_attn.attn_op.local_attn.proj_l"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +77,23 @@ class Sizes:
     def config(self) -> dict[str, object]:
         """The configuration of diffusers' WanTransformer3DModel."""
         return {
-            **{entry: getattr(self, name) for entry, name in _ENTRIES.items()},
             "_class_name": "WanTransformer3DModel",
             "added_kv_proj_dim": self.dim if self.image else None,
+            "attention_head_dim": self.head_dim,
+            "cross_attn_norm": self.cross_norm,
             "eps": 1e-6,
+            "ffn_dim": self.ffn,
+            "freq_dim": self.freq,
+            "image_dim": self.image,
+            "in_channels": self.inputs,
+            "num_attention_heads": self.heads,
+            "num_layers": self.layers,
+            "out_channels": self.outputs,
             "patch_size": list(PATCH),
+            "pos_embed_seq_len": self.image_tokens,
             "qk_norm": "rms_norm_across_heads",
             "rope_max_seq_len": 1024,
+            "text_dim": self.text,
         }
 
 
@@ -107,58 +101,59 @@ class _Row(NamedTuple):
     """A module or parameter under both names.
 
     A shape is made of names of `Sizes`, of "6dim" (six times dim) and of numbers; `part` is the
-    option that the row belongs to; a row with `parameter` is a parameter and not a module.
+    option that the row belongs to. Neither norms of q and k nor parameters have a bias.
     """
 
     theirs: str
     ours: str
-    weight: tuple[str | int, ...]
-    bias: str = ""
+    shape: tuple[str | int, ...]
     part: str = ""
+    bias: bool = True
     parameter: bool = False
 
 
 _EMBEDDER: Final = "condition_embedder"
-_POSITIONS: Final = (1, "image_tokens", "image")
 _IMAGE: Final = "condition_embedder.image_embedder"
+_DIM, _SQUARE = ("dim",), ("dim", "dim")
 _OUTSIDE: Final = (
-    _Row("patch_embedding", "patch_embedding", ("dim", "patch_in"), "dim"),
-    _Row("text_embedding.0", f"{_EMBEDDER}.text_embedder.linear_1", ("dim", "text"), "dim"),
-    _Row("text_embedding.2", f"{_EMBEDDER}.text_embedder.linear_2", ("dim", "dim"), "dim"),
-    _Row("time_embedding.0", f"{_EMBEDDER}.time_embedder.linear_1", ("dim", "freq"), "dim"),
-    _Row("time_embedding.2", f"{_EMBEDDER}.time_embedder.linear_2", ("dim", "dim"), "dim"),
-    _Row("time_projection.1", f"{_EMBEDDER}.time_proj", ("6dim", "dim"), "6dim"),
-    _Row("img_emb.proj.0", f"{_IMAGE}.norm1", ("image",), "image", "image"),
-    _Row("img_emb.proj.1", f"{_IMAGE}.ff.net.0.proj", ("image", "image"), "image", "image"),
-    _Row("img_emb.proj.3", f"{_IMAGE}.ff.net.2", ("dim", "image"), "dim", "image"),
-    _Row("img_emb.proj.4", f"{_IMAGE}.norm2", ("dim",), "dim", "image"),
-    _Row("head.head", "proj_out", ("patch_out", "dim"), "patch_out"),
+    _Row("patch_embedding", "patch_embedding", ("dim", "patch_in")),
+    _Row("text_embedding.0", f"{_EMBEDDER}.text_embedder.linear_1", ("dim", "text")),
+    _Row("text_embedding.2", f"{_EMBEDDER}.text_embedder.linear_2", _SQUARE),
+    _Row("time_embedding.0", f"{_EMBEDDER}.time_embedder.linear_1", ("dim", "freq")),
+    _Row("time_embedding.2", f"{_EMBEDDER}.time_embedder.linear_2", _SQUARE),
+    _Row("time_projection.1", f"{_EMBEDDER}.time_proj", ("6dim", "dim")),
+    _Row("img_emb.proj.0", f"{_IMAGE}.norm1", ("image",), "image"),
+    _Row("img_emb.proj.1", f"{_IMAGE}.ff.net.0.proj", ("image", "image"), "image"),
+    _Row("img_emb.proj.3", f"{_IMAGE}.ff.net.2", ("dim", "image"), "image"),
+    _Row("img_emb.proj.4", f"{_IMAGE}.norm2", _DIM, "image"),
+    _Row("head.head", "proj_out", ("patch_out", "dim")),
     _Row("head.modulation", "scale_shift_table", (1, 2, "dim"), parameter=True),
     _Row(
-        "img_emb.emb_pos", f"{_IMAGE}.pos_embed", _POSITIONS, part="image_tokens", parameter=True
+        "img_emb.emb_pos", f"{_IMAGE}.pos_embed", (1, "image_tokens", "image"), "image_tokens",
+        parameter=True,
     ),
-)
+)  # fmt: skip
 _IN_BLOCK: Final = (
     _Row("modulation", "scale_shift_table", (1, 6, "dim"), parameter=True),
-    _Row("self_attn.q", "attn1.to_q", ("dim", "dim"), "dim"),
-    _Row("self_attn.k", "attn1.to_k", ("dim", "dim"), "dim"),
-    _Row("self_attn.v", "attn1.to_v", ("dim", "dim"), "dim"),
-    _Row("self_attn.o", "attn1.to_out.0", ("dim", "dim"), "dim"),
-    _Row("self_attn.norm_q", "attn1.norm_q", ("dim",)),
-    _Row("self_attn.norm_k", "attn1.norm_k", ("dim",)),
-    _Row(SLA_LINEAR[0], SLA_LINEAR[1], ("head_dim", "head_dim"), "head_dim", "sla"),
-    _Row("norm3", "norm2", ("dim",), "dim", "cross_norm"),
-    _Row("cross_attn.q", "attn2.to_q", ("dim", "dim"), "dim"),
-    _Row("cross_attn.k", "attn2.to_k", ("dim", "dim"), "dim"),
-    _Row("cross_attn.v", "attn2.to_v", ("dim", "dim"), "dim"),
-    _Row("cross_attn.o", "attn2.to_out.0", ("dim", "dim"), "dim"),
-    _Row("cross_attn.norm_q", "attn2.norm_q", ("dim",)),
-    _Row("cross_attn.norm_k", "attn2.norm_k", ("dim",)),
-    _Row("cross_attn.k_img", "attn2.add_k_proj", ("dim", "dim"), "dim", "image"),
-    _Row("cross_attn.v_img", "attn2.add_v_proj", ("dim", "dim"), "dim", "image"),
-    _Row("cross_attn.norm_k_img", "attn2.norm_added_k", ("dim",), "", "image"),
-    _Row("ffn.0", "ffn.net.0.proj", ("ffn", "dim"), "ffn"),
-    _Row("ffn.2", "ffn.net.2", ("dim", "ffn"), "dim"),
+    _Row("self_attn.q", "attn1.to_q", _SQUARE),
+    _Row("self_attn.k", "attn1.to_k", _SQUARE),
+    _Row("self_attn.v", "attn1.to_v", _SQUARE),
+    _Row("self_attn.o", "attn1.to_out.0", _SQUARE),
+    _Row("self_attn.norm_q", "attn1.norm_q", _DIM, bias=False),
+    _Row("self_attn.norm_k", "attn1.norm_k", _DIM, bias=False),
+    _Row(_SLA_LINEAR, "attn1.proj_l", ("head_dim", "head_dim"), "sla"),
+    _Row("norm3", "norm2", _DIM, "cross_norm"),
+    _Row("cross_attn.q", "attn2.to_q", _SQUARE),
+    _Row("cross_attn.k", "attn2.to_k", _SQUARE),
+    _Row("cross_attn.v", "attn2.to_v", _SQUARE),
+    _Row("cross_attn.o", "attn2.to_out.0", _SQUARE),
+    _Row("cross_attn.norm_q", "attn2.norm_q", _DIM, bias=False),
+    _Row("cross_attn.norm_k", "attn2.norm_k", _DIM, bias=False),
+    _Row("cross_attn.k_img", "attn2.add_k_proj", _SQUARE, "image"),
+    _Row("cross_attn.v_img", "attn2.add_v_proj", _SQUARE, "image"),
+    _Row("cross_attn.norm_k_img", "attn2.norm_added_k", _DIM, "image", bias=False),
+    _Row("ffn.0", "ffn.net.0.proj", ("ffn", "dim")),
+    _Row("ffn.2", "ffn.net.2", ("dim", "ffn")),
 )
 
 
@@ -222,7 +217,7 @@ def sizes_of(
     """
     patch = _shape(shapes, "patch_embedding")
     dim, inputs = patch[0], math.prod(patch[1:]) // math.prod(PATCH)
-    sla = _shape(shapes, f"blocks.0.{SLA_LINEAR[0]}", optional=True)
+    sla = _shape(shapes, f"blocks.0.{_SLA_LINEAR}", optional=True)
     image = _shape(shapes, "img_emb.proj.1", optional=True)
     position = shapes.get("img_emb.emb_pos", ())
     return Sizes(
@@ -246,8 +241,6 @@ def _head_dim(dim: int, heads: int | None, shown: int | None) -> int:
     expected = ""
     if heads is not None and (heads < 1 or dim % heads):
         expected = f"a divisor of {dim} channels"
-    elif heads is not None and shown not in (None, dim // heads):
-        expected = f"{dim // (shown or 1)}, as the shape of proj_l shows"
     elif heads is None and dim % (shown or HEAD_DIM):
         expected = f"a number, because {dim} channels are not heads of {shown or HEAD_DIM}"
     if expected:
@@ -287,7 +280,7 @@ def _tensors(row: _Row, sizes: Sizes, prefix: str) -> list[Name]:
     if row.part and not getattr(sizes, row.part):
         return []
     theirs, ours = prefix + row.theirs, prefix + row.ours
-    shape = tuple(_size(word, sizes) for word in row.weight)
+    shape = tuple(_size(word, sizes) for word in row.shape)
     if row.parameter:
         return [Name(theirs, ours, shape, shape)]
     our_shape = (sizes.dim, sizes.inputs, *PATCH) if row.theirs == "patch_embedding" else shape
@@ -297,5 +290,4 @@ def _tensors(row: _Row, sizes: Sizes, prefix: str) -> list[Name]:
     weight = Name(f"{theirs}.weight", f"{ours}.weight", shape, our_shape, extra, linear)
     if not row.bias:
         return [weight]
-    bias = (_size(row.bias, sizes),)
-    return [weight, Name(f"{theirs}.bias", f"{ours}.bias", bias, bias, extra)]
+    return [weight, Name(f"{theirs}.bias", f"{ours}.bias", shape[:1], shape[:1], extra)]

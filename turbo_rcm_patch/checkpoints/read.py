@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.checkpoints.archive import check_archive, check_sums
+from turbo_rcm_patch.checkpoints.archive import check_archive
 from turbo_rcm_patch.checkpoints.keys import Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.interrupts import reraise_interrupts
@@ -189,7 +189,7 @@ def read_archive(path: Path, progress: Progress | None = None) -> object:
         )
     try:
         with path.open("rb") as file:
-            check_sums(file, str(path), check_archive(file, str(path)), progress)
+            check_archive(file, str(path), progress)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     try:

@@ -10,23 +10,29 @@ from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transf
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.generate import generate as generate
-from turbo_rcm_patch.cli.inputs import check_image, load, read_prompts
+from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.patching import find_pairs
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
-from turbo_rcm_patch.video.many import ranks_here
+from turbo_rcm_patch.video.many import Processes
+from turbo_rcm_patch.video.result import Judged
 
 
 def compare(given: options.Compare) -> int:
-    """Compare, then print the verdict and the path of the report.
+    """Compare, then print the verdict and the path of the report."""
+    return of_verdict(run_comparison(given).verdict)
+
+
+def run_comparison(given: options.Compare) -> Judged:
+    """Compare, and print the verdict and the path of the report.
 
     Raises:
         ConfigError: Among others: torchrun started several processes.
     """
     prompts = read_prompts(given)
-    if (world := ranks_here().world) > 1:
+    if (world := Processes.here().world) > 1:
         raise ConfigError(
             "compare under torchrun",
             expected="one process",
@@ -36,7 +42,7 @@ def compare(given: options.Compare) -> int:
         )
     # What would fail at the end fails before a model is loaded.
     store.check_out(given.out, fresh=given.fresh)
-    check_image(given, prompts)
+    check_inputs(given)
     pipe = load(given, given.device)
     with bars() as progress:
         result = comparison.compare(
@@ -54,7 +60,7 @@ def compare(given: options.Compare) -> int:
             command=given.command_line,
         )
     print(result)
-    return of_verdict(result.verdict)
+    return result
 
 
 def judge(given: options.Judge) -> int:

@@ -42,11 +42,7 @@ def of_verdict(word: str) -> int:
     return {"unchanged": OK, "not judged": NOT_JUDGED}.get(word, CHANGED)
 
 
-def run_command(
-    run: Callable[[], int],
-    *,
-    interrupted: str | Callable[[], str],
-) -> int:
+def run_command(run: Callable[[], int], *, interrupted: str) -> int:
     """Run a command and return its exit code, whatever happens.
 
     Python exits with 1 for an uncaught error, but here 1 means "changed".
@@ -69,7 +65,7 @@ def run_command(
     except (KeyboardInterrupt, SystemExit) as stop:
         if isinstance(stop, SystemExit) and stop.code != TERMINATED:
             raise  # argparse has printed its help or a mistake
-        _failed(f"\n{interrupted if isinstance(interrupted, str) else interrupted()}")
+        _failed(f"\n{interrupted}")
         return INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
     except BrokenPipeError:
         _discard_stdout()

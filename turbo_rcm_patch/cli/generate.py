@@ -12,10 +12,9 @@ from pathlib import Path
 from PIL.Image import Image
 
 from turbo_rcm_patch import __version__
-from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK
-from turbo_rcm_patch.cli.inputs import check_image, load, read_prompts
+from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.files import check_writable, remove_leftovers
@@ -26,7 +25,7 @@ from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import environment, generation, store
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.loading import first_line
-from turbo_rcm_patch.video.many import Processes, ranks_here
+from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.pipelines import VideoPipeline, networks_of
 from turbo_rcm_patch.video.result import EMULATED
 from turbo_rcm_patch.video.settings import Settings
@@ -53,26 +52,26 @@ def generate(command: options.Generate) -> int:
     """Write one mp4 per prompt; under torchrun every process writes its share, or all make each
     together."""
     # What would fail at the end fails before a model is loaded.
-    prompts, processes = read_prompts(command), Processes(ranks_here())
+    prompts, processes = read_prompts(command), Processes.here()
     videos = name_videos(command, prompts)
     check_writable(videos[0].path)
     find_ffmpeg()
-    check_image(command, prompts)
+    check_inputs(command)
     remove_leftovers(videos[0].path.parent)
-    if command.model in SHIPPED and processes.first:
+    if command.model in SHIPPED and processes.rank == 0:
         print(
             f"{command.model!r} is a toy that makes shapes move, for instance "
             f"{DEMO_PROMPTS[0]!r}. Name another model with --model."
         )
-    share = videos if command.together else processes.share(videos)
+    share = videos if command.together else videos[processes.rank :: processes.world]
     with processes.joined(command.device, together=command.together):
         if share:
             # An error that is not raised here would leave processes waiting for this one.
             alone = len(videos) == 1 or command.together
             failed = _make_share(command, share, processes, alone=alone)
         else:
-            ranks, failed = processes.ranks, []
-            print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
+            failed = []
+            print(f"rank {processes.rank} of {processes.world}: no prompt is left for it")
     if failed:
         raise SamplingError(
             f"{len(failed)} of {len(share)} prompts failed",
@@ -116,29 +115,34 @@ def _make_share(
     Returns:
         The prompts that failed.
     """
-    pipe = load(command, processes.ranks.device(command.device))
+    pipe = load(command, processes.device(command.device))
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
     records = {video: _record(video, command, settings, image) for video in share}
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
-    if processes.first:
+    first, out = processes.rank == 0, command.out.expanduser()
+    if first:
         _say_without_effect(command, pipe, settings)
-    writes = processes.first or not command.together
-    steps, done = settings.steps, len(share) - len(missing)
+    writes = first or not command.together
+    steps, total = settings.steps, len(share) * settings.steps
+    done = len(share) - len(missing)
     failed: list[str] = []
     times: list[tuple[float, float, int]] = []
     with (
-        _locked(command.out.expanduser(), processes),
+        store.lock_folder(out) if first and _is_folder(out) else nullcontext(),
         patched(pipe, command.config) if command.patch else nullcontext() as report,
         _together(pipe, command),
     ):
-        with bars() if processes.first else nullcontext(_show_nothing) as progress:
+        with bars() if first else nullcontext(_show_nothing) as progress:
             if done:
-                progress("generate", done * steps, len(share) * steps)
+                progress("generate", done * steps, total)
             for index, video in enumerate(missing, done):
-                show = partial(_show_step, progress, index * steps, len(share) * steps)
+
+                def on_step(step: int, _: int, before: int = index * steps) -> None:
+                    progress("generate", before + step, total)
+
                 try:
                     with reraise_interrupts():
                         made = generation.generate(
@@ -147,7 +151,7 @@ def _make_share(
                             image=image,
                             seed=video.seed,
                             settings=settings,
-                            on_step=show,
+                            on_step=on_step,
                         )
                         times.append((made.seconds, made.decode_seconds, made.peak_bytes or 0))
                         if writes:
@@ -160,10 +164,10 @@ def _make_share(
                     failed.append(video.prompt)
                     why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
                     print(why, file=sys.stderr, flush=True)
-        if report is not None and processes.first:
+        if report is not None and first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
-            print(f"process {processes.ranks.rank}, {report.guard}")
+            print(f"process {processes.rank}, {report.guard}")
         if times and writes:
             device = environment.device_name(pipe._execution_device)
             print(_speed(times, device, report.impl if report is not None else ""))
@@ -217,11 +221,6 @@ def _say_without_effect(
         print("Without guidance both groups of --cfg-parallel compute the same; try --ulysses.")
 
 
-def _locked(out: Path, processes: Processes) -> AbstractContextManager[object]:
-    """Lock the folder of the videos against other runs, on the first process."""
-    return store.lock_folder(out) if processes.first and _is_folder(out) else nullcontext()
-
-
 def _together(pipe: VideoPipeline, command: options.Generate) -> AbstractContextManager[object]:
     """Split each forward among the processes, if they make each video together."""
     if not command.together:
@@ -252,10 +251,6 @@ def _speed(times: list[tuple[float, float, int]], device: str, impl: str) -> str
     if peak := max(row[2] for row in times):
         text += f"; peak memory before decoding {peak / 2**30:.2f} GiB"
     return text + f". {EMULATED}" * (impl == "reference")
-
-
-def _show_step(progress: Progress, before: int, total: int, step: int, _: int) -> None:
-    progress("generate", before + step, total)
 
 
 def _show_nothing(stage: str, done: int, total: int) -> None:

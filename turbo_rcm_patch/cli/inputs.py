@@ -10,7 +10,7 @@ from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.video.generation import check_seed
 from turbo_rcm_patch.video.load import load_pipeline, pipeline_class
-from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_images
+from turbo_rcm_patch.video.pipelines import PIPELINES, VideoPipeline, check_image
 from turbo_rcm_patch.video.source import Source
 
 
@@ -19,18 +19,13 @@ def read_prompts(command: options.Run) -> list[str]:
 
     Raises:
         SamplingError: The file cannot be read.
-        ConfigError: A prompt is empty or not in UTF-8, or there are too many for the seed.
+        ConfigError: A prompt is empty, or there are too many for the seed.
     """
     prompts = [*command.prompt]
     if command.prompts is not None:
         prompts += _read_list(command.prompts)
-    for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # Python's stand-in for a byte that is no UTF-8.
-            raise ConfigError("--prompt", expected="a text in UTF-8", got=ascii(prompt)) from error
-        if not prompt.strip():
-            raise ConfigError("--prompt", expected="a text", got="an empty one")
+    if not all(prompt.strip() for prompt in prompts):
+        raise ConfigError("--prompt", expected="a text", got="an empty one")
     check_seed(command.seed, len(prompts))
     return prompts
 
@@ -50,15 +45,12 @@ def _read_list(path: Path) -> list[str]:
         ) from error
     # Not `splitlines`: a prompt may hold what Unicode takes for the end of a line.
     lines = [line.strip() for line in text.split("\n")]
-    if "\t" in "".join(lines):
-        remedy = "Run the command once for each image, with --image FILE"
-        raise SamplingError(name, expected="a prompt on each line", got="a tab", remedy=remedy)
     if not any(lines):
         raise ConfigError(name, expected="a prompt on each line", got="no line with text")
     return [line for line in lines if line]
 
 
-def check_image(command: options.Run, prompts: list[str]) -> None:
+def check_inputs(command: options.Run) -> None:
     """Check, before a model is loaded, that it makes videos from --image or without one.
 
     Raises:
@@ -66,7 +58,7 @@ def check_image(command: options.Run, prompts: list[str]) -> None:
     """
     Source("", command.image)
     name = pipeline_class(command.model)
-    check_images(PIPELINES[name], name, {prompts[0]: command.image is not None})
+    check_image(name, PIPELINES[name], command.image is not None)
 
 
 def load(command: options.Run, device: str | None) -> VideoPipeline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
@@ -22,9 +22,9 @@ _FILE: Final = {"metavar": "FILE"}
 _CLIPS: Final = {"metavar": "DIR"}
 
 
-def _continued(out: Path, fresh: bool) -> str:
-    command = "the same command without --fresh" if fresh else "the same command"
-    return f"Interrupted. What is finished is kept in {out}; {command} goes on from there."
+_CONTINUED: Final = (
+    "Interrupted. What is finished is kept; the same command without --fresh goes on from there."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,12 @@ class Command:
     """A command.
 
     Attributes:
+        interrupted: The text to print on Ctrl-C.
         command_line: The whole command line, for the report.
     """
 
+    interrupted: ClassVar[str] = "Interrupted."
     command_line: str = field(default="", metadata=_HIDDEN)
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return "Interrupted."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +125,7 @@ class Generate(Run):
         ulysses: Under torchrun: so many processes share the tokens of each forward.
     """
 
+    interrupted = "Interrupted. Finished videos are kept; --resume makes only the others."
     out: Path = Path("outputs/generate")
     resume: bool = False
     patch: bool = True
@@ -138,11 +136,6 @@ class Generate(Run):
     def together(self) -> bool:
         """True if all processes make each video together."""
         return self.cfg_parallel or self.ulysses != 1
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return "Interrupted. Finished videos are kept; --resume makes only the others."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,15 +167,11 @@ class Compare(Run):
             the patch.
     """
 
+    interrupted = _CONTINUED
     out: Path = field(default=Path("outputs/compare"), metadata={"metavar": "DIR"})
     fresh: bool = False
     network_number: bool = True
     attention_backend: str | None = field(default=None, metadata={"metavar": "NAME"})
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return _continued(self.out, self.fresh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +179,7 @@ class Judge(Command):
     """Give the verdict of compare on videos that you have, without a model.
 
     Pairs the clips of three folders by their names: .mp4 and other videos that ffmpeg reads,
-    folders of .png, and .pt or .safetensors files of frames. The control holds videos
+    folders of .png, and .safetensors with a tensor "frames" [F, H, W, 3]. The control holds videos
     of the baseline's model under another exact attention; without it there are numbers and no
     verdict. Save all of them without loss: h264 hides differences beyond some 45 dB. The verdict
     is a median over clips: give ten. Clips that do not fit together or cannot be read are named,
@@ -211,6 +200,7 @@ class Judge(Command):
         fresh: Start again: remove what an earlier run wrote into the folder. Other files stay.
     """
 
+    interrupted = _CONTINUED
     baseline: Path | None = field(default=None, metadata=_CLIPS)
     candidate: Path | None = field(default=None, metadata=_CLIPS)
     control: Path | None = field(default=None, metadata=_CLIPS)
@@ -222,11 +212,6 @@ class Judge(Command):
         for name in ("baseline", "candidate"):
             if getattr(self, name) is None:
                 raise ConfigError(f"--{name}", expected="a folder of clips", got="none")
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return _continued(self.out, self.fresh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +258,7 @@ class Convert(Command):
         force: Replace OUT if it exists.
     """
 
+    interrupted = "Interrupted. Nothing was written."
     source: Path = field(metadata={"metavar": "SOURCE"})
     out: Path = field(metadata={"metavar": "OUT"})
     base: Path | None = field(default=None, metadata={"metavar": "FOLDER"})
@@ -289,11 +275,6 @@ class Convert(Command):
             if self.base is None and getattr(self, name):
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(option, expected="--base too", got="none")
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return f"Interrupted. Nothing was written to {self.out}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,16 +297,12 @@ class Precompile(Patched):
         num_frames: Number of frames.
     """
 
+    interrupted = "Interrupted. What is compiled is kept; the same command goes on from there."
     gpu: str = "sm_90"
     out: Path | None = field(default=None, metadata={"metavar": "DIR"})
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        return "Interrupted. What is compiled is kept; the same command goes on from there."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,16 +339,13 @@ class Demo(Command):
         vae: Patch the VAE too.
     """
 
+    interrupted = (
+        "Interrupted. What is finished is kept; the same command with --resume goes on from there."
+    )
     model: str = "tiny"
     out: Path = field(default=Path("outputs/demo"), metadata={"metavar": "DIR"})
     resume: bool = False
     vae: bool = True
-
-    @property
-    def interrupted(self) -> str:
-        """The text to print on Ctrl-C."""
-        again = self.command_line.removesuffix(" --resume") + " --resume"
-        return f"Interrupted. What is finished is kept; `{again}` goes on from there."
 
 
 #: Name of a command -> its options.

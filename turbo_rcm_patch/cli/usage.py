@@ -21,10 +21,8 @@ _SAME: Final[Names] = MappingProxyType({})
 _WORDS: Final = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "none"}
 
 
-def add_fields(
-    to: argparse._ActionsContainer, cls: type, names: Names = _SAME, *, inherited: bool = True
-) -> None:
-    """Add an option for each field of a dataclass.
+def add_fields(to: argparse._ActionsContainer, cls: type, names: Names = _SAME) -> None:
+    """Add an option for each field of a dataclass, without those of its bases.
 
     Type, choices and default are the field's; the help is its entry under `Attributes:` in the
     docstring. A field without a default is a positional argument. A switch that is on by default
@@ -37,13 +35,12 @@ def add_fields(
         to: A command, or a group of its options.
         cls: The dataclass.
         names: Field -> name of its option where they differ, "" for none.
-        inherited: Add the fields of its bases too.
     """
-    hints, texts = get_type_hints(cls), field_texts(cls)
+    hints, texts = get_type_hints(cls), _field_texts(cls)
     for field in fields(cls):
         name = names.get(field.name, field.name)
         of_base = field.name not in inspect.get_annotations(cls)
-        if not name or (of_base and not inherited) or field.metadata.get("hidden"):
+        if not name or of_base or field.metadata.get("hidden"):
             continue
         more = _argument(hints[field.name], field) | {"help": _help(texts[field.name], field)}
         if field.default is MISSING and field.default_factory is MISSING:
@@ -78,14 +75,11 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
 
-def field_texts(cls: type) -> dict[str, str]:
-    """Return the entries under `Attributes:` of a dataclass and its bases, each as one line."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
-            texts[name] = " ".join(text.split())
-    return texts
+def _field_texts(cls: type) -> dict[str, str]:
+    """Return the entries under `Attributes:` of a dataclass, each as one line."""
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _help(text: str, field: Field[Any]) -> str:

@@ -20,10 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 import torch
 
 from turbo_rcm_patch.config import CHOICES, PVDType, check_choice
-from turbo_rcm_patch.errors import (
-    DeviceError,
-    Fp8UnsupportedError,
-)
+from turbo_rcm_patch.errors import Fp8UnsupportedError
 from turbo_rcm_patch.ops.formats import QMAX
 
 if TYPE_CHECKING:
@@ -253,23 +250,13 @@ def resolve_pv(
         return "fp8" if pv == "fp8" else "bf16"
     if pv == "auto" and n_kv is not None and n_kv < fp8_min_keys(device):
         return "bf16"
-    capability = capability_of(device)
-    if capability is not None:
-        has_fp8, name = capability >= (8, 9), f"compute capability {capability[0]}.{capability[1]}"
-    elif torch.version.hip is not None:
-        has_fp8, name = False, "a HIP device, whose e4m3 is another format"
-    else:
-        raise DeviceError(
-            "pv",
-            expected="a visible CUDA device",
-            got=str(device),
-            remedy="Name pv explicitly",
-        )
+    capability = capability_of(device)  # None on a HIP device, whose e4m3 is another format
+    has_fp8 = capability is not None and capability >= (8, 9)
     if pv == "fp8" and not has_fp8:
         raise Fp8UnsupportedError(
             'pv="fp8"',
-            expected="compute capability 8.9 or newer",
-            got=name,
+            expected="a GPU of compute capability 8.9 or newer",
+            got=".".join(map(str, capability or ["HIP"])),
             remedy='Use pv="auto"',
         )
     return "fp8" if has_fp8 else "bf16"

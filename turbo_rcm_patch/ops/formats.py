@@ -221,10 +221,6 @@ class AttentionInputs(NamedTuple):
         """Factor on the logits, over 0."""
         return self.spec.scale_of(self.head_dim)
 
-    def without_skip(self) -> AttentionInputs:
-        """Return the inputs without the skip, with an output in q's dtype."""
-        return self._replace(skip=None, out_dtype=self.q.dtype)
-
 
 class Queries(NamedTuple):
     """Quantised q: int8 [B, H, n_padded, HEAD_PAD], scale and shift (or None) [B, H, n_padded]."""

@@ -37,7 +37,6 @@ LENGTHS = (
     "n_rank",
     "n_rows",
     "n_tokens",
-    "n_elements",
     "q_blocks",
     "q_group",
     "q_programs",

@@ -91,49 +91,8 @@ def _replays() -> bool:
     return recorder() is None and not _launch_hooks() and not compiles_only()
 
 
-class Recordings:
-    """The recordings of one launcher, by signature.
-
-    Attributes:
-        programs: Signature -> its programs, one for each way its arguments are aligned and share
-            memory; the number of failed attempts so far; None once given up.
-    """
-
-    __slots__ = ("programs",)
-
-    def __init__(self) -> None:
-        self.programs: dict[Any, list[Program] | int | None] = {}
-
-    def recorder(self, signature: Any, tensors: list[torch.Tensor]) -> Recorder | None:
-        """Return a recorder for a call, or None if it cannot be recorded.
-
-        Args:
-            signature: Equal for equal shapes, strides, dtypes, devices and numbers.
-            tensors: The tensors among the arguments, in order.
-        """
-        if self.programs.get(signature, 0) is None or not tensors or not _on_gpu(tensors[0]):
-            return None
-        return Recorder(tensors)
-
-    def keep(self, signature: Any, recorder: Recorder, result: Any) -> None:
-        """Keep a recorded call for later ones, if it can be repeated."""
-        program, known = recorder.program(result), self.programs.get(signature, 0)
-        if program is not None:
-            self.programs[signature] = [*(known if isinstance(known, list) else []), program]
-        elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
-            # In a captured graph constants belong to the graph, so a failure there does not count.
-            attempts = (known or 0) + 1
-            self.programs[signature] = attempts if attempts < _ATTEMPTS else None
-        while len(self.programs) > _MOST_PROGRAMS:
-            self.programs.pop(next(iter(list(self.programs))), None)
-
-
-class _Buffer(NamedTuple):
-    """An allocation of a program."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+#: An allocation of a program: shape, strides, dtype.
+_Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +243,7 @@ class _Memory:
         self._arguments: dict[int, list[int]] = {}
         for i, tensor in enumerate(inputs):
             self._arguments.setdefault(_storage(tensor), []).append(i)
-        # Empty tensors have no address by which to find them. The launcher may return one, but no
-        # kernel may take one.
+        # Empty tensors have no address by which to find them.
         self._owners = {_storage(x): i for i, x in enumerate(allocated) if x.numel()}
         if 0 in self._arguments:
             raise _Unrepeatable
@@ -323,8 +281,8 @@ class _Memory:
         )
 
     def _source(self, value: Any, returned: set[int]) -> tuple[Any, ...]:
-        """Return the source of a result: a constant, an argument, an empty tensor, a whole
-        allocation, which is added to `returned`, or a tuple of these."""
+        """Return the source of a result: a constant, an argument, a whole allocation, which is
+        added to `returned`, or a tuple of these."""
         if isinstance(value, tuple):
             return "tuple", type(value), [self._source(part, returned) for part in value]
         if not isinstance(value, torch.Tensor):
@@ -334,8 +292,6 @@ class _Memory:
         for i, tensor in enumerate(self._inputs):
             if tensor is value:
                 return "input", i
-        if not value.numel():
-            return "empty", (tuple(value.shape), value.dtype)
         index = self._owners.get(_storage(value))
         if index is None or _layout(value) != _layout(self._allocated[index]):
             raise _Unrepeatable
@@ -421,9 +377,9 @@ def _buffers(
             shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
         else:
             slots.append((len(buffers), 0))
-            buffers.append(_Buffer(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+            buffers.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
     if any(shares):
-        buffers.append(_Buffer((shared,), (1,), torch.uint8))
+        buffers.append(((shared,), (1,), torch.uint8))
     return tuple(buffers), slots
 
 
@@ -436,9 +392,6 @@ def _builder(
         return lambda inputs, buffers: value
     if kind == "input":
         return lambda inputs, buffers: inputs[value]
-    if kind == "empty":
-        empty, dtype = value
-        return lambda inputs, buffers: inputs[0].new_empty(empty, dtype=dtype)
     if kind == "allocated":
         index = slots[value][0]
         return lambda inputs, buffers: buffers[index]
@@ -474,15 +427,10 @@ def _launch_hooks() -> object:
         return getattr(before, "calls", before) or getattr(after, "calls", after)
 
 
-class _Kinds(NamedTuple):
-    """Getters of the tensors, the tuples and the rest among values of known types."""
-
-    tensors: Callable[[Any], tuple[Any, ...]]
-    tuples: Callable[[Any], tuple[Any, ...]]
-    plain: Callable[[Any], tuple[Any, ...]]
+_Getter = Callable[[Any], tuple[Any, ...]]
 
 
-def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(places: list[int]) -> _Getter:
     """Return a function that takes the values at these places of a tuple, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -490,14 +438,15 @@ def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
-    """Classify types; return None if one is neither a tensor, a tuple nor plain."""
+def _getters_of(kinds: tuple[type, ...]) -> tuple[_Getter, _Getter, _Getter] | None:
+    """Return getters of the tensors, the tuples and the plain values among values of these types,
+    or None if one is of another type."""
     tensors = [i for i, kind in enumerate(kinds) if kind in _TENSORS]
     tuples = [i for i, kind in enumerate(kinds) if issubclass(kind, tuple)]
     plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
     if len(tensors) + len(tuples) + len(plain) < len(kinds):
         return None
-    return _Kinds(_getter(tensors), _getter(tuples), _getter(plain))
+    return _getter(tensors), _getter(tuples), _getter(plain)
 
 
 def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
@@ -506,12 +455,31 @@ def _add_to_key(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Ten
     Return False if one is of an unknown type.
     """
     kinds = tuple(map(type, values))
-    getters = _kinds_of(kinds)
+    getters = _getters_of(kinds)
     if getters is None:
         return False
-    key += kinds, getters.plain(values)
-    tensors += getters.tensors(values)
-    return all([_add_to_key(inner, key, tensors) for inner in getters.tuples(values)])
+    tensors_of, tuples_of, plain_of = getters
+    key += kinds, plain_of(values)
+    tensors += tensors_of(values)
+    return all([_add_to_key(inner, key, tensors) for inner in tuples_of(values)])
+
+
+#: Signature -> its programs, one for each way its arguments are aligned and share memory; the
+#: number of failed attempts so far; None once given up.
+_Programs = dict[Any, list[Program] | int | None]
+
+
+def _keep(programs: _Programs, signature: Any, recorder: Recorder, result: Any) -> None:
+    """Keep a recorded call for later ones, if it can be repeated."""
+    program, known = recorder.program(result), programs.get(signature, 0)
+    if program is not None:
+        programs[signature] = [*(known if isinstance(known, list) else []), program]
+    elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
+        # In a captured graph constants belong to the graph, so a failure there does not count.
+        attempts = (known or 0) + 1
+        programs[signature] = attempts if attempts < _ATTEMPTS else None
+    while len(programs) > _MOST_PROGRAMS:
+        programs.pop(next(iter(list(programs))), None)
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -521,7 +489,7 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     them. It allocates with `torch.empty` and its variants. It always runs itself on a CPU, while a
     hook watches launches, and inside another recording.
     """
-    recordings = Recordings()
+    programs: _Programs = {}
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -532,9 +500,9 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
             return launcher(*args, **kwargs)
         key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
         signature = tuple(key)
-        programs = recordings.programs.get(signature)
+        known = programs.get(signature, 0)
         # Written out here: every call on the way to a kernel takes part of a microsecond.
-        for program in programs if programs.__class__ is list else ():  # type: ignore[union-attr]
+        for program in known if known.__class__ is list else ():  # type: ignore[union-attr]
             addresses = list(map(_data_ptr, tensors))
             if not program.fits(addresses):
                 continue
@@ -550,12 +518,11 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
                 start(at, stream)
             repeated: _R = program.result(tensors, buffers)
             return repeated
-        recording = recordings.recorder(signature, tensors)
-        if recording is None:
+        if known is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
-        with recording:
+        with Recorder(tensors) as recording:
             result = launcher(*args, **kwargs)
-        recordings.keep(signature, recording, result)
+        _keep(programs, signature, recording, result)
         return result
 
     return launch

@@ -158,19 +158,12 @@ def in_our_order(**arguments: Any) -> dict[str, Any]:
     return arguments
 
 
-#: Arguments of sageattention's functions after q, k and v: their types and defaults.
-_ARGUMENTS: Final[dict[str, tuple[str, object]]] = {
-    "tensor_layout": ("Layout", "HND"),
-    "is_causal": ("bool", False),
-    "sm_scale": ("float | None", None),
-    "return_lse": ("bool", False),
-    "attn_mask": ("Tensor | None", None),
-    "smooth_k": ("bool", True),
-    "smooth_v": ("bool", False),
-    "qk_quant_gran": ("str", "per_thread"),
-    "pv_accum_dtype": ("str", "fp32"),
-    "quantization_backend": ("str", "triton"),
-}
+#: Defaults of the arguments of sageattention's functions after q, k and v.
+_DEFAULTS: Final[dict[str, object]] = {
+    "tensor_layout": "HND", "is_causal": False, "sm_scale": None, "return_lse": False,
+    "attn_mask": None, "smooth_k": True, "smooth_v": False, "qk_quant_gran": "per_thread",
+    "pv_accum_dtype": "fp32", "quantization_backend": "triton",
+}  # fmt: skip
 _OF_TRITON: Final = (
     "tensor_layout", "quantization_backend", "is_causal", "attn_mask", "sm_scale", "smooth_k",
     "return_lse",
@@ -183,7 +176,7 @@ _OF_CUDA: Final = (*_OF_SM90[:-1], "smooth_v", "return_lse")
 
 
 def _variant(
-    name: str, text: str, order: tuple[str, ...], *, pv: PVDType = "auto", **defaults: object
+    name: str, text: str, order: tuple[str, ...], *, pv: PVDType = "auto"
 ) -> Callable[..., Result]:
     """Make the function of one of sageattention's kernels.
 
@@ -192,17 +185,12 @@ def _variant(
         text: How it differs from `sageattn`.
         order: Its arguments after q, k and v, in sageattention's order.
         pv: Type of p and v.
-        **defaults: Defaults that differ from those in `_ARGUMENTS`.
     """
     kind, names = inspect.Parameter, ("q", "k", "v", *order)
-    positional = [kind(x, kind.POSITIONAL_OR_KEYWORD, annotation="Tensor") for x in "qkv"]
-    by_keyword = [] if "attn_mask" in order else ["attn_mask"]
-    for argument in (*order, *by_keyword):
-        annotation, default = _ARGUMENTS[argument]
-        how = kind.KEYWORD_ONLY if argument in by_keyword else kind.POSITIONAL_OR_KEYWORD
-        default = defaults.get(argument, default)
-        positional.append(kind(argument, how, default=default, annotation=annotation))
-    rest = kind("neutral", kind.VAR_KEYWORD, annotation="object")
+    parameters = [
+        kind(x, kind.POSITIONAL_OR_KEYWORD, default=_DEFAULTS.get(x, kind.empty)) for x in names
+    ]
+    rest = kind("neutral", kind.VAR_KEYWORD)
 
     def call(*args: Any, **named: Any) -> Result:
         if len(args) > len(names):
@@ -213,7 +201,7 @@ def _variant(
     public: Any = call
     public.__name__ = public.__qualname__ = name
     public.__doc__ = f"Compute `sageattn`{text}. The order of arguments is sageattention's."
-    public.__signature__ = inspect.Signature([*positional, rest], return_annotation="Result")
+    public.__signature__ = inspect.Signature([*parameters, rest])
     return call
 
 
@@ -226,12 +214,8 @@ sageattn_qk_int8_pv_fp16_cuda = _variant(
 _FP8: Final = (
     ": p and v in fp8 from 4,096 keys on (Hopper: 12,288) where the device has it, else in bf16"
 )
-sageattn_qk_int8_pv_fp8_cuda = _variant(
-    "sageattn_qk_int8_pv_fp8_cuda", _FP8, _OF_CUDA, pv_accum_dtype="fp32+fp16"
-)
-sageattn_qk_int8_pv_fp8_cuda_sm90 = _variant(
-    "sageattn_qk_int8_pv_fp8_cuda_sm90", _FP8, _OF_SM90, pv_accum_dtype="fp32+fp32"
-)
+sageattn_qk_int8_pv_fp8_cuda = _variant("sageattn_qk_int8_pv_fp8_cuda", _FP8, _OF_CUDA)
+sageattn_qk_int8_pv_fp8_cuda_sm90 = _variant("sageattn_qk_int8_pv_fp8_cuda_sm90", _FP8, _OF_SM90)
 
 
 def sageattn_varlen(
@@ -521,23 +505,18 @@ def _check_options(neutral: dict[str, object], is_causal: object, return_lse: ob
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
     """Check shapes with heads; the operations check the rest."""
-    tokens_at = 3 - heads_at
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ShapeError(name, expected="four dimensions", got=str(list(x.shape)))
-        if not x.shape[heads_at] or not x.shape[tokens_at] or not x.shape[3]:
+        if x.dim() != 4 or not x.shape[heads_at] or not x.shape[3]:
             raise ShapeError(
-                name, expected="at least one head, token and channel", got=str(list(x.shape))
+                name,
+                expected="four dimensions, at least one head and channel",
+                got=str(list(x.shape)),
             )
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+    heads = q.shape[heads_at]
+    fits = k.shape == v.shape and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    if not fits or heads % k.shape[heads_at]:
         raise ShapeError(
             "k and v",
-            expected=f"the same shape, {q.shape[0]} samples and {q.shape[3]} channels, as q",
-            got=f"{list(k.shape)} and {list(v.shape)}",
-        )
-    if q.shape[heads_at] % k.shape[heads_at]:
-        raise ShapeError(
-            "q",
-            expected=f"a multiple of the {k.shape[heads_at]} heads of k",
-            got=f"{q.shape[heads_at]} heads",
+            expected=f"samples and channels of q, and heads that divide its {heads}",
+            got=f"{list(k.shape)} and {list(v.shape)} for q {list(q.shape)}",
         )

@@ -266,8 +266,10 @@ class PatchedBlock(Replacement):
         return None
 
     def unused_backends(self) -> Collection[str]:
-        """Return the attention backends that the user chose and the block does not use."""
-        return ()
+        """Return the attention backends that the user chose, or the function in the place of
+        torch's, that the block does not use."""
+        replaced = self.replaced_attention()
+        return {replaced} if replaced and self.config.attention != "exact" else ()
 
     def notes(self) -> list[str]:
         """Return remarks for the report, such as a setting that the patched block ignores."""

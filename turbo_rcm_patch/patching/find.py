@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, Protocol, cast
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -43,13 +44,6 @@ VAES: Final = {
     f"{_AUTOENCODERS}autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": "vae_cogvideox",
 }
 
-#: Exact class -> why no family serves it.
-NOT_SERVED: Final = {
-    f"{_TRANSFORMERS}transformer_wan_animate_2.WanAnimate2Transformer3DModel": "Run it unpatched. "
-    "Each frame of its self-attention sees the reference tokens of that frame alone, a block mask "
-    "that only diffusers' flex attention computes",
-}
-
 #: Name of a class that runs from a checkout, under any module name -> its family, whose
 #: `recognises` checks the layout of an instance.
 STRUCTURES: Final = {"WanModel": "turbodiffusion"}
@@ -62,35 +56,19 @@ COMPONENTS: Final = ("transformer", "transformer_2")
 VAE: Final = "vae"
 
 
-class Family(Protocol):
-    """The interface of a family's file."""
-
-    def blocks_of(
-        self, model: nn.Module, path: str, config: PatchConfig
-    ) -> list[PatchedBlock | SkipPair]:
-        """Return the blocks of a model, ready to be installed, without changing the model.
-
-        They come in the order in which they run. A block of an unknown class is returned as a
-        `SkipPair` that says so.
-
-        Raises:
-            PatchError: This instance cannot be patched at all.
-            OpError: The kernels do not take its heads or its dtype.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class KnownModule:
     """A module that a family serves.
 
     Attributes:
         module: The module.
-        family: Its family.
+        family: The file of its family, whose `blocks_of(module, path, config)` returns its blocks
+            in the order in which they run, and changes nothing.
         path: Its name in what the user passed; in a pipeline it begins with the network's name.
     """
 
     module: nn.Module
-    family: Family
+    family: ModuleType
     path: str
 
 
@@ -99,8 +77,8 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a module, found by its exact class or its structure, or None.
+def family_of(model: nn.Module) -> ModuleType | None:
+    """Return the file of a module's family, found by its exact class or its structure, or None.
 
     Raises:
         MissingPackageError: The class is of a release of diffusers that is too old.
@@ -113,9 +91,9 @@ def family_of(model: nn.Module) -> Family | None:
         return None
     if cls.__module__.startswith((_TRANSFORMERS, _AUTOENCODERS)):
         check_diffusers(f"patching a {cls.__qualname__}")
-    family: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
+    family = import_module(f"turbo_rcm_patch.patching.families.{name}")
     known = exact is not None or family.recognises(model)
-    return cast("Family", family) if known else None
+    return family if known else None
 
 
 def parts_of(model: object) -> dict[str, nn.Module]:
@@ -164,10 +142,9 @@ def find_known(model: object) -> list[KnownModule]:
             remedy=f"The pipeline is unchanged. To patch its {served[0]} alone, pass that: "
             f"patch_model(pipe.{served[0]})"
             if served
-            else NOT_SERVED.get(names[0])
-            or "If it is part of a transformer, pass the transformer. A subclass is not patched, "
-            "because it may run another forward. For the attention alone of any diffusers model: "
-            "register_backend()",
+            else "If it is part of a transformer, pass the transformer. A subclass is not patched,"
+            " because it may run another forward. For the attention alone of any diffusers model:"
+            " register_backend()",
         )
     # A network may be held under two names.
     every = [one for known in found.values() for one in known]

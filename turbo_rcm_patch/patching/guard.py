@@ -302,8 +302,7 @@ class Guard:
             fresh=not block.int8,
         )
         attempt = self._run_and_measure(call)
-        while (level := self._next_level(call, attempt)) is not None:
-            self._raise_level(call, attempt, level)
+        while self._runs_again(call, attempt):
             attempt.out = None  # The next attempt needs the memory.
             attempt = self._run_and_measure(call)
         self._conclude(call, attempt)
@@ -370,25 +369,21 @@ class Guard:
         )
         return share, f"the network's predicted error would be {error:.3g}, over {limit}"
 
-    def _next_level(self, call: _Call, attempt: _Attempt) -> Level | None:
-        """Return the level at which a block has to run again, or None if the attempt stands."""
+    def _runs_again(self, call: _Call, attempt: _Attempt) -> bool:
+        """Return True if a block has to run again, at the higher level that it has then."""
         block = call.block
         if attempt.skipped or attempt.level == Level.ORIGINAL:
-            return None
+            return False
         if block.level != attempt.level:  # Another thread raised it meanwhile.
-            return block.level
-        return (
-            _level_above(block, attempt.level, *call.forward.way[2:]) if attempt.reason else None
-        )
-
-    def _raise_level(self, call: _Call, attempt: _Attempt, level: Level) -> None:
-        """Let a block run at a higher level from now on, unless another thread has done so."""
-        if call.block.level != attempt.level:
-            return
-        call.block.raise_level(level, attempt.reason)
+            return True
+        if not attempt.reason:
+            return False
+        level = _level_above(block, attempt.level, *call.forward.way[2:])
+        block.raise_level(level, attempt.reason)
         if not call.first:  # The fault began later, perhaps in other blocks too.
             call.forward.every = self._asked = True
         self._add(call, attempt, LEVEL_DESCRIPTIONS[level], attempt.reason)
+        return True
 
     def _conclude(self, call: _Call, attempt: _Attempt) -> None:
         """Remember what a comparison found."""

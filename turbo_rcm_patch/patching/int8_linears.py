@@ -150,7 +150,9 @@ class Int8Forward(Replacement):
             weight.dtype,
             weight.device,
         )
-        if self._made is not None and _same(self._of, of):
+        before = self._of
+        same = before is not None and before[0] is weight and before[1:] == of[1:]
+        if self._made is not None and same:
             self._moves = 0
             return self._made
         self._moves = self._moves + 1 if self._of is not None else 0
@@ -166,10 +168,6 @@ class Int8Forward(Replacement):
         """Drop the int8 copy."""
         self._made = self._of = None
         self._moves = 0
-
-
-def _same(one: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:
-    return one is not None and one[0] is other[0] and one[1:] == other[1:]
 
 
 def _dtype(linear: Any) -> torch.dtype:

@@ -13,7 +13,6 @@ Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round f
 from __future__ import annotations
 
 import gc
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import DroppedWeightError, DTypeError, OffloadedError
+from turbo_rcm_patch.errors import DTypeError, OffloadedError
 from turbo_rcm_patch.ops.int8_linear.api import dequantized
 from turbo_rcm_patch.patching.plain import FLOATS
-from turbo_rcm_patch.patching.read_only_weight import LEAVE_OUT, ReadOnlyWeight
+from turbo_rcm_patch.patching.read_only_weight import ReadOnlyWeight
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses an unknown quantisation. Without this entry it would run such a folder without weights.
@@ -96,22 +95,6 @@ class Int8Linear(nn.Linear):
         """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
         return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse another weight, which nothing would read; other code may quantise in this way."""
-        if name == "weight":
-            raise DroppedWeightError(
-                "the weight of an Int8Linear",
-                expected="a Linear with a weight to replace",
-                got="one with int8 alone, which is quantised already",
-                remedy=LEAVE_OUT,
-            )
-        super().register_parameter(name, param)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Int8Linear:
-        """Refuse gradients of int8 weights; False is what they have."""
-        RefusesGradients(self)(requires_grad)
-        return self
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.int8[0].device
@@ -119,49 +102,14 @@ class Int8Linear(nn.Linear):
         return self
 
 
-class RefusesGradients:
-    """The `requires_grad_` of a module with int8 weights alone.
-
-    It holds the module weakly, so that the module goes with its last reference.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __reduce__(self) -> tuple[type[RefusesGradients], tuple[nn.Module | None]]:
-        return RefusesGradients, (self._module(),)  # A copied module gets its own.
-
-    def __call__(self, requires_grad: bool = True) -> nn.Module:
-        """Switch gradients off.
-
-        Raises:
-            DroppedWeightError: They are to be switched on. Nothing has changed.
-        """
-        module = self._module()
-        assert module is not None
-        if requires_grad:
-            raise DroppedWeightError(
-                f"requires_grad_(True) on a {type(module).__qualname__}",
-                expected="weights in a float dtype",
-                got="Linears with int8 weights alone, which take no gradient",
-                remedy="Train an adapter (model.add_adapter), or load the model with its weights",
-            )
-        return nn.Module.requires_grad_(module, False)
-
-
 # --- dropping originals --------------------------------------------------------------------------
 
 
 def mark_int8_only(model: nn.Module) -> None:
-    """Record in a diffusers model's configuration that it has int8 weights alone, and let its
-    `requires_grad_(True)` raise a `DroppedWeightError`."""
+    """Record in a diffusers model's configuration that it has int8 weights alone."""
     register = getattr(model, "register_to_config", None)
     if register is not None:
         register(quantization_config=dict(INT8_MARK))
-    vars(model)["requires_grad_"] = RefusesGradients(model)
 
 
 def _refuse_cast(models: list[nn.Module], linears: list[nn.Linear]) -> None:

@@ -8,7 +8,7 @@ sum of a large one. The rounding of the author's stream is subtracted first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -68,28 +68,6 @@ Stages = Sequence[tuple[Tensor, ...]]
 _Stream = Sequence[Tensor]
 
 
-class Operands(NamedTuple):
-    """An attention's inputs and output, for the guard.
-
-    Attributes:
-        q: [B, N, H*D], before its norm if `norms` holds that.
-        k: [B, Nk, H*D].
-        v: [B, Nk, H*D].
-        norms: The norms that the kernel computed.
-        rotary: The rotary table that the kernel read, or None.
-        heads: H.
-        out: [B, N, H*D].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    norms: Norms
-    rotary: Rotary | None
-    heads: int
-    out: Tensor
-
-
 class Notes:
     """Records what the fast path of a block computes, for the guard.
 
@@ -115,15 +93,18 @@ class Notes:
         """Keep rows of the residual streams after a branch, fp32 [B, N, C] each."""
         self.streams.append(sample(streams))
 
-    def saw_attention(self, operands: Operands) -> None:
+    def saw_attention(self, *operands: Any) -> None:
         """Measure the self-attention, unless it ran exactly.
 
         This is done at once: other ranks overwrite operands in their symmetric memory.
+
+        Args:
+            *operands: Those of `attention_errors`.
         """
         if not self._measures:
             return
         try:
-            self.errors = attention_errors(operands)
+            self.errors = attention_errors(*operands)
         except Exception as error:
             self.failed = why_cannot_run(error)
 
@@ -327,22 +308,30 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def attention_errors(given: Operands) -> tuple[float, float]:
+def attention_errors(
+    q: Tensor, k: Tensor, v: Tensor, norms: Norms, rotary: Rotary | None, heads: int, out: Tensor
+) -> tuple[float, float]:
     """Compare an attention with fp32 on a sample of its rows, a few heads at a time.
 
     Args:
-        given: Operands and output of the attention.
+        q: [B, N, H*D], before its norm if `norms` holds that.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        norms: The norms that the kernel computed.
+        rotary: The rotary table that the kernel read, or None.
+        heads: H.
+        out: [B, N, H*D].
 
     Returns:
         The squares of two errors, as shares of the output's square: of int8 attention, and of
         exact attention in the model's dtype. Both include the error that rounded operands cause.
     """
-    q, k, v, norms, rotary, heads, out = given
     batch, keys, dim = len(k), k.shape[1], q.shape[2] // heads
     step = -(-q.shape[1] // _ROWS)
     rows = None if rotary is None else (rotary[0][::step], rotary[1][::step])
-    wide_q = _heads(q[:, ::step], norms.q, norms.q_bias, rows, norms.eps, dim)
-    wide_k = _heads(k, norms.k, norms.k_bias, rotary, norms.eps, dim)
+    some_q = q[:, ::step]
+    heads_of_q = _heads(some_q, norms.q, norms.q_bias, rows, norms.eps, dim)
+    heads_of_k = _heads(k, norms.k, norms.k_bias, rotary, norms.eps, dim)
     # A separate generator, so that the caller's random numbers do not change. All heads share the
     # same draws: the mean of the squares does not change.
     random = torch.Generator(q.device).manual_seed(0)
@@ -352,14 +341,14 @@ def attention_errors(given: Operands) -> tuple[float, float]:
             1.0, spread, (batch, 1, n, dim), generator=random, device=q.device,
             dtype=torch.float32,
         )
-        for n in (wide_q.x.shape[1], keys)
+        for n in (some_q.shape[1], keys)
     )  # fmt: skip
-    held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * wide_q.x.shape[1])
+    held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * some_q.shape[1])
     most = max(1, max(_LEAST, 2 * q.nbytes) // held)
     sums = torch.zeros(4, device=q.device, dtype=torch.float32)
     for start in range(0, heads, most):
         some = slice(start * dim, (start + most) * dim)
-        qh, kh = wide_q.of(some), wide_k.of(some)
+        qh, kh = heads_of_q(some), heads_of_k(some)
         vh = split_heads(v[..., some], qh.shape[1])
         rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh)
         truth, moved = _attend(qh, kh, vh, shake_q, shake_k)
@@ -371,46 +360,41 @@ def attention_errors(given: Operands) -> tuple[float, float]:
     return (of_fast + of_operands) / size, (of_original + of_operands) / size
 
 
-class _Heads(NamedTuple):
-    """Queries or keys before their norm and rotary embedding.
+def _heads(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tables: Rotary | None,
+    eps: float,
+    dim: int,
+) -> Callable[[slice], Tensor]:
+    """Return what gives the heads of some channels, normalised and rotated, fp32 [B, H, N, D].
 
-    Attributes:
-        x: [B, N, H*D].
+    The sums of a norm across all heads are computed once.
+
+    Args:
+        x: Queries or keys before their norm and rotary embedding, [B, N, H*D].
         weight: Weight of the norm, [H*D] across all heads or [D] per head, or None.
         bias: [D], or None.
         tables: (cos, sin), [N, D] each, or None.
         eps: Epsilon of the norm.
         dim: D.
-        scale: [B, N, 1], what a norm across all heads multiplies by before its weight, or None.
     """
+    cos, sin = tables or (None, None)
+    scale = None  # what a norm across all heads multiplies by before its weight, [B, N, 1]
+    if weight is not None and bias is None and len(weight) == x.shape[2]:
+        square = vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+        scale = torch.rsqrt(square / len(weight) + eps)
 
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    tables: Rotary | None
-    eps: float
-    dim: int
-    scale: Tensor | None = None
-
-    def of(self, some: slice) -> Tensor:
-        """Return the heads of some channels, normalised and rotated, in fp32 [B, H, N, D]."""
-        x, weight = self.x[..., some], self.weight
-        if weight is not None and self.scale is not None:
-            x, weight = x * self.scale * weight[some].float(), None
-        cos, sin = self.tables or (None, None)
+    def of(some: slice) -> Tensor:
+        part, own = x[..., some], weight
+        if weight is not None and scale is not None:
+            part, own = part * scale * weight[some].float(), None
         return norm_rope(
-            x, x.shape[2] // self.dim, weight=weight, bias=self.bias, cos=cos, sin=sin,
-            eps=self.eps,
-        )  # fmt: skip
+            part, part.shape[2] // dim, weight=own, bias=bias, cos=cos, sin=sin, eps=eps
+        )
 
-
-def _heads(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> _Heads:
-    """Return `_Heads`, with the sums of a norm across all heads computed once for all of them."""
-    made = _Heads(x, weight, bias, *rest)
-    if weight is None or bias is not None or len(weight) != x.shape[2]:
-        return made
-    square = vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-    return made._replace(scale=torch.rsqrt(square / len(weight) + made.eps))
+    return of
 
 
 def _attend(

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import _GeneratorContextManager
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig, PatchOptions, chosen_config
+from turbo_rcm_patch.config import PatchConfig, chosen_config
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     DeviceError,
@@ -55,7 +55,7 @@ from turbo_rcm_patch.patching.record import (
 from turbo_rcm_patch.patching.report import Live, PairTable, PatchReport
 from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
 from turbo_rcm_patch.patching.ulysses import PARALLEL, all_reduce_max, check_parallel
-from turbo_rcm_patch.skip import SkipPair, Stream
+from turbo_rcm_patch.skip import SkipPair
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -65,18 +65,8 @@ _T = TypeVar("_T")
 _LOCK = threading.RLock()
 
 
-def _new_lock() -> None:
-    """Replace the lock in a forked child, where the thread that may hold it does not exist."""
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
-
-
 def patch_model(
-    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
+    model: object, config: PatchConfig | None = None, **options: object
 ) -> PatchReport:
     """Patch a model, a VAE or a pipeline so that its skip pairs run in fused kernels.
 
@@ -182,7 +172,7 @@ def _undoing(function: Callable[_P, Generator[_T]]) -> Callable[_P, _Undoing[_T]
 
 @_undoing
 def patched(
-    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
+    model: object, config: PatchConfig | None = None, **options: object
 ) -> Generator[PatchReport, None, None]:
     """Patch a model for the length of a `with` block, and restore it even after an exception."""
     records: list[PatchRecord] = []  # The pipeline may hold other components later.
@@ -308,7 +298,6 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
     found = one.family.blocks_of(module, one.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += _network_pair(model, one.path)
     record = PatchRecord(module, one.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
@@ -345,23 +334,6 @@ def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8
                 continue
             forwards[id(base)] = forward
         block.int8.append(forwards[id(base)])
-
-
-def _network_pair(model: object, path: str) -> list[SkipPair]:
-    """Return the pair that the scheduler of a pipeline closes around its whole network, if it
-    says so by `network_skip`."""
-    skip = getattr(getattr(model, "scheduler", None), "network_skip", None)
-    if isinstance(model, nn.Module) or not isinstance(skip, Stream) or path == VAE:
-        return []
-    return [
-        SkipPair(
-            path=path.partition(".")[0],
-            kind="boundary",
-            streams=(skip,),
-            cast="fp32",
-            reason="the scheduler's step closes the network's skip in fp64",
-        )
-    ]
 
 
 def _refuse_patched(one: KnownModule, known: list[KnownModule], caller: str) -> None:
@@ -482,7 +454,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     config, guard = records[0].config, records[0].guard
     # A weak reference, so that a kept report does not keep the model's memory.
     patched_models = [(weakref.ref(record.model), record.pairs()) for record in records]
-    remarks = [] if isinstance(model, nn.Module) else _left_alone(model, records)
+    vae = None if isinstance(model, nn.Module) else getattr(model, VAE, None)
+    alone = vae is not None and all(record.model is not vae for record in records)
+    remarks = [f"the VAE ({type(vae).__name__}) is not patched"] if alone else []
 
     def models() -> list[nn.Module]:
         return [model for reference, _ in patched_models if (model := reference()) is not None]
@@ -532,14 +506,6 @@ def _int8_linears(blocks: list[PatchedBlock]) -> str:
                 reasons.append(why or (wide and "the guard") or "its forward was replaced")
     text = f"{running} of {total} Linears in int8"
     return text + (": " if reasons else "") + ", ".join(dict.fromkeys(reasons))
-
-
-def _left_alone(pipe: object, records: list[PatchRecord]) -> list[str]:
-    """Say so if the VAE of a pipeline is not patched."""
-    vae = getattr(pipe, VAE, None)
-    if vae is None or any(record.model is vae for record in records):
-        return []
-    return [f"the VAE ({type(vae).__name__}) is not patched"]
 
 
 @_undoing

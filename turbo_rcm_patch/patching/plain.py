@@ -185,15 +185,8 @@ def runs_only_its_forward(module: nn.Module) -> bool:
     """Return True if calling a module runs its class's forward and no other code."""
     if "forward" in module.__dict__ and not is_own(module, "forward", installed(module)):
         return False
-    if (  # `hooked`, without a call: a block asks this of a dozen modules
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return False
     cls = type(module)
-    if cls.__call__ is not _CALL:
+    if hooked(module) or cls.__call__ is not _CALL:
         return False
     judged, own = _judged.get((cls, "forward"), (None, True))  # `own_function`, without a call
     return own if judged is cls.forward else own_function(cls, "forward")

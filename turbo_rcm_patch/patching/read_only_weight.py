@@ -1,28 +1,14 @@
-"""A weight that was computed for one reader: it refuses writes, which would be lost.
-
-A module that is given such a tensor as its parameter raises a TypeError that says nothing of int8.
-The last thing that it does before is to ask the tensor for the name of its type. `ReadOnlyWeight`
-raises its own error then, and for that it looks at the frame that asked: nothing else tells this
-question from a user's.
-"""
+"""A weight that was computed for one reader: it refuses writes, which would be lost."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from turbo_rcm_patch.errors import DroppedWeightError
-
-_FUSE_FIRST: Final = (
-    "Fuse adapters before the weights are dropped, or leave them unfused: they "
-    "are added to what the Linear returns"
-)
-#: The remedy where another quantiser takes an int8 weight for a plain one.
-LEAVE_OUT: Final = "Let other quantisers leave these Linears out, or load the model again"
 
 
 class ReadOnlyWeight(Tensor):
@@ -33,8 +19,6 @@ class ReadOnlyWeight(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__set__":  # as of `data`, which is no operation
             cls._refuse("an assignment to")
-        if name == "type" and _module_names_its_type():
-            cls._refuse("a parameter of another module from", LEAVE_OUT)
         if name == "numpy":  # torch has none for subclasses
             args = (args[0].clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,16 +43,11 @@ class ReadOnlyWeight(Tensor):
         return tree_map_only(Tensor, lambda x: torch.Tensor._make_subclass(cls, x), result)
 
     @classmethod
-    def _refuse(cls, what: str, remedy: str = _FUSE_FIRST) -> None:
+    def _refuse(cls, what: str) -> None:
         raise DroppedWeightError(
             f"{what} the weight of an Int8Linear",
             expected="a Linear with a weight to write into",
             got="one with int8 alone",
-            remedy=remedy,
+            remedy="Fuse adapters before the weights are dropped, or leave them unfused: they are "
+            "added to what the Linear returns",
         )
-
-
-def _module_names_its_type() -> bool:
-    """Return True while `nn.Module` names the type of a tensor that it refuses as a parameter."""
-    caller = sys._getframe(2).f_back  # of `torch.typename`, which calls `Tensor.type`
-    return caller is not None and caller.f_globals is vars(nn.modules.module)

@@ -15,7 +15,6 @@ from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
     amplified_difference,
     choose_gain,
-    contact_sheet,
     enlarge,
     pane_size,
     panes,
@@ -102,18 +101,18 @@ def measure(
     label: str = "patched",
     **identity: Any,
 ) -> Clip:
-    """Measure a clip, and write the videos and the sheet of pictures that show it.
+    """Measure a clip, and write the videos that show it.
 
     Args:
-        store: The folder; the files are panes.mp4 for the report's player, side_by_side.mp4 to
-            look at, and sheet.png.
+        store: The folder; the files are panes.mp4 for the report's player, and side_by_side.mp4
+            to look at.
         clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1.
         fps: Frames a second.
         label: The word for "patched" in pictures.
         **identity: The fields of the clip that say which one it is.
     """
     truth = clips["baseline"]
-    runs = {run: clip for run, clip in clips.items() if run != "baseline"}
+    runs = {run: clips[run] for run in ("patched", "control") if run in clips}
     drifts: dict[str, Any] = {}
     missing = set()
     for run, clip in runs.items():
@@ -121,35 +120,23 @@ def measure(
         drifts[run] = replace(frame_drift(clip, truth), vmaf=score)
         missing |= {why} - {""}
     gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
-    _write_pictures(store, identity["key"], clips, label, gain, fps)
+    folder = store.folder(identity["key"])
+    shown = {run: enlarge(clip) for run, clip in clips.items()}
+    rows = {"baseline": shown["baseline"], label: shown["patched"]}
+    for run, clip in runs.items():
+        name = label if run == "patched" else run
+        difference = enlarge(amplified_difference(clip, truth, gain), "nearest")
+        shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = difference
+    height, width = truth.shape[1:3]
+    write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
+    joined = panes(shown, pane_size(height, width))
+    write_mp4(joined, folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
     return Clip(
         **identity,
         **drifts,
-        height=truth.shape[1],
-        width=truth.shape[2],
+        height=height,
+        width=width,
         fps=fps,
         gain=gain,
         unmeasured="; ".join(sorted(missing)),
     )
-
-
-def _write_pictures(
-    store: Store,
-    key: str,
-    clips: Mapping[str, torch.Tensor],
-    label: str,
-    gain: int,
-    fps: float,
-) -> None:
-    """Write the joined videos and the sheet."""
-    folder, truth = store.folder(key), clips["baseline"]
-    shown = {run: enlarge(clip) for run, clip in clips.items()}
-    rows = {"baseline": shown["baseline"], label: shown["patched"]}
-    for run, name in (("patched", label), ("control", "control")):
-        if run in clips:
-            difference = enlarge(amplified_difference(clips[run], truth, gain), "nearest")
-            shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = difference
-    size = pane_size(*truth.shape[1:3])
-    write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
-    write_mp4(panes(shown, size), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
-    contact_sheet(rows, folder / "sheet.png")

@@ -31,26 +31,19 @@ from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
 from turbo_rcm_patch.video.judged import BackendCalls, Forwards, check_judged, judged
-from turbo_rcm_patch.video.judging import conclude
-from turbo_rcm_patch.video.measures import (
-    CapturedCalls,
-    NetworkNumber,
-    OnStep,
-    fusion_number,
-)
-from turbo_rcm_patch.video.measures import (
-    network_number as measure_network,
-)
+from turbo_rcm_patch.video.judging import FPS, conclude
+from turbo_rcm_patch.video.measures import CapturedCalls, NetworkNumber, OnStep, fusion_number
+from turbo_rcm_patch.video.measures import network_number as measure_network
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
-    check_images,
+    check_image,
     kind_of,
     network_of,
     networks_of,
 )
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings, SettingsOptions
-from turbo_rcm_patch.video.source import ImageLike, Source, digest_of, sources_of
+from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import Ran
 
@@ -132,15 +125,24 @@ def compare(
     require("report", "compare")
     config = config or PatchConfig()
     progress = progress or (lambda *_: None)
-    sources = sources_of(prompts, images)
+    # Read once, so that all three videos are made from the same pixels.
+    sources = [Source(source.prompt, source.read()) for source in sources_of(prompts, images)]
     check_seed(seed, len(sources))
     if make is None:
         chosen = settings_for(pipe, settings, **overrides)
-        given = {source.prompt: source.image is not None for source in sources}
-        check_images(kind_of(pipe), type(pipe).__name__, given)
+        check_image(type(pipe).__name__, kind_of(pipe), sources[0].image is not None)
         how, fps, steps = chosen.as_dict(), chosen.fps, chosen.steps
     else:
-        fps, steps = _only_fps(overrides, images=images, settings=settings), 1
+        others = {**overrides, "images": images, "settings": settings}
+        if wrong := [name for name, x in others.items() if x is not None and name != "fps"]:
+            raise ConfigError(
+                "compare with make",
+                expected="no setting but fps, and no image",
+                got=", ".join(wrong),
+                remedy="Give them to the pipeline inside of make",
+            )
+        asked = overrides.get("fps")
+        fps, steps = Settings(fps=FPS if asked is None else asked).fps, 1
         how = {"fps": fps, "made by": "a function of the caller"}
     check_out(out, fresh=fresh)
     with lock_folder(out):
@@ -153,7 +155,7 @@ def compare(
         }
         store = Store(out, identity, fresh=fresh)
         if make is None:
-            make_clip = _generating(pipe, sources, digests, seed, chosen)
+            make_clip = _generating(pipe, sources, seed, chosen)
         else:
             make_clip = _calling(pipe, make, seed)
         finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
@@ -165,11 +167,20 @@ def compare(
 
         passes.run("baseline", unpatched(), first_call=calls)
         passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
-        control = _run_control(passes, unpatched)
+        known = store.read_json("runs/control.json")
+        known = known or {"backend": _choose_control(passes, unpatched)}
+        store.write_json("runs/control.json", known)
+        control = str(known["backend"])
+        passes.run("control", unpatched(control))
         network, why = None, ""
         if network_number:
             network, why = _network(passes, calls, pipe, config, attention_backend)
-        fusion = _fusion(pipe, config, attention_backend)
+        fusion = None
+        if attention_backend is None and config.attention != "sage":
+            shape = network_of(pipe).config
+            heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
+            device = pipe._execution_device
+            fusion = fusion_number(config, device, heads=heads, head_dim=head_dim)
         results = []
         for i, clip in enumerate(finished):
             progress("videos", i, len(keys))
@@ -202,53 +213,33 @@ def compare(
         )
 
 
-def _only_fps(overrides: Mapping[str, object], **left_out: object) -> int:
-    """Return the frames a second of videos that a function of the caller makes.
-
-    Raises:
-        ConfigError: Another setting is given, or it is no positive whole number.
-    """
-    wrong = sorted({*overrides} - {"fps"}) + [name for name, value in left_out.items() if value]
-    if wrong:
-        raise ConfigError(
-            "compare with make",
-            expected="no setting but fps, and no image",
-            got=", ".join(wrong),
-            remedy="Give them to the pipeline inside of make",
-        )
-    fps = overrides.get("fps", 16)
-    if type(fps) is not int or fps < 1:
-        raise ConfigError("fps", expected="a positive whole number", got=repr(fps))
-    return fps
-
-
 def _generating(
     pipe: VideoPipeline,
     sources: Sequence[Source],
-    digests: Sequence[str],
     seed: int,
     settings: Settings,
 ) -> _MakeClip:
     """Return the function that makes video i with `generate`."""
 
     def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
-        image = sources[i].read()
-        if digest_of(image) != digests[i]:
-            raise SamplingError(
-                f"the image for the video of prompt {i + 1} changed during the comparison",
-                expected="the same pixels for all three videos",
-                remedy="Start again, and leave the file alone until it is done",
-            )
-        began, prompt = time.perf_counter(), sources[i].prompt
+        began, source = time.perf_counter(), sources[i]
         try:
             video = generate(
-                pipe, prompt, image=image, seed=seed + i, settings=settings, on_step=on_step
+                pipe,
+                source.prompt,
+                image=source.image,
+                seed=seed + i,
+                settings=settings,
+                on_step=on_step,
             )
         except SamplingError as error:
             if "NaN or infinity" not in error.what:
                 raise
-            return _NO_FRAMES, _note(time.perf_counter() - began)
-        return video.frames, _note(video.seconds, video.decode_seconds, video.peak_bytes)
+            seconds = time.perf_counter() - began
+            return _NO_FRAMES, {"seconds": seconds, "decode_seconds": 0.0, "peak_bytes": None}
+        return video.frames, {
+            name: getattr(video, name) for name in ("seconds", "decode_seconds", "peak_bytes")
+        }
 
     return make_clip
 
@@ -267,16 +258,10 @@ def _calling(pipe: VideoPipeline, make: Make, seed: int) -> _MakeClip:
                 remedy='Call the pipeline with output_type="np", and return its .frames[0]',
             )
         on_step(1, 1)
-        note = _note(meter.seconds, peak_bytes=meter.peak_bytes)
+        note = {"seconds": meter.seconds, "decode_seconds": 0.0, "peak_bytes": meter.peak_bytes}
         return frames.to("cpu", torch.float32), note
 
     return make_clip
-
-
-def _note(
-    seconds: float, decode_seconds: float = 0.0, peak_bytes: int | None = None
-) -> dict[str, Any]:
-    return {"seconds": seconds, "decode_seconds": decode_seconds, "peak_bytes": peak_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,19 +367,6 @@ class _Passes:
             )
 
         return on_step
-
-
-def _run_control(passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]) -> str:
-    """Run the control under the first exact backend that differs from the baseline; return its
-    name."""
-    store = passes.store
-    known = store.read_json("runs/control.json")
-    if known is None:
-        known = {"backend": _choose_control(passes, unpatched)}
-        store.write_json("runs/control.json", known)
-    backend = str(known["backend"])
-    passes.run("control", unpatched(backend))
-    return backend
 
 
 def _choose_control(
@@ -541,30 +513,12 @@ def why_no_network(pipe: VideoPipeline) -> str:
     Its truth is the network in fp32, upcast one block at a time, so its size is no reason; weights
     that are elsewhere while it does not run are one.
     """
-    modules = (module for network in networks_of(pipe).values() for module in network.modules())
-    return "an offloaded transformer" if any(map(_offloads, modules)) else ""
-
-
-def _offloads(module: torch.nn.Module) -> bool:
-    """Return True if a hook of accelerate's or diffusers' keeps a module's weights elsewhere."""
-    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-    return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
-
-
-def _fusion(
-    pipe: VideoPipeline, config: PatchConfig, attention_backend: str | None
-) -> float | None:
-    """Return the change by fusing alone for the model's heads; None where our kernels do not run
-    the attention."""
-    if attention_backend is not None or config.attention == "sage":
-        return None
-    shape = network_of(pipe).config
-    return fusion_number(
-        config,
-        pipe._execution_device,
-        heads=shape.num_attention_heads,
-        head_dim=shape.attention_head_dim,
-    )
+    for network in networks_of(pipe).values():
+        for module in network.modules():
+            hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+            if "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks):
+                return "an offloaded transformer"
+    return ""
 
 
 def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
@@ -587,10 +541,9 @@ def _times(store: Store, results: Sequence[Clip], run: Run) -> dict[str, float |
     """Return seconds of the first call, of the median one and of the median decoding, and peak
     memory."""
     notes = [clip.runs[run] for clip in results]
+    first = store.read_json(f"runs/{run}.json") or {}
     return {
-        "first_call_seconds": (store.read_json(f"runs/{run}.json") or {}).get(
-            "first_call_seconds"
-        ),
+        "first_call_seconds": first.get("first_call_seconds"),
         "median_seconds": statistics.median(note["seconds"] for note in notes),
         "decode_seconds": statistics.median(note["decode_seconds"] for note in notes),
         "peak_bytes": max((n["peak_bytes"] for n in notes if n["peak_bytes"]), default=None),

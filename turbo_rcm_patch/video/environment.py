@@ -19,12 +19,6 @@ PACKAGES: Final = (
     *("turbo_rcm_patch", "torch", "triton", "diffusers", "transformers", "accelerate"),
     *("safetensors", "sageattention", "imageio-ffmpeg"),
 )
-#: Files of the package that can influence a generated video.
-_MAKE_VIDEOS: Final = (
-    *("config.py", "skip.py", "boundary.py", "ops/**/*.py"),
-    *("patching/**/*.py", "video/pipelines.py", "video/generation.py", "video/lora.py"),
-    *("video/rcm_times.py", "video/scheduler.py", "video/settings.py", "video/source.py"),
-)
 #: Largest relative L2 between an int8 attention of random normal numbers and torch's in fp32:
 #: 0.01 with fp16 as the type of probabilities and values, 0.04 with fp8.
 LIMIT: Final = 0.06
@@ -102,12 +96,11 @@ def device_name(device: torch.device) -> str:
 
 
 def code_digest() -> str:
-    """Return a digest of the code that can influence a generated video."""
+    """Return a digest of the code of this package."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.blake2b(digest_size=8)
-    for pattern in _MAKE_VIDEOS:
-        for file in sorted(root.glob(pattern)):
-            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Final
 
 import numpy as np
 import torch
 
 from turbo_rcm_patch.errors import OutputError
-from turbo_rcm_patch.video.video import find_ffmpeg, run_ffmpeg
+from turbo_rcm_patch.video.video import run_ffmpeg
 
 #: The filter of ffmpeg, and the number in its log.
 FILTER: Final = "libvmaf"
@@ -37,8 +36,6 @@ def vmaf(frames: torch.Tensor, truth: torch.Tensor, fps: float) -> tuple[float |
     height, width = frames.shape[1:3]
     if min(height, width) < MIN_SIDE:
         return None, f"VMAF needs {MIN_SIDE} pixels a side"
-    if FILTER not in _available(find_ffmpeg()):
-        return None, f"this ffmpeg has no {FILTER}"
     # One above the other, in one stream.
     both = _bytes(torch.cat([frames, truth], dim=1))
     reads = ["-f", "rawvideo", "-pix_fmt", "rgb48le", "-s", f"{width}x{2 * height}"]
@@ -61,11 +58,3 @@ def _bytes(frames: torch.Tensor) -> np.ndarray:
     """Return frames with 16 bits a channel, in the order of bytes that "rgb48le" has."""
     scaled = np.stack([(f.clamp(0, 1).nan_to_num() * 65535).round().cpu().numpy() for f in frames])
     return scaled.astype("<u2")
-
-
-@cache
-def _available(program: str) -> frozenset[str]:
-    """Return the names of the filters that the ffmpeg in use has."""
-    listing, _ = run_ffmpeg(["-hide_banner", "-filters"], "its filters were not listed")
-    rows = map(str.split, listing.splitlines())
-    return frozenset(columns[1] for columns in rows if len(columns) > 2)

@@ -24,7 +24,7 @@ from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
 from turbo_rcm_patch.video.lora import loras_of
 from turbo_rcm_patch.video.pipelines import (
     VideoPipeline,
-    check_images,
+    check_image,
     check_one_image,
     frames_made,
     frames_to_ask,
@@ -196,8 +196,7 @@ def _call_arguments(pipe: VideoPipeline, source: Source, settings: Settings) -> 
 
 def check_pipeline(pipe: VideoPipeline, source: Source, settings: Settings) -> None:
     """Refuse what a pipeline cannot make, before anything is made."""
-    given = {source.prompt: source.image is not None}
-    check_images(kind_of(pipe), type(pipe).__name__, given)
+    check_image(type(pipe).__name__, kind_of(pipe), source.image is not None)
     check_one_image(pipe)
     if pipe.vae.dtype != torch.float32:
         got, remedy = str(pipe.vae.dtype), "Call pipe.vae.to(torch.float32), or use load_pipeline"

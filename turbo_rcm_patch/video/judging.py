@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from turbo_rcm_patch.checkpoints.read import Progress, read_archive
+from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.errors import (
     ConfigError,
     MissingPackageError,
@@ -35,7 +34,6 @@ from turbo_rcm_patch.video.source import read_image
 from turbo_rcm_patch.video.store import Store, check_out, lock_folder
 from turbo_rcm_patch.video.verdict import judge
 from turbo_rcm_patch.video.video import (
-    MOST_FRAMES,
     MOST_VALUES,
     VIDEO_ENDINGS,
     frame_rate,
@@ -44,69 +42,53 @@ from turbo_rcm_patch.video.video import (
 
 #: Most bytes of a file of tensors: `MOST_VALUES` in fp64, and something beside them.
 _MOST_BYTES: Final = 1 << 32
-_TENSORS: Final = (".pt", ".pth", ".safetensors")
-#: Names under which a file of several tensors holds its clip.
-_NAMES: Final = ("frames", "video")
-_DECODE: Final = "Latents are no video: decode them"
+_TENSORS: Final = ".safetensors"
+#: The name of its tensor.
+_FRAMES: Final = "frames"
+_SAVE: Final = (
+    'Save decoded frames with `save_file({"frames": frames}, path)`, [F, H, W, 3] in 0..1'
+)
+_CODED: Final = (
+    "Clips are {} files: unless these were coded without loss, their coding is what is measured "
+    "(h264 alone takes a video some 45 dB away). Save .png or .safetensors"
+)
 #: Frames a second of clips that do not say.
 FPS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
-    """A clip that was read.
-
-    Attributes:
-        frames: [F, H, W, 3] in 0..1, fp32.
-        fps: Frames a second, if the file says.
-    """
-
-    frames: torch.Tensor
-    fps: float | None = None
-
-    @property
-    def words(self) -> str:
-        """What it is, for messages."""
-        count, height, width, _ = self.frames.shape
-        return f"{count} frames of {width} x {height}"
-
-
-def read_clip(path: Path) -> Media:
-    """Read a video, a folder of PNGs, or a file of tensors. Nothing in a file is executed.
+def read_clip(path: Path) -> torch.Tensor:
+    """Read a video, a folder of PNGs, or a file of tensors.
 
     Args:
         path: An .mp4 or another of `VIDEO_ENDINGS`; a folder of .png, in the order of the numbers
-            in their names; a .pt, .pth or .safetensors with one tensor, or one that is named
-            "frames" or "video". Frames are uint8, or float in 0..1, in one of the
-            layouts [F, H, W, 3], [F, 3, H, W] and [3, F, H, W], with or without a batch of one.
+            in their names; or a .safetensors with a tensor "frames" [F, H, W, 3], uint8 or float
+            in 0..1.
+
+    Returns:
+        [F, H, W, 3] in 0..1, fp32.
 
     Raises:
         SamplingError: It cannot be read, is none of these, or is too large.
-        CheckpointError: A .pt is damaged, or holds more than tensors.
     """
     if path.is_dir():
         return _folder(path)
     check_regular(path, SamplingError, _MOST_BYTES)
-    if path.suffix.lower() not in _TENSORS:
-        frames = read_frames(path, MOST_VALUES)
-        return Media(_stacked([*map(np.asarray, frames)], path), frame_rate(path))
-    tensor = _safetensor(path) if path.suffix == ".safetensors" else _archived(path)
-    return Media(_frames(tensor, path))
+    if path.suffix.lower() == _TENSORS:
+        return _tensor(path)
+    return _stacked(read_frames(path), path)
 
 
-def _folder(path: Path) -> Media:
+def _folder(path: Path) -> torch.Tensor:
     def number(file: Path) -> list[tuple[int, str]]:
         parts = re.findall(r"\d+|\D+", file.name)
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
     files = sorted(filter(_is_png, path.iterdir()), key=number)
-    if len(files) > MOST_FRAMES:
-        raise _wrong(path, f"at most {MOST_FRAMES} frames", f"{len(files)}")
     frames: list[np.ndarray] = []
     for file in files:
         frames.append(np.asarray(read_image(file)))
         _check_size(frames[0].size * len(files), path)
-    return Media(_stacked(frames, path))
+    return _stacked(frames, path)
 
 
 def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
@@ -117,6 +99,30 @@ def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
     return torch.from_numpy(np.stack(frames)).float() / 255
 
 
+def _tensor(path: Path) -> torch.Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reraise_interrupts(), safe_open(path, framework="pt") as file:
+            if _FRAMES not in (names := list(file.keys())):
+                raise _wrong(path, f'a tensor "{_FRAMES}"', ", ".join(names[:8]), _SAVE)
+            shape = file.get_slice(_FRAMES).get_shape()
+            if len(shape) != 4 or shape[3] != 3:
+                raise _wrong(path, "frames [F, H, W, 3]", shape, _SAVE)
+            _check_size(int(np.prod(shape, dtype=object)), path)
+            tensor: torch.Tensor = file.get_tensor(_FRAMES)
+    except (OSError, SafetensorError) as error:
+        raise SamplingError(f"{path} is missing, damaged or incomplete ({error})") from error
+    if not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        raise _wrong(path, "uint8 or floats", tensor.dtype)
+    frames = tensor.float() / (255 if tensor.dtype == torch.uint8 else 1)
+    # A number that is not finite is a fault of the video, and not of its scale.
+    low, high = map(float, frames.nan_to_num(0.5, 0.5, 0.5).aminmax())
+    if not 0 <= low <= high <= 1:
+        raise _wrong(path, "frames in 0..1", f"numbers from {low:.4g} to {high:.4g}", _SAVE)
+    return frames
+
+
 def _wrong(path: Path, expected: str, got: object, remedy: str = "") -> SamplingError:
     return SamplingError(str(path), expected=expected, got=str(got), remedy=remedy)
 
@@ -124,68 +130,6 @@ def _wrong(path: Path, expected: str, got: object, remedy: str = "") -> Sampling
 def _check_size(count: int, path: Path) -> None:
     if not 0 < count <= MOST_VALUES:
         raise _wrong(path, f"1 to {MOST_VALUES} numbers", count, "Cut it into parts")
-
-
-def _safetensor(path: Path) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with reraise_interrupts(), safe_open(path, framework="pt") as file:
-            name = _chosen(list(file.keys()), path)
-            _check_size(int(np.prod(file.get_slice(name).get_shape(), dtype=object)), path)
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as error:
-        raise SamplingError(f"{path} is missing, damaged or incomplete ({error})") from error
-
-
-def _archived(path: Path) -> torch.Tensor:
-    archive = read_archive(path)
-    if not isinstance(archive, Mapping):
-        archive = {"": archive}
-    tensors = {str(name): x for name, x in archive.items() if isinstance(x, torch.Tensor)}
-    return tensors[_chosen(list(tensors), path)]
-
-
-def _chosen(names: list[str], path: Path) -> str:
-    known = [name for name in _NAMES if name in names] or names
-    if len(known) != 1:
-        expected = f"one tensor, or one by a name of {', '.join(_NAMES)}"
-        raise _wrong(path, expected, ", ".join(names[:8]) or "none", _DECODE)
-    return known[0]
-
-
-def _frames(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return the frames [F, H, W, 3] in 0..1 that a tensor holds in one of several layouts."""
-    plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
-    if not plain or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-        got = f"{tensor.layout}, {tensor.dtype}"
-        raise _wrong(path, "a dense tensor of uint8 or floats", got)
-    _check_size(tensor.numel(), path)  # Of a tensor with strides of 0 the file shows little.
-    clip = tensor.detach()
-    clip = clip[0] if clip.ndim == 5 and len(clip) == 1 else clip
-    if clip.ndim != 4:
-        raise _wrong(path, "four dimensions, and perhaps a batch of one", list(tensor.shape))
-    threes = [i for i in (3, 1, 0) if clip.shape[i] == 3]
-    if not threes:
-        raise _wrong(path, "a dimension of 3 colours", list(tensor.shape), _DECODE)
-    # Of [3, H, W, 3] the last dimension has the colours: no picture is three pixels wide.
-    axes = [i for i in threes if 3 not in (clip.shape[1:3] if i == 3 else clip.shape[2:])]
-    if len(axes) > 1:
-        raise _wrong(
-            path,
-            "frames whose shape says where the colours are",
-            f"{list(tensor.shape)}: three frames of three colours, in either order",
-            "Save it as [F, H, W, 3]",
-        )
-    frames = clip.movedim((axes or threes)[0], 3).float()
-    frames = frames / (255 if clip.dtype == torch.uint8 else 1)
-    # A number that is not finite is a fault of the video, and not of its scale.
-    low, high = map(float, frames.nan_to_num(0.5, 0.5, 0.5).aminmax())
-    if not 0 <= low <= high <= 1:
-        got = f"numbers from {low:.4g} to {high:.4g}"
-        raise _wrong(path, "frames in 0..1", got, f"Scale them. {_DECODE}")
-    return frames
 
 
 def _is_png(path: Path) -> bool:
@@ -205,7 +149,7 @@ def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
     try:
         for entry in sorted(folder.iterdir()):
             frames = entry.is_dir() and any(map(_is_png, entry.iterdir()))
-            known = not entry.is_dir() and entry.suffix.lower() in (*VIDEO_ENDINGS, *_TENSORS)
+            known = not entry.is_dir() and entry.suffix.lower() in (*VIDEO_ENDINGS, _TENSORS)
             if not entry.name.startswith(".") and (frames or known):
                 str(entry).encode()  # into the report
                 clips.setdefault(entry.name if frames else entry.stem, []).append(entry)
@@ -213,7 +157,7 @@ def clips_in(folder: Path, option: str) -> dict[str, list[Path]]:
         what, expected = f"{option} {folder}", "a folder of clips with names in UTF-8, or a clip"
         raise SamplingError(what, expected=expected, got=ascii(str(error))) from error
     if not clips:
-        expected = f"files {', '.join((*VIDEO_ENDINGS, *_TENSORS))}, or folders of .png"
+        expected = f"files {', '.join((*VIDEO_ENDINGS, _TENSORS))}, or folders of .png"
         raise SamplingError(f"{option} {folder} has no clip", expected=expected)
     return clips
 
@@ -240,8 +184,7 @@ def judge_folders(
             are not measured again, unless their files have changed.
         fps: Frames a second of clips that do not say.
         fresh: Remove what was in `out`, and start again.
-        progress: Called with a stage, what is done and the total, as the work proceeds; after the
-            first clip with an estimate of the time in words, and 0 of 0.
+        progress: Called with a stage, what is done and the total, as the work proceeds.
         command: The command line, for the report.
 
     Raises:
@@ -260,7 +203,8 @@ def judge_folders(
     refused: dict[str, str] = {}
     with lock_folder(out):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
-        identity |= {name: _of_place(Path(places[name])) for name in ("baseline", "candidate")}
+        for name in ("baseline", "candidate"):
+            identity[name] = str(Path(places[name]).expanduser().resolve())
         store = Store(out, identity, fresh=fresh)
         names = list(dict.fromkeys(name for named in clips.values() for name in named))
         for done, name in enumerate(names):
@@ -276,20 +220,10 @@ def judge_folders(
             raise SamplingError("no clip could be judged", got=got)
         folders = {name: str(Path(place).absolute()) for name, place in places.items()}
         paths = [path for named in clips.values() for files in named.values() for path in files]
-        notes = _of_coding({path.suffix.lower() for path in paths if path.is_file()})
+        coded = sorted({path.suffix.lower() for path in paths} & {*VIDEO_ENDINGS})
+        notes = [_CODED.format(", ".join(coded))] if coded else []
         more: dict[str, Any] = {"places": folders, "refused": refused, "notes": notes}
         return conclude(store, results, command=command, **more)
-
-
-def _of_coding(endings: set[str]) -> list[str]:
-    """Return what a verdict on files with these endings is of."""
-    if not (coded := sorted(endings & {*VIDEO_ENDINGS})):
-        return []
-    return [
-        f"Clips are {', '.join(coded)} files: unless these were coded without loss, their coding "
-        "is what is measured (h264 alone takes a video some 45 dB away). Save .png, .pt or "
-        ".safetensors"
-    ]
 
 
 def conclude(
@@ -331,13 +265,6 @@ def conclude(
     return judged
 
 
-def _of_place(place: Path) -> str:
-    """Return the last part of a path, and letters that tell it from others of that name."""
-    whole = str(place.expanduser().resolve())
-    letters = hashlib.blake2b(whole.encode(), digest_size=4).hexdigest()
-    return f"{without_places(whole)} ({letters})"
-
-
 @contextmanager
 def _refusing(refused: dict[str, str], name: str) -> Iterator[None]:
     """Note what is wrong with one clip, so that the others are judged."""
@@ -376,33 +303,29 @@ def _measure(
     store: Store, name: str, paths: Mapping[str, Path], inputs: Mapping[str, str], fps: float
 ) -> Clip:
     """Read, measure and show one clip; its record comes last and marks the end."""
-    media = {which: read_clip(path) for which, path in paths.items()}
-    truth, first = media["baseline"], paths["baseline"]
-    if not truth.frames.isfinite().all():
+    clips = {which: read_clip(path) for which, path in paths.items()}
+    truth, first = clips["baseline"], paths["baseline"]
+    if not truth.isfinite().all():
         raise _wrong(first, "finite numbers", "others")
-    if min(truth.frames.shape[1:3]) < SSIM_SIDE:
-        raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", truth.words)
-    timed, rate = next(((paths[k], x.fps) for k, x in media.items() if x.fps), (first, fps))
-    for which, read in media.items():
-        if read.frames.shape != truth.frames.shape:
-            raise _wrong(paths[which], f"{truth.words}, as {first}", read.words)
-        if read.fps not in (None, rate):
-            got = f"{read.fps:g}"
-            raise _wrong(paths[which], f"{rate:g} frames a second, as {timed}", got)
-    clips = {run: read.frames for run, read in media.items()}
-    clips["patched"] = clips.pop("candidate")
+    if min(truth.shape[1:3]) < SSIM_SIDE:
+        raise _wrong(first, f"at least {SSIM_SIDE} pixels a side", _size(truth))
+    for which, frames in clips.items():
+        if frames.shape != truth.shape:
+            raise _wrong(paths[which], f"{_size(truth)}, as {first}", _size(frames))
     if (control := clips.get("control")) is not None:
-        _check_control(control, truth.frames, paths["control"])
+        finite = bool(control.isfinite().all())
+        if not finite or torch.equal(control, truth):
+            got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
+            remedy = "Make it with another exact attention backend, and save it without loss"
+            raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
+    fps = (first.suffix.lower() in VIDEO_ENDINGS and frame_rate(first)) or fps
+    clips["patched"] = clips.pop("candidate")
     key = Store.key(name, 0)
-    clip = measure(store, clips, rate, label="candidate", key=key, prompt=name)
+    clip = measure(store, clips, fps, label="candidate", key=key, prompt=name)
     clip.record(store, inputs)
     return clip
 
 
-def _check_control(control: torch.Tensor, truth: torch.Tensor, path: Path) -> None:
-    """Refuse a control that measures nothing: it is not finite, or equal to the baseline."""
-    finite = bool(control.isfinite().all())
-    if not finite or torch.equal(control, truth):
-        got = "a control that " + ("is equal to it" if finite else "holds NaN or infinity")
-        remedy = "Make it with another exact attention backend, and save it without loss"
-        raise _wrong(path, "another rounding than the baseline's", got, remedy)
+def _size(frames: torch.Tensor) -> str:
+    count, height, width, _ = frames.shape
+    return f"{count} frames of {width} x {height}"

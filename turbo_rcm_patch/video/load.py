@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,11 +13,10 @@ from torch import nn
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.checkpoints.int8_folder import is_int8_only, load_int8_only
-from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part
+from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT
 from turbo_rcm_patch.config import check_choice
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.files import read_json
 from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.video.loading import HUB_ID, loading
@@ -42,8 +40,8 @@ SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 #: Pipelines that diffusers does not have -> the one of diffusers with their parts.
 _ALIASES: Final = {FASTWAN: "WanPipeline"}
 _HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-#: Endings of files of weights, which no id has.
-_WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
+#: The files of a hub id that say what the model is.
+_CONFIGS: Final = ("model_index.json", "*/config.json", DEFAULTS_FILE, f"*/{EXTRA_FILE}")
 _WITH_WEIGHTS: Final = (*find.COMPONENTS, "vae", "text_encoder", "image_encoder")
 
 
@@ -92,8 +90,7 @@ def load_pipeline(
         expected, remedy = "a GPU to offload from", "Leave offload out on a machine without a GPU"
         raise DeviceError(f"offload={offload!r}", expected=expected, got="cpu", remedy=remedy)
     check_loras(lora)
-    folder = resolve_model(model)
-    pipe = _from_pretrained(folder if isinstance(folder, Path) else _download(folder), dtype)
+    pipe = _from_pretrained(local_folder(model) or _download(str(model)), dtype)
     add_loras(pipe, lora)
     if int8 == "only":  # The Linears that the folder has no int8 weights for.
         keep_int8_only(pipe)
@@ -103,17 +100,43 @@ def load_pipeline(
 
 
 def pipeline_class(model: str | Path) -> str:
-    """Return the class of the pipeline that a model has, before it is loaded.
+    """Return diffusers' class of the pipeline of a model, of which only model_index.json is read.
 
     Raises:
-        ModelFolderError: The folder is not there, or something in it is missing or broken.
+        ModelFolderError: There is none, or it is of another kind.
     """
-    folder = resolve_model(model)
-    return check_folder(folder) if isinstance(folder, Path) else class_of_pipeline(folder)
+    import diffusers
+
+    folder = config_folder(model)
+    with _loading_from(folder):
+        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=True)
+    asked = str(index.get("_class_name"))
+    asked = _ALIASES.get(asked, asked)
+    if asked not in PIPELINES:
+        what, expected = "model_index.json: _class_name", f"one of {tuple(PIPELINES)}"
+        remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
+        remedy += "but generate and compare run these. From Python compare takes any with "
+        remedy += "make="
+        raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
+    return asked
 
 
-def resolve_model(model: str | Path) -> Path | str:
-    """Find the folder that `model` names, or return the hub id if it is one.
+def config_folder(model: str | Path) -> Path:
+    """Return a folder that has at least the configuration of a model; of a hub id it is fetched.
+
+    Raises:
+        ModelFolderError: There is no such model, or the hub cannot be reached.
+    """
+    if folder := local_folder(model):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    with _loading_from(model):
+        return Path(snapshot_download(str(model), allow_patterns=[*_CONFIGS]))
+
+
+def local_folder(model: str | Path) -> Path | None:
+    """Find the folder that `model` names; None if it has the form of a hub id.
 
     Raises:
         ModelFolderError: It is neither.
@@ -136,44 +159,7 @@ def resolve_model(model: str | Path) -> Path | str:
         remedy = f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, or "
         remedy += f"a hub id like '{_HUB_EXAMPLE}'"
         raise ModelFolderError(f"no such folder: {path}", expected=LAYOUT, remedy=remedy)
-    # Without a connection the hub takes half a minute to say that it has no such model, so a path
-    # that only looks like an id is not looked up there. What the hub's cache holds is an id.
-    there = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else None
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    cached = (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
-    if cached or (there is None and path.suffix.lower() not in _WEIGHTS):
-        return model
-    near = difflib.get_close_matches(path.name, there or [], n=3, cutoff=0.5)
-    got = "" if there is None else f"in {path.parent}/: {', '.join(near or sorted(there)[:6])}"
-    remedy = "Check the spelling. If you mean a model of the hub, download it first (`hf download "
-    remedy += f"{model}`), or run where no folder has the name {str(path.parent)!r}"
-    raise ModelFolderError(f"no such folder: {model}", expected=LAYOUT, got=got, remedy=remedy)
-
-
-def check_folder(folder: Path) -> str:
-    """Return the class of the pipeline in a folder.
-
-    Raises:
-        ModelFolderError: The first thing that is missing or broken in it.
-    """
-    try:
-        index_path = folder / "model_index.json"
-        if not index_path.is_file():
-            what = f"{folder} has no model_index.json"
-            got = f"a folder with {sorted(p.name for p in folder.iterdir())[:8]}"
-            raise ModelFolderError(what, expected=LAYOUT, got=got)
-        index = read_json(index_path, ModelFolderError)
-        asked = _known_class(index)
-        for name, entry in index.items():
-            if not name.startswith("_") and isinstance(entry, list) and entry[:1] != [None]:
-                check_part(folder, name, weights=name in _WITH_WEIGHTS)
-        return asked
-    except ModelFolderError:
-        raise
-    except OSError as error:
-        what = f"{error.filename or folder} cannot be read ({error.strerror})"
-        raise ModelFolderError(what, remedy="Check its permissions and the disk") from error
+    return None
 
 
 def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
@@ -182,7 +168,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
     # diffusers finds a scheduler only in modules that are imported. Folders name the package, or
     # `RCMScheduler`'s module, which is imported above.
-    asked = check_folder(folder)
+    asked = pipeline_class(folder)
     with _loading_from(folder):
         parts = [folder / name for name in find.COMPONENTS]
         alone = {part.name: load_int8_only(part, dtype) for part in parts if is_int8_only(part)}
@@ -211,27 +197,10 @@ def _download(model: str) -> Path:
     """Return the folder of a hub id in the hub's cache, with the files that diffusers needs and
     those of this package."""
     import diffusers
-    from huggingface_hub import snapshot_download
 
-    pipeline = getattr(diffusers, class_of_pipeline(model))
+    pipeline = getattr(diffusers, pipeline_class(model))
     with _loading_from(model):
-        folder = Path(pipeline.download(model))
-        snapshot_download(model, allow_patterns=[DEFAULTS_FILE, f"*/{EXTRA_FILE}"])
-    return folder
-
-
-def class_of_pipeline(folder: Path | str) -> str:
-    """Return the class of a pipeline, of which only model_index.json is read.
-
-    Raises:
-        ModelFolderError: There is none, or it is of another kind.
-    """
-    import diffusers
-
-    local = isinstance(folder, Path)
-    with _loading_from(folder):
-        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-    return _known_class(index)
+        return Path(pipeline.download(model))
 
 
 def _loading_from(folder: Path | str) -> AbstractContextManager[None]:
@@ -244,19 +213,6 @@ def _loading_from(folder: Path | str) -> AbstractContextManager[None]:
         expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
         remedy = "Check the spelling and the connection, or download the folder first"
     return loading(ModelFolderError, failed, expected=expected, remedy=remedy)
-
-
-def _known_class(index: Mapping[str, object]) -> str:
-    """Return diffusers' class for a model_index.json."""
-    asked = str(index.get("_class_name"))
-    asked = _ALIASES.get(asked, asked)
-    if asked not in PIPELINES:
-        what, expected = "model_index.json: _class_name", f"one of {tuple(PIPELINES)}"
-        remedy = "The transformer of another pipeline may be patched (find_pairs says so), "
-        remedy += "but generate and compare run these. From Python compare takes any with "
-        remedy += "make="
-        raise ModelFolderError(what, expected=expected, got=repr(asked), remedy=remedy)
-    return asked
 
 
 def _attach_extra(transformer: Any, folder: Path) -> None:
@@ -342,16 +298,10 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
     require("video", "a diffusers pipeline", "transformers", "accelerate")
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
-    folder = resolve_model(model)
-    parts = ["transformer"]
-    if isinstance(folder, Path):
-        optional = (*find.COMPONENTS[1:], find.VAE)
-        parts += [name for name in optional if (folder / name / "config.json").is_file()]
-    else:
-        with _loading_from(folder):
-            index = WanPipeline.load_config(folder)
-        parts = [name for name in (*find.COMPONENTS, find.VAE) if index.get(name, [None])[0]]
-    networks = {name: _empty_network(folder, name) for name in parts}
+    folder = config_folder(model)
+    optional = (*find.COMPONENTS[1:], find.VAE)
+    there = [name for name in optional if (folder / name / "config.json").is_file()]
+    networks = {name: _empty_network(folder, name) for name in ("transformer", *there)}
     few = folder_defaults(folder).get("sampler", "scheduler") != "scheduler"
     scheduler = RCMScheduler() if few else FlowMatchEulerDiscreteScheduler()
     pipe = WanPipeline(
@@ -363,34 +313,30 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
     return pipe
 
 
-def _empty_network(folder: Path | str, name: str) -> ModelMixin:
+def _empty_network(folder: Path, name: str) -> ModelMixin:
     import diffusers
 
     families = find.VAES if name == find.VAE else find.FAMILIES
     known = sorted(key.rpartition(".")[2] for key in families if key.startswith("diffusers."))
-    local = isinstance(folder, Path)
     with (
         loading(
             ModelFolderError,
             f"{folder}: no usable {name}/config.json",
             expected=f"the configuration of one of {', '.join(known)}",
-            remedy="Check the path; for another class call find_pairs on the loaded model"
-            if local
-            else "Check the spelling and the connection, or download the folder first",
+            remedy="Check the path; for another class call find_pairs on the loaded model",
         ),
         torch.device("meta"),
     ):
         config = diffusers.WanTransformer3DModel.load_config(
-            str(folder), subfolder=name, local_files_only=local
+            str(folder), subfolder=name, local_files_only=True
         )
         asked = config.get("_class_name")
         if asked not in known:  # Another class would be built wrong from this configuration.
             raise ValueError(f"_class_name {asked!r}")
         network = getattr(diffusers, asked).from_config(config)
-    # What `load_pipeline` would attach; by the mark where only config.json is at hand.
+    # What `load_pipeline` would attach.
     attentions = {key: module for key, module in network.named_modules() if key.endswith(".attn1")}
-    marked = list(attentions) if mark_of(network.config) else []
-    for key in folder_proj_l(Path(folder) / name) if local else marked:
+    for key in folder_proj_l(folder / name):
         if key in attentions:
             dim = attentions[key].inner_dim // attentions[key].heads
             empty = torch.empty(dim, dim, device="meta"), torch.empty(dim, device="meta")

@@ -33,7 +33,11 @@ _NAME: Final = re.compile(r"[\w.^$\\-]*")
 #: The name under which diffusers saves a LoRA.
 _USUAL: Final = "pytorch_lora_weights.safetensors"
 _log = logging.getLogger(__name__)
-_FORM: Final = "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it"
+#: A part, a source, and a scale; a colon before a slash is of a drive or an address.
+_FORM: Final = re.compile(r"(?:(transformer(?:_2)?)=)?(.*?\S.*?)(?::([^:/\\]*))?")
+_FORM_TEXT: Final = (
+    "PATH_OR_ID or PATH_OR_ID:SCALE, with 'transformer=' or 'transformer_2=' before it"
+)
 _FILES: Final = (
     "a .safetensors file, a folder with one, or owner/name/folder/file.safetensors on the hub"
 )
@@ -67,21 +71,20 @@ def parse_lora(text: str) -> LoRA:
         ConfigError: It has another form, or the scale is not a finite number.
         ModelFolderError: There is no such file, and it cannot be a hub id.
     """
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError("lora", expected=_FORM, got=repr(text))
-    part, equals, source = text.partition("=")
-    parts: tuple[str, ...] = (part,) if equals and part in COMPONENTS else ()
-    source, scale = source if parts else text, 1.0
-    if not Path(source).expanduser().exists():
-        before, colon, after = source.rpartition(":")
-        if colon and not {"/", "\\"} & {*after}:  # Else the colon is of a drive.
-            source, scale = before, _as_number(after)
-            if not math.isfinite(scale):
-                expected = "a finite number after the colon"
-                raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=after)
+    form = _FORM.fullmatch(text)
+    if form is None:
+        raise ConfigError("lora", expected=_FORM_TEXT, got=repr(text))
+    part, source, scale = form.groups(default="")
+    if not _is_finite(scale or "1"):
+        expected = "a finite number after the colon"
+        raise ConfigError(f"scale of the LoRA {text!r}", expected=expected, got=scale)
     name = source.lower().replace("\\", "/").rpartition("/")[2] or source
-    parts = parts or tuple(
-        expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+    parts = (
+        (part,)
+        if part
+        else tuple(
+            expert for expert, marks in _EXPERTS.items() if any(mark in name for mark in marks)
+        )
     )
     path = Path(source).expanduser()
     if path.exists():
@@ -91,14 +94,14 @@ def parse_lora(text: str) -> LoRA:
         if not HUB_ID.fullmatch(repository) or repository.endswith(".safetensors"):
             what, remedy = f"no such LoRA: {path}", "Check the spelling"
             raise ModelFolderError(what, expected=_FILES, remedy=remedy)
-    return LoRA(text, source, scale, parts or COMPONENTS)
+    return LoRA(text, source, float(scale or 1), parts or COMPONENTS)
 
 
-def _as_number(text: str) -> float:
+def _is_finite(text: str) -> bool:
     try:
-        return float(text)
+        return math.isfinite(float(text))
     except ValueError:
-        return math.nan
+        return False
 
 
 def check_loras(loras: Sequence[str]) -> list[LoRA]:
@@ -109,8 +112,6 @@ def check_loras(loras: Sequence[str]) -> list[LoRA]:
         ModelFolderError: There is no such file.
         MissingPackageError: peft is not installed.
     """
-    if isinstance(loras, str):
-        raise ConfigError("lora", expected="a tuple of texts", got=repr(loras))
     wanted = [parse_lora(text) for text in loras]
     if wanted:
         require("lora", "a LoRA", "peft")
@@ -266,7 +267,8 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
     """
     loras = []
     for part, network in networks_of(pipe).items():
-        digests = {name: hashlib.blake2b(digest_size=8) for name in _names(network)}
+        names = getattr(network, "peft_config", {})
+        digests = {name: hashlib.blake2b(digest_size=8) for name in names}
         active = set()
         for where, module in network.named_modules():
             for name in digests.keys() & _active(module):
@@ -276,11 +278,6 @@ def loras_of(pipe: Any) -> tuple[str, ...]:
                 digests[name].update(f"{where} {module.scaling[name]} {weights}".encode())
         loras += [f"{part}: {digests[name].hexdigest()}" for name in digests if name in active]
     return tuple(loras)
-
-
-def _names(network: Any) -> list[str]:
-    """Return the names of a transformer's LoRAs, active or not."""
-    return [*getattr(network, "peft_config", {})]
 
 
 def _active(module: Any) -> set[str]:

@@ -7,7 +7,7 @@ one has failed. They share the prompts of `generate`, or make each video togethe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,12 +25,12 @@ _PATIENCE: Final = timedelta(days=7)
 _TORCHRUN: Final = "Start with `torchrun --nproc-per-node N`, or unset WORLD_SIZE"
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The place of this process among those that share the work.
+@dataclass(slots=True)
+class Processes:
+    """The processes that share the work.
 
     Attributes:
-        rank: Its number, from 0 on.
+        rank: The number of this one, from 0 on.
         world: How many there are.
         local: Its number on this machine, which is the GPU that it takes.
     """
@@ -38,6 +38,23 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local: int = 0
+    _all: dist.ProcessGroup | None = None
+
+    @classmethod
+    def here(cls) -> Processes:
+        """Read WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets; one process without them.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        if "WORLD_SIZE" not in os.environ:
+            return cls()
+        values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        with suppress(ValueError):
+            rank, world, local = map(int, values)
+            if 0 <= local <= rank < world:
+                return cls(rank, world, local)
+        raise _refused("RANK below WORLD_SIZE, and LOCAL_RANK", ", ".join(map(repr, values)))
 
     def device(self, asked: str | None) -> str | None:
         """Return the device of this process: the asked one, or the GPU of its number.
@@ -52,63 +69,16 @@ class Ranks:
             raise _refused(f"at most {count} processes, one for each GPU", got, remedy)
         return f"cuda:{self.local}"
 
-
-def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:
-    """Read WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets; one process without them.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    variables = os.environ if environment is None else environment
-    if "WORLD_SIZE" not in variables:
-        return Ranks()
-    values = [variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    with suppress(ValueError):
-        ranks = Ranks(*map(int, values))
-        if 0 <= ranks.local <= ranks.rank < ranks.world:
-            return ranks
-    raise _refused("RANK below WORLD_SIZE, and LOCAL_RANK", ", ".join(map(repr, values)))
-
-
-def _refused(expected: str, got: str, remedy: str = _TORCHRUN) -> ConfigError:
-    return ConfigError(
-        "the environment of this process", expected=expected, got=got, remedy=remedy
-    )
-
-
-class Processes:
-    """The processes that make videos together, each of them a share of the prompts.
-
-    Args:
-        ranks: The place of this one.
-
-    Attributes:
-        ranks: As given.
-    """
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
-        self._all: dist.ProcessGroup | None = None
-
-    @property
-    def first(self) -> bool:
-        """True for the first process of all."""
-        return self.ranks.rank == 0
-
-    def share(self, work: Sequence[_T]) -> list[_T]:
-        """Return the part of the work that this process does: every `world`-th piece."""
-        return list(work[self.ranks.rank :: self.ranks.world])
-
     @contextmanager
     def joined(self, device: str | None = None, *, together: bool = False) -> Iterator[None]:
         """Connect the processes inside the block, with `together` also for tensors on GPUs.
         Leaving it without an error waits for all of them."""
-        if self.ranks.world == 1:
+        if self.world == 1:
             yield
             return
         gpu = (device or "cuda").startswith("cuda") and torch.cuda.is_available()
         if gpu:
-            torch.cuda.set_device(self.ranks.device(device))
+            torch.cuda.set_device(self.device(device))
         began = not dist.is_initialized()  # Ray's trainer has done so.
         if began:
             try:
@@ -133,7 +103,7 @@ class Processes:
             return make()
         sent: list[Any] = [None, ""]
         try:
-            if self.first:
+            if self.rank == 0:
                 sent[0] = make()
         except Exception as error:  # Forward any error to the other ranks.
             sent[1] = f"{type(error).__name__}: {error}"
@@ -150,3 +120,9 @@ class Processes:
         except RuntimeError as error:  # gloo's words for a connection that broke
             got, remedy = str(error).splitlines()[0], "Its own output says why"
             raise SamplingError("another process has ended", got=got, remedy=remedy) from error
+
+
+def _refused(expected: str, got: str, remedy: str = _TORCHRUN) -> ConfigError:
+    return ConfigError(
+        "the environment of this process", expected=expected, got=got, remedy=remedy
+    )

@@ -85,12 +85,6 @@ class Drift:
         return cls(**{field.name: number(values[field.name]) for field in fields(cls)})
 
 
-def _mse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of each frame, fp64."""
-    _check(a, b)
-    return (a.double() - b.double()).square().flatten(1).mean(1)
-
-
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the SSIM of each frame: 11x11 Gaussian window, valid positions, mean over channels.
 
@@ -101,10 +95,6 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Returns:
         [F], fp64.
     """
-    _check(a, b)
-    if min(a.shape[1:3]) < SSIM_SIDE:
-        expected = f"at least {SSIM_SIDE} pixels a side"
-        raise ShapeError("frames for SSIM", expected=expected, got=str(tuple(a.shape)))
     return torch.stack([_ssim_frame(x, y) for x, y in zip(a, b, strict=True)])
 
 
@@ -116,7 +106,13 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 def frame_drift(frames: torch.Tensor, truth: torch.Tensor) -> Drift:
     """Return the distances of frames [F, H, W, 3] in 0..1, except VMAF, which ffmpeg measures."""
-    of_frames = _mse(frames, truth)
+    if frames.shape != truth.shape or min(frames.shape[1:3]) < SSIM_SIDE:
+        raise ShapeError(
+            "frames",
+            expected=f"two videos of one shape, with at least {SSIM_SIDE} pixels a side",
+            got=f"{tuple(frames.shape)} and {tuple(truth.shape)}",
+        )
+    of_frames = (frames.double() - truth.double()).square().flatten(1).mean(1)
     mse = float(of_frames.mean())
     return Drift(
         psnr=math.inf if mse == 0.0 else -10.0 * math.log10(mse),
@@ -140,15 +136,6 @@ def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     score = (2 * mean_x * mean_y + SSIM_C1) * (2 * covariance + SSIM_C2)
     score = score / ((mean_x**2 + mean_y**2 + SSIM_C1) * (var_x + var_y + SSIM_C2))
     return score.mean()
-
-
-def _check(a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.shape != b.shape or a.ndim != 4 or a.shape[-1] != 3:
-        raise ShapeError(
-            "frames",
-            expected="two videos [F, H, W, 3] of one shape",
-            got=f"{tuple(a.shape)} and {tuple(b.shape)}",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,27 +82,29 @@ def kind_of(pipe: object) -> Kind:
     raise NotAModelError("pipe", expected=expected, got=got, remedy=remedy)
 
 
-def check_images(kind: Kind, pipeline: str, given: Mapping[str, bool]) -> None:
+def check_image(pipeline: str, kind: Kind, given: bool) -> None:
     """Refuse an image where a pipeline takes none, and the other way round.
 
     Args:
-        kind: The kind of the pipeline.
         pipeline: Its class, for messages.
-        given: Prompt -> True if there is an image for it.
+        kind: Its kind.
+        given: True if there is an image.
 
     Raises:
-        SamplingError: One of them is wrong.
+        SamplingError: It is wrong.
     """
-    needed = kind.image
-    for prompt in (prompt for prompt, there in given.items() if there != needed):
-        others = " or ".join(name for name, other in PIPELINES.items() if other.image)
-        raise SamplingError(
-            f"image of the prompt {prompt!r}",
-            expected=f"{'one' if needed else 'none'}, because a {pipeline} makes videos from "
-            + ("it" if needed else "a prompt alone"),
-            got="none" if needed else "one",
-            remedy="Give `image=FILE`" if needed else f"Leave it out, or load a {others}",
-        )
+    if given == kind.image:
+        return
+    others = " or ".join(name for name, other in PIPELINES.items() if other.image)
+    expected, remedy = f"none, because a {pipeline} takes a prompt alone", "Leave it out"
+    if kind.image:
+        expected, remedy = f"one, because a {pipeline} starts from it", "Give `image=FILE`"
+    raise SamplingError(
+        "image",
+        expected=expected,
+        got="one" if given else "none",
+        remedy=remedy if kind.image else f"{remedy}, or load a {others}",
+    )
 
 
 def networks_of(model: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,12 +18,12 @@ from torch import nn
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.files import read_json, write_json
+from turbo_rcm_patch.files import try_json, write_json
 from turbo_rcm_patch.patching import patch_model
 from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.video.environment import code_digest
-from turbo_rcm_patch.video.load import class_of_pipeline, load_skeleton, resolve_model
+from turbo_rcm_patch.video.load import config_folder, load_skeleton, pipeline_class
 from turbo_rcm_patch.video.pipelines import PIPELINES
 from turbo_rcm_patch.video.settings import Settings
 
@@ -31,28 +31,6 @@ from turbo_rcm_patch.video.settings import Settings
 NOTE: Final = "turbo_rcm_patch.json"
 #: Name of an NVIDIA GPU's architecture -> the number that Triton takes.
 ARCHITECTURES: Final = {f"sm_{arch}": arch for arch in (80, 86, 89, 90, 100, 120)}
-
-
-class Compiled(NamedTuple):
-    """What a run of `precompile` did.
-
-    Attributes:
-        folder: Triton's cache folder.
-        made: Number of kernels that were compiled.
-        found: Number of those that were there.
-        triton: Its release, the only one that will find them.
-    """
-
-    folder: Path
-    made: int
-    found: int
-    triton: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.made} kernels compiled, {self.found} were there, in {self.folder}, "
-            f"for Triton {self.triton}"
-        )
 
 
 def precompile(
@@ -66,7 +44,7 @@ def precompile(
     width: int | None = None,
     num_frames: int | None = None,
     progress: Progress | None = None,
-) -> Compiled:
+) -> str:
     """Compile what the first video of a model would compile, without weights and without a GPU.
 
     That is the blocks as asked for, and as the guard may run them, and the VAE in fp32 and in
@@ -84,7 +62,8 @@ def precompile(
         progress: Called with a stage, what is done and the total.
 
     Returns:
-        What was compiled.
+        How many kernels were compiled and were there, in which folder, and the only release of
+        Triton that will find them.
 
     Raises:
         ConfigError: No such architecture, or a Triton before 3.6.
@@ -109,7 +88,7 @@ def precompile(
     except (RuntimeError, ahead.TritonError) as error:
         what, why = "a kernel did not compile", str(error).strip()[:500]
         raise SamplingError(what, got=why) from error
-    note = _read_note(folder)
+    note = try_json(folder / NOTE)
     note[f"{model} on {gpu}"] = {
         "code": code_digest(),
         "triton": ahead.VERSION,
@@ -117,7 +96,10 @@ def precompile(
     }
     write_json(folder / NOTE, note)
     found = sum(hit for _, hit in seen.values())
-    return Compiled(folder, len(seen) - found, found, ahead.VERSION)
+    return (
+        f"{len(seen) - found} kernels compiled, {found} were there, in {folder}, "
+        f"for Triton {ahead.VERSION}"
+    )
 
 
 def cached_models() -> dict[str, str]:
@@ -126,7 +108,7 @@ def cached_models() -> dict[str, str]:
     from turbo_rcm_patch.ops import ahead
 
     models = {}
-    for name, made in _read_note(ahead.cache_folder()).items():
+    for name, made in try_json(ahead.cache_folder() / NOTE).items():
         there = [ahead.is_cached(*kernel) for kernel in made["kernels"].items()]
         models[name] = f"{sum(there)} of {len(there)} kernels"
         if made["triton"] != ahead.VERSION:
@@ -136,24 +118,17 @@ def cached_models() -> dict[str, str]:
     return models
 
 
-def _read_note(folder: Path) -> dict[str, Any]:
-    path = folder / NOTE
-    note: dict[str, Any] = read_json(path, SamplingError) if path.is_file() else {}
-    return note
-
-
 def _calls(
     model: str | Path, dtype: torch.dtype, config: PatchConfig, sizes: dict[str, int | None]
 ) -> Iterator[Callable[[], object]]:
     """Yield calls of a pipeline's parts, of which each launches kernels."""
-    folder = resolve_model(model)
-    local = folder if isinstance(folder, Path) else None
-    kind = PIPELINES[class_of_pipeline(folder)]
+    folder = config_folder(model)
+    kind = PIPELINES[pipeline_class(folder)]
     given = {name: size for name, size in sizes.items() if size is not None}
-    settings = Settings.for_model(local, kind.usual, kind.with_scheduler, **given)
+    settings = Settings.for_model(folder, kind.usual, kind.with_scheduler, **given)
     config = replace(config, guard=False)  # It compares results, and there are none.
     latent = _latent_size(_empty_vae(folder).config, settings)
-    pipe = load_skeleton(model)
+    pipe = load_skeleton(folder)
     for network in filter(None, (pipe.transformer, pipe.transformer_2)):
         _cast(network, dtype)
         inputs = _cogvideox_inputs if kind.cogvideox else _wan_inputs
@@ -164,7 +139,7 @@ def _calls(
         yield partial(_run_vae, vae, config, settings, latent, encodes=kind.image)
 
 
-def _empty_vae(folder: str | Path) -> Any:
+def _empty_vae(folder: Path) -> Any:
     import diffusers
 
     config = diffusers.AutoencoderKLWan.load_config(str(folder), subfolder="vae")

@@ -8,7 +8,6 @@ import base64
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -36,15 +35,13 @@ _LABELS: Final = {
     "patched difference": ("NAME − baseline", "the difference of the judged video, amplified"),
     "control difference": ("Control − baseline", "the difference of the control, amplified"),
 }
-#: Name with its unit, meaning, field of a `Drift`, format, and the function that finds the worst.
+#: Name with its unit, meaning, field of a `Drift`, and format.
 _MEASURES: Final = (
-    ("PSNR, dB", "mean square error of all pixels", "psnr", ".1f", verdict.lowest),
-    ("PSNR of the worst frame, dB", "the frame with the largest error", "worst_psnr", ".1f",
-     verdict.lowest),
-    ("SSIM", "structure, 1 is equal (Wang et al. 2004)", "ssim", ".4f", verdict.lowest),
-    ("VMAF", "0 to 100; equal videos have some 97 to 100, 6 are just noticeable", "vmaf", ".1f",
-     verdict.lowest),
-)  # fmt: skip
+    ("PSNR, dB", "mean square error of all pixels", "psnr", ".1f"),
+    ("PSNR of the worst frame, dB", "the frame with the largest error", "worst_psnr", ".1f"),
+    ("SSIM", "structure, 1 is equal (Wang et al. 2004)", "ssim", ".4f"),
+    ("VMAF", "0 to 100; equal videos have some 97 to 100, 6 are just noticeable", "vmaf", ".1f"),
+)
 
 
 def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> None:
@@ -82,7 +79,7 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
         unmeasured=sorted({without_places(clip.unmeasured) for clip in results} - {""}),
         limits=verdict,
         checks={check.name: check for check in judged.judgement.checks},
-        videos=[_data_url(video.read_bytes(), "video/mp4") for video in videos],
+        videos=[base64.b64encode(video.read_bytes()).decode() for video in videos],
         players=[json.dumps(_player(judged, clip)) for clip in results],
     )
     write_text(judged.report, page)
@@ -90,25 +87,13 @@ def write_report(judged: Judged, kernel_check: KernelCheck | None = None) -> Non
 
 #: A path that begins at a root, a home or a drive, and its last part.
 _ABSOLUTE: Final = re.compile(
-    r"(?<![\w./\\…~:-])(?:~|[A-Za-z]:)?(?:[/\\](?!\s)[^\s/\\'\"=,;:]+)+(?P<end>[/\\][^\s/\\'\"=,;:]+)[/\\]?"
+    r"(?<![\w./\\…~:-])(?:file://|~|[A-Za-z]:)?(?:[/\\](?!\s)[^\s/\\'\"=,;:]+)+(?P<end>[/\\][^\s/\\'\"=,;:]+)[/\\]?"
 )
 
 
 def without_places(text: str) -> str:
     """Return a text without the folders of absolute paths: a report is sent to other people."""
     return _ABSOLUTE.sub(lambda match: "…" + match["end"], text)
-
-
-def shown_command(command: str) -> str:
-    """Return a command line with the last parts of its absolute paths, however they are quoted,
-    also after the = of an option."""
-
-    def shown(word: str) -> str:
-        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        path = Path(value.removeprefix("file://"))
-        return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
-
-    return shlex.join(map(shown, shlex.split(command)))
 
 
 def _measures(judged: Judged) -> list[dict[str, object]]:
@@ -119,7 +104,7 @@ def _measures(judged: Judged) -> list[dict[str, object]]:
     controls = [clip.control for clip in judged.results if clip.control is not None]
     runs += [controls] if controls else []
     rows: list[dict[str, object]] = []
-    for name, why, attribute, form, worst in _MEASURES:
+    for name, why, attribute, form in _MEASURES:
         columns = [[getattr(drift, attribute) for drift in drifts] for drifts in runs]
         known = [[v for v in values if v is not None] for values in columns]
         if not any(known):
@@ -129,7 +114,9 @@ def _measures(judged: Judged) -> list[dict[str, object]]:
             {
                 "name": name,
                 "why": why,
-                "cells": [of(v) if v else None for of in (verdict.median, worst) for v in known],
+                "cells": [
+                    of(v) if v else None for of in (verdict.median, verdict.lowest) for v in known
+                ],
                 "intervals": [verdict.interval(v) for v in known],
                 "each": list(zip(*columns, strict=True)),
                 "show": partial(how, form=form),
@@ -214,10 +201,6 @@ def _scale(check: verdict.Check, room: float, control: float | None = None) -> d
         "good": (limit, 100) if check.at_least else (0, limit),
         "alt": f"{_value(check)}{other}; unchanged: {check.accepted}",
     }
-
-
-def _data_url(content: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _number(value: float | None, form: str = ".4g") -> str:

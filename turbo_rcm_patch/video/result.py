@@ -13,7 +13,7 @@ from turbo_rcm_patch.text import as_typed, one_line
 from turbo_rcm_patch.video.clips import Clip
 from turbo_rcm_patch.video.load import SHIPPED
 from turbo_rcm_patch.video.measures import NetworkNumber
-from turbo_rcm_patch.video.report import shown_command, without_places
+from turbo_rcm_patch.video.report import without_places
 from turbo_rcm_patch.video.verdict import FEW, FUSION_LIMIT, Verdict, Word, interval
 
 #: Said beside the time of a patched model whose kernels did not run.
@@ -55,7 +55,11 @@ class ModelFacts:
     @property
     def title(self) -> str:
         """The name of the model, without the folders that it lies in."""
-        return model_in_words(self.identity["model"])
+        model = self.identity["model"]
+        for name, attribute in SHIPPED.items():
+            if Path(model) == getattr(tiny, attribute):
+                return f"{name}, trained on moving shapes"
+        return Path(model).name if Path(model).is_absolute() else model
 
     @property
     def emulated(self) -> bool:
@@ -211,7 +215,7 @@ class Judged:
     def facts(self) -> dict[str, str]:
         """How the videos were made, or where they came from, without the folders of this
         machine."""
-        facts = {"command": shown_command(self.command) or "called from Python"}
+        facts = {"command": self.command or "called from Python"}
         facts |= self.model.facts if self.model else self.places
         facts["video" if self.model else "clips"] = self.sizes
         facts["versions"] = ", ".join(f"{name} {text}" for name, text in self.versions.items())
@@ -252,11 +256,3 @@ class Judged:
         lines += [f"report: {self.report}"]
         # A name with a line end would write a line of its own, for instance another verdict.
         return "\n".join(map(one_line, lines))
-
-
-def model_in_words(model: str) -> str:
-    """Return the name of a model, without the folders that it lies in."""
-    for name, attribute in SHIPPED.items():
-        if Path(model) == getattr(tiny, attribute):
-            return f"{name}, trained on moving shapes"
-    return Path(model).name if Path(model).is_absolute() else model

@@ -19,7 +19,6 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.skip import Stream
 from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times, step_coefficients
 from turbo_rcm_patch.video.settings import SCHEDULES, SolverForm, check_times
 
@@ -87,8 +86,6 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         "UniPCMultistepScheduler",
     ]
     order = 1
-    #: The skip that a step closes around the whole network, for the report of a patched pipeline.
-    network_skip: ClassVar[Stream] = Stream("latents", "1", "-t", "[B]")
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(

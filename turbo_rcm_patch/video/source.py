@@ -6,18 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.files import check_regular
 
 #: An image: a file, or one of PIL's.
 ImageLike: TypeAlias = str | Path | Image.Image
-#: Fewest pixels a side of an image.
-_LEAST: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,17 +30,14 @@ class Source:
         image: The first frame, which the pipeline resizes to the size of the video.
 
     Raises:
-        SamplingError: The image is missing, unreadable, or smaller than 16 pixels a side.
+        SamplingError: The image is missing or unreadable.
     """
 
     prompt: str
     image: ImageLike | None = None
 
     def __post_init__(self) -> None:
-        image = self.read()
-        if image is not None and min(image.size) < _LEAST:
-            expected, got = f"at least {_LEAST} pixels a side", f"{image.width} x {image.height}"
-            raise SamplingError("image", expected=expected, got=got, remedy="Give a larger one")
+        self.read()
 
     def read(self) -> Image.Image | None:
         """Return the image, read from its file."""
@@ -79,13 +74,11 @@ def read_image(source: ImageLike) -> Image.Image:
         with Image.open(path) as image:
             return _as_rgb(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        what = f"image {path} cannot be read ({getattr(error, 'strerror', None) or error})"
-        remedy = "Check its name, its permissions and whether it is complete"
-        if isinstance(error, UnidentifiedImageError):
-            what = f"image {path} is no image that can be read"
-            remedy = "Convert it, for instance with `ffmpeg -i FILE image.png`"
-        expected = "a PNG, JPEG, WebP or another file that Pillow reads"
-        raise SamplingError(what, expected=expected, remedy=remedy) from error
+        raise SamplingError(
+            f"image {path} cannot be read ({getattr(error, 'strerror', None) or error})",
+            expected="a PNG, JPEG, WebP or another file that Pillow reads",
+            remedy="Check its name and permissions, or convert it: `ffmpeg -i FILE image.png`",
+        ) from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

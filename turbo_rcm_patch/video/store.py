@@ -22,12 +22,19 @@ import torch
 
 from turbo_rcm_patch import files
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.files import atomic, check_writable, remove_leftovers, try_json, write_json
+from turbo_rcm_patch.files import (
+    atomic,
+    check_writable,
+    read_json,
+    remove_leftovers,
+    try_json,
+    write_json,
+)
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.video.video import find_ffmpeg
 
-#: Pictures and videos of a finished clip; its record.json comes last.
-CLIP_FILES: Final = ("side_by_side.mp4", "panes.mp4", "sheet.png")
+#: Videos of a finished clip; its record.json comes last.
+CLIP_FILES: Final = ("side_by_side.mp4", "panes.mp4")
 #: The file that marks the folder of a comparison; it is written first.
 _SETTINGS: Final = "settings.json"
 _FOLDERS: Final = ("clips", "prompts", "runs")
@@ -123,13 +130,7 @@ class Store:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the folder; None if it was not written yet."""
         path = self.out / name
-        if not path.is_file():
-            return None
-        with reading(path):
-            value = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(value, dict):
-                raise TypeError(f"a {type(value).__name__}, not an object")
-        return value
+        return read_json(path, SamplingError, _AGAIN) if path.is_file() else None
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, floats that JSON lacks as strings."""

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Final, Literal
@@ -313,19 +313,10 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; NaN if one of the values is NaN, or if there is none."""
-    return _or_nan(statistics.median, values)
+    """Return the median; NaN if one of the values is NaN."""
+    return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 
 def lowest(values: Sequence[float]) -> float:
-    """Return the minimum; NaN as for `median`."""
-    return _or_nan(min, values)
-
-
-def highest(values: Sequence[float]) -> float:
-    """Return the maximum; NaN as for `median`."""
-    return _or_nan(max, values)
-
-
-def _or_nan(how: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
-    return math.nan if not values or any(map(math.isnan, values)) else how(values)
+    """Return the minimum; NaN if one of the values is NaN."""
+    return math.nan if any(map(math.isnan, values)) else min(values)

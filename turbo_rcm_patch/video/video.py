@@ -1,15 +1,15 @@
-"""mp4 files and contact sheets from float frames."""
+"""mp4 files from float frames, and frames from mp4 files."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
-from typing import IO, Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ GAP: Final = 8
 MOST_FRAMES: Final = 257
 #: Most numbers of a clip: 1 GiB in fp32, or 97 frames of 720 x 1280.
 MOST_VALUES: Final = 1 << 28
-#: Frames of a video in a contact sheet, evenly spread, first and last included.
-COLUMNS: Final = 6
 _REMEDY: Final = (
     "Is the disk full? If not, `python -m turbo_rcm_patch doctor` says which ffmpeg this is"
 )
@@ -105,10 +103,10 @@ def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth
 def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
     """Put videos of one size next to each other, each under its label, or in two columns if that
     would be wider than `MAX_WIDTH`; uint8, [F, H', W', 3]."""
-    count, width = min(map(len, videos.values())), next(iter(videos.values())).shape[2]
+    width = next(iter(videos.values())).shape[2]
     columns = len(videos) if len(videos) * (width + GAP) <= MAX_WIDTH else 2
     gap = [(0, 0), (0, 0), (0, GAP), (0, 0)]
-    cells = [np.pad(_labelled(*one), gap, constant_values=255)[:count] for one in videos.items()]
+    cells = [np.pad(_labelled(*one), gap, constant_values=255) for one in videos.items()]
     cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
     rows = [np.concatenate(cells[i : i + columns], 2) for i in range(0, len(cells), columns)]
     return np.concatenate(rows, 1)[:, :, :-GAP]
@@ -140,16 +138,13 @@ def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray
         uint8, [F, 2 * height, 3 * width, 3]; black where there is no pane.
     """
     height, width = size
-    columns, rows = (1 + max(place[i] for place in PANES.values()) for i in (0, 1))
-    count = min(map(len, videos.values()))
-    canvas = np.zeros((count, rows * height, columns * width, 3), np.uint8)
-    for name, (column, row) in PANES.items():
-        if name not in videos:
-            continue
+    canvas = np.zeros((len(videos["baseline"]), 2 * height, 3 * width, 3), np.uint8)
+    for name, video in videos.items():
+        column, row = PANES[name]
         place = canvas[:, row * height :, column * width :][:, :height, :width]
-        for i, frame in enumerate(videos[name][:count]):
+        for i, frame in enumerate(video):
             picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BOX)
-            place[i] = frame if frame.shape[:2] == size else np.asarray(picture)
+            place[i] = np.asarray(picture)
     return canvas
 
 
@@ -209,41 +204,42 @@ def write_mp4(
             raise OutputError(what, expected=expected, got=str(written), remedy=_REMEDY)
 
 
-def read_frames(path: Path, most: int = MOST_VALUES) -> list[Image.Image]:
-    """Read the frames of a video as RGB. Their times are ignored.
+def read_frames(path: Path) -> list[np.ndarray]:
+    """Read the frames of a video: uint8, [H, W, 3] each. Their times are ignored.
 
     Args:
         path: A file of any kind that ffmpeg reads, an animated image included.
-        most: The most bytes that its pixels may take.
 
     Raises:
-        SamplingError: The file is missing, or holds no video; or it has more than `most` bytes of
-            pixels, or than `MOST_FRAMES` frames.
+        SamplingError: The file is missing, or holds no video; or it has more than `MOST_VALUES`
+            bytes of pixels, or than `MOST_FRAMES` frames.
         MissingPackageError: There is no ffmpeg.
     """
-    path = path.expanduser()
-    if not path.is_file():
-        what, remedy = f"video {path} cannot be read (there is no such file)", "Check its name"
-        raise SamplingError(what, expected="a video file", remedy=remedy)
     reads = ["-xerror", "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
-    reads += ["-frames:v", str(MOST_FRAMES + 1), "-f", "image2pipe", "-c:v", "ppm"]
-    frames: list[Image.Image]
-    read = partial(_pictures, most=most)
-    try:
-        code, frames, said = _ffmpeg([*reads, "-pix_fmt", "rgb24", "-"], read=read)
-    except OverflowError as error:
-        raise SamplingError(
-            f"video {path} is too large",
-            expected=f"at most {MOST_FRAMES} frames, and {most} bytes of pixels",
-            got="more",
-            remedy="Cut it into parts",
-        ) from error
-    if code or not frames:
+    # ffmpeg stops at the first picture beyond the limits.
+    reads += ["-frames:v", str(MOST_FRAMES + 1), "-fs", str(MOST_VALUES)]
+    code, out, said = _ffmpeg(
+        [*reads, "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
+    )
+    if code or not out:
         raise SamplingError(
             f"video {path} cannot be read",
             expected="a video file",
             got=f"from ffmpeg: {said.splitlines()[-1][:200] if said else 'no frame'}",
             remedy="Check whether it is complete, or convert it to mp4",
+        )
+    frames = []
+    stream = BytesIO(out)
+    while stream.readline():  # P6
+        width, height = map(int, stream.readline().split())
+        stream.readline()  # 255
+        pixels = np.frombuffer(stream.read(3 * width * height), np.uint8)
+        frames.append(pixels.reshape(height, width, 3))
+    if len(out) >= MOST_VALUES or len(frames) > MOST_FRAMES:
+        raise SamplingError(
+            f"{path} is too large",
+            expected=f"at most {MOST_FRAMES} frames, and {MOST_VALUES} bytes of pixels",
+            remedy="Cut it into parts",
         )
     return frames
 
@@ -255,28 +251,6 @@ def frame_rate(path: Path) -> float | None:
     _, _, said = _ffmpeg([*shows, "-f", "null", "-"])
     match = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
     return float(match[1]) if match else None
-
-
-def _pictures(stream: IO[bytes], most: int) -> list[Image.Image]:
-    """Read the pictures of binary PPM files in a row, until they end or are cut off.
-
-    Raises:
-        OverflowError: They have more than `most` bytes of pixels, or there are more than
-            `MOST_FRAMES`.
-    """
-    pictures: list[Image.Image] = []
-    while True:
-        _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
-        if len(sides) != 2:
-            return pictures
-        width, height = map(int, sides)
-        size, count = 3 * width * height, len(pictures) + 1
-        if count * size > most or count > MOST_FRAMES:
-            raise OverflowError
-        pixels = stream.read(size)
-        if len(pixels) < size:
-            return pictures
-        pictures.append(Image.frombytes("RGB", (width, height), pixels))
 
 
 def _count_frames(video: Path, target: Path) -> int:
@@ -320,13 +294,8 @@ def run_ffmpeg(
     return out.decode(errors="replace"), said
 
 
-def _ffmpeg(
-    arguments: Sequence[str],
-    given: np.ndarray | None = None,
-    read: Callable[[IO[bytes]], list[Image.Image]] | None = None,
-) -> tuple[int, Any, str]:
-    """Return the exit code of ffmpeg, its output (or what `read` makes of it while it comes, so
-    that it is never there twice), and what it logged."""
+def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[int, bytes, str]:
+    """Return the exit code of ffmpeg, its output, and what it logged."""
     program, process = find_ffmpeg(), None
     try:
         # Its own session: Ctrl-C in a terminal reaches this process alone, which ends it.
@@ -336,14 +305,7 @@ def _ffmpeg(
                 process = Popen(
                     command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True
                 )
-            if read is None:
-                out: Any = process.communicate(b"" if given is None else given.tobytes())[0]
-            else:
-                assert process.stdin and process.stdout
-                process.stdin.close()
-                out = read(process.stdout)
-                process.stdout.close()
-                process.wait()
+            out = process.communicate(b"" if given is None else given.tobytes())[0]
             log.seek(0)
             said = log.read()
     except BaseException as error:
@@ -356,25 +318,3 @@ def _ffmpeg(
             raise MissingPackageError(what, got=got, remedy=remedy) from error
         raise
     return process.returncode, out, said.decode(errors="replace").strip()
-
-
-def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
-    """Write some frames of each video as a PNG, one labelled row a video.
-
-    Args:
-        rows: Label to uint8 frames [F, H, W, 3], all of one size.
-        path: The file, replaced only when complete.
-    """
-    count, height, width = next(iter(rows.values())).shape[:3]
-    picks = np.linspace(0, count - 1, min(count, COLUMNS)).round().astype(int)
-    scale = min(1.0, 220 / width)
-    size = (round(width * scale), round(height * scale))
-    gap = [(0, 0), (0, GAP), (0, 0)]
-    lines = []
-    for label, video in rows.items():
-        tiles = [Image.fromarray(video[i]).resize(size, Image.Resampling.LANCZOS) for i in picks]
-        padded = [np.pad(np.asarray(tile), gap, constant_values=255) for tile in tiles]
-        lines.append(_labelled(label, np.concatenate(padded, 1)[None])[0])
-    sheet = np.pad(np.concatenate(lines), [(0, GAP), (GAP, 0), (0, 0)], constant_values=255)
-    with atomic(path) as temporary:
-        Image.fromarray(sheet).save(temporary, format="PNG")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import CHOICES, Form, Impl, check_choice
-from turbo_rcm_patch.errors import ConfigError, MaskError, MissingPackageError, OpError
+from turbo_rcm_patch.errors import ConfigError, MaskError, MissingPackageError
 from turbo_rcm_patch.ops.attention.emulation import emulated_attention
 from turbo_rcm_patch.ops.attention.reference import (
     aligned_to_16_bytes,
@@ -34,7 +34,6 @@ from turbo_rcm_patch.ops.checks import (
     check_norm,
     check_out_dtype,
     check_same_device,
-    check_spec,
     check_weight,
     checked_coefficients,
     rotary_parts,
@@ -215,8 +214,6 @@ def attention_skip(
     c_out: Coefficient = 1.0,
     norm_q: Tensor | None = None,
     norm_k: Tensor | None = None,
-    norm_q_bias: Tensor | None = None,
-    norm_k_bias: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     kv_lengths: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -238,8 +235,6 @@ def attention_skip(
         c_out: Float or tensor, as c_skip.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
         norm_k: RMSNorm weight of k, as norm_q.
-        norm_q_bias: Makes the norm of q a layer norm of each head: bias [D], beside norm_q [D].
-        norm_k_bias: Makes the norm of k a layer norm of each head, as norm_q_bias.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
         kv_lengths: int32 [B]; keys at or past the length are masked exactly, even if they hold
@@ -253,8 +248,7 @@ def attention_skip(
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
             gradient is wanted (`GradientError`).
     """
-    check_spec(spec)
-    norms = Norms(norm_q, norm_k, norm_q_bias, norm_k_bias, spec.eps)
+    norms = Norms(norm_q, norm_k, eps=spec.eps)
     skip = Skip(residual, c_skip, c_out)
     dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
     a = AttentionInputs(q, k, v, spec, dtype, norms, rotary, skip, kv_lengths=kv_lengths)
@@ -325,15 +319,10 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
-    norms = a.norms
-    check_norm("norm_q", norms.q, norms.q_bias, channels, spec.heads)
-    check_norm("norm_k", norms.k, norms.k_bias, channels, spec.heads)
+    check_norm("norm_q", a.norms.q, channels, spec.heads)
+    check_norm("norm_k", a.norms.k, channels, spec.heads)
     cos, sin = rotary_parts(a.rotary, n_q, k.shape[1], head_dim)
     check_lengths(a.kv_lengths, batch)
-    if spec.attention == "sage" and a.want_lse:
-        raise OpError(
-            'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
-        )
     if spec.attention == "sage" and a.kv_lengths is not None:
         raise MaskError(
             'kv_lengths with attention="sage"',
@@ -565,7 +554,9 @@ def _attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     a = a._replace(spec=spec)
     quantised = spec.impl == "triton" and spec.attention in QMAX
     out, lse = launch_attention(a) if quantised else _in_torch(a)
-    return out, a.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    if lse is None or not a.want_lse:
+        lse = a.q.new_empty(0, dtype=torch.float32)
+    return out, lse
 
 
 def _empty_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -614,7 +605,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if spec.attention in QMAX:
         return emulated_attention(
             qh, kh, vh, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
-            smooth_k=spec.smooth_k, want_lse=a.want_lse, **masks,
+            smooth_k=spec.smooth_k, **masks,
         )  # fmt: skip
     lse = None
     qh, kh, vh = aligned_to_16_bytes(qh), aligned_to_16_bytes(kh), aligned_to_16_bytes(vh)
@@ -705,7 +696,7 @@ def _projected(a: AttentionInputs, weight: Tensor, bias: Tensor | None, form: st
     a = a._replace(spec=spec)
     if form == "one-launch" and spec.impl == "triton" and spec.attention in QMAX:
         return launch_projected(a, weight, bias)
-    branch = _attention(a.without_skip())[0]
+    branch = _attention(a._replace(skip=None, out_dtype=a.q.dtype))[0]
     if spec.impl == "triton":
         branch = F.linear(branch, weight, bias)
     else:

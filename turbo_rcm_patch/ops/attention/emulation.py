@@ -83,6 +83,23 @@ def quantized(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Ten
     return (x * (qmax / amax)).round_(), amax / qmax
 
 
+def quantized_q_and_k(
+    q: torch.Tensor, k: torch.Tensor, qmax: int, sm_scale: float
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Mix and quantise q [B, H, Nq, D] and k [B, H, Nk, D], whole blocks of keys.
+
+    Returns:
+        q as integers [B, H, Nq, D] and its scale [B, H, Nq, 1], which includes the factor on the
+        logits; k as integers and its scale [B, H, blocks].
+    """
+    factor, block = sm_scale * LOG2_E / hadamard_width(q.shape[-1]), scale_block(q.shape[-1])
+    q, k = hadamard(q), hadamard(k)
+    q_int, q_scale = quantized(q, q.abs().amax(-1, keepdim=True), qmax)
+    blocks = k.view(*k.shape[:2], -1, block, k.shape[3])
+    k_int, k_scale = quantized(blocks, blocks.abs().amax((-1, -2), keepdim=True), qmax)
+    return (q_int, q_scale * factor), (k_int.flatten(2, 3), k_scale.flatten(2))
+
+
 def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tensor:
     dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[pv]
     return p.to(dtype).float()
@@ -140,12 +157,11 @@ def rounded_v(
     v: torch.Tensor,
     pv: Literal["fp8", "bf16", "fp16"],
     kv_lengths: torch.Tensor | None = None,
-    of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Round v [B, H, Nk, D] as the second product reads it, in fp32, with 0 for masked tokens.
 
     For e4m3, also return scale and offset [B, H, 1, D], else None: for weights that sum to one the
-    output is (weights · rounded v) * scale + offset. `of_v` is that of `emulated_attention`.
+    output is (weights · rounded v) * scale + offset.
     """
     if kv_lengths is not None:
         seen = torch.arange(v.shape[2], device=v.device) < kv_lengths.unsqueeze(1)
@@ -159,9 +175,7 @@ def rounded_v(
     if kv_lengths is not None:
         count = kv_lengths.clamp(0, v.shape[2]).float()
     sampled = (count / step).ceil().clamp_min(1).view(-1, 1, 1)
-    if of_v is None:
-        of_v = sample_sum_of_v(v[:, :, ::step]) / sampled, v.abs().amax(2)
-    mean, amax = value_levels(*of_v)
+    mean, amax = value_levels(sample_sum_of_v(v[:, :, ::step]) / sampled, v.abs().amax(2))
     exact = scaled_v(v, mean, amax)
     if kv_lengths is not None:
         exact = exact.masked_fill(~seen, 0.0)
@@ -183,9 +197,7 @@ def emulated_attention(
     smooth_k: bool,
     causal: bool = False,
     kv_lengths: torch.Tensor | None = None,
-    want_lse: bool = False,
-    of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(sm_scale * q k^T) v with quantised q, k, P and v.
 
     Args:
@@ -198,13 +210,10 @@ def emulated_attention(
         smooth_k: Subtract k's mean first.
         causal: Query i sees keys 0..i.
         kv_lengths: int [B]; keys at or past the length are masked.
-        want_lse: Also return the logsumexp of the *unsmoothed* logits (of the quantised q and k
-            plus q · mean).
-        of_v: Mean of a sample and largest magnitudes, [B, H, D] each, of a sequence of which v is
-            a part; None if v is the whole sequence.
 
     Returns:
-        Output [B, Nq, H*D] fp32 and lse [B, H, Nq] fp32 or None.
+        Output [B, Nq, H*D] fp32, and the logsumexp [B, H, Nq] fp32 of the *unsmoothed* logits (of
+        the quantised q and k plus q · mean).
     """
     batch, heads, n_q, dim = q.shape
     n_kv = k.shape[2]
@@ -213,19 +222,14 @@ def emulated_attention(
     mean = sample_mean(k, kv_lengths) if smooth_k else None
     if mean is not None:
         k = k - mean
-    v, v_scale, v_offset = rounded_v(v, pv, kv_lengths, of_v)
+    v, v_scale, v_offset = rounded_v(v, pv, kv_lengths)
     if kv_lengths is not None:
         k = k.masked_fill(unseen_keys(n_kv, kv_lengths), 0.0)
     if blocks * block != n_kv:
         pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
 
-    q_mixed, k_mixed = hadamard(q), hadamard(k)
-    q_int, q_scale = quantized(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / hadamard_width(dim))
-    k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
-    k_int, k_scale = quantized(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
-    k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
+    (q_int, q_scale), (k_int, k_scale) = quantized_q_and_k(q, k, qmax, sm_scale)
 
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if mask is None and blocks * block != n_kv:
@@ -234,9 +238,7 @@ def emulated_attention(
         mask = ~torch.nn.functional.pad(mask, (0, blocks * block - n_kv))
 
     out = torch.empty(batch, n_q, heads, dim, dtype=torch.float32, device=q.device)
-    lse = (
-        torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device) if want_lse else None
-    )
+    lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
     buffer = torch.empty(min(_ROWS, n_q), blocks * block, dtype=torch.float32, device=q.device)
     for b in range(batch):
         for h in range(heads):
@@ -247,18 +249,15 @@ def emulated_attention(
                 if mask is not None:
                     seen = mask[b % mask.shape[0], 0]
                     logits.masked_fill_(seen if seen.shape[0] == 1 else seen[rows], float("-inf"))
-                o, chunk_lse = softmax_pv(
+                out[b, rows, h], lse[b, h, rows] = softmax_pv(
                     logits.view(-1, blocks, block),
-                    q_scale[b, h, rows, None] * k_scale[b, h],
+                    q_scale[b, h, rows] * k_scale[b, h],
                     v[b, h],
                     pv,
                 )
-                out[b, rows, h] = o
-                if lse is not None:
-                    lse[b, h, rows] = chunk_lse
     if v_scale is not None and v_offset is not None:
         out = out * v_scale.transpose(1, 2) + v_offset.transpose(1, 2)
-    if lse is not None and mean is not None:
+    if mean is not None:
         lse += (q * mean).sum(-1) * sm_scale
     return out.flatten(2), lse
 

@@ -6,8 +6,6 @@ It shares no code with the kernels, so that a comparison finds errors of either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
@@ -94,13 +92,6 @@ def unseen_keys(n_kv: int, kv_lengths: torch.Tensor) -> torch.Tensor:
     return (columns >= kv_lengths.unsqueeze(1))[:, None, :, None]
 
 
-def row_chunks(rows: int, row_elements: int) -> Iterator[slice]:
-    """Yield slices over query rows, so that the logits of one chunk stay small."""
-    step = max(1, min(rows, _CHUNK_ELEMENTS // max(1, row_elements)))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
-
-
 def exact_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -131,7 +122,9 @@ def exact_attention(
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # No tensor is written in place, so that all transforms of torch work.
     out, lse = [], []
-    for rows in row_chunks(n_q, batch * heads * k.shape[2]):
+    step = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * k.shape[2]))
+    for start in range(0, n_q, step):
+        rows = slice(start, start + step)
         logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
         if mask is not None:
             seen = mask if mask.shape[2] == 1 else mask[:, :, rows]

@@ -87,15 +87,7 @@ def refuse_unusable_sage(device: torch.device) -> None:
 @cache
 def _release() -> str:
     """Return the version of the package, which is read from the disk."""
-    try:
-        return metadata.version("sageattention")
-    except metadata.PackageNotFoundError as error:
-        raise MissingPackageError(
-            "sageattention's version",
-            expected="an installed package",
-            got="one that is importable and has no metadata",
-            remedy="Install it: pip install sageattention",
-        ) from error
+    return metadata.version("sageattention")
 
 
 def sage_attention(

@@ -19,7 +19,7 @@ A scale per output channel is finer than TurboDiffusion's scales per block of 12
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,11 @@ from turbo_rcm_patch.config import Impl, check_choice
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import (
     check_float,
-    check_impl,
     check_out_dtype,
     check_same_device,
     check_shape,
     check_tensor,
+    check_tokens,
     check_weight,
 )
 from turbo_rcm_patch.ops.dispatch import Implementation, always, choose, resolve_impl
@@ -111,25 +111,6 @@ def _empty_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
 _registered_rows = register("quantize_rows", _quantize_rows, _empty_rows)
 
 
-def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    if resolve_impl(impl, weight.device) == "triton":
-        from turbo_rcm_patch.ops.numerics import quantize_rows as launch
-
-        data, scale = launch(weight.unsqueeze(0))
-        return data[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
-    return quantized_rows(weight)
-
-
-def _empty_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    return (
-        weight.new_empty(weight.shape, dtype=torch.int8),
-        weight.new_empty(weight.shape[:1], dtype=torch.float32),
-    )
-
-
-_registered_weight = register("quantize_weight", _quantize_weight, _empty_weight)
-
-
 def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
     """Quantise the weight of a Linear to int8 with a scale per output channel, max |row| / 127.
 
@@ -144,14 +125,12 @@ def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Ten
         ShapeError: The weight is not a matrix, or K is over `MAX_CHANNELS`.
         DTypeError: The weight is not of a float dtype.
     """
-    check_impl(impl)
     check_float("weight", weight)
     if weight.dim() != 2:
         raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
     check_channels(weight.shape[1])
-    weight = weight.detach()
-    compute = _registered_weight if needs_registered(weight) else _quantize_weight
-    return compute(weight, impl)
+    data, scale = quantize_rows(weight.detach().unsqueeze(0), impl)
+    return data[0, :, : weight.shape[1]].contiguous(), scale[0]
 
 
 def check_channels(channels: int) -> None:
@@ -222,13 +201,6 @@ _registered_linear = register("int8_linear", _linear, _empty_linear, Int8Tensor,
 # --- which implementation runs -------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """A product y [B, N, Cout] = x W^T with its weight as the kernels read it."""
-
-    y: Tensor
-    weight: Tensor
-
-
 #: Writes the product of rows into its first argument.
 LinearKernel = Callable[[Tensor, Int8Tensor, LinearInputs], None]
 
@@ -245,13 +217,11 @@ def _triton() -> LinearKernel:
     return launch_kernel
 
 
-def _large_on_hopper(target: Target, call: Product) -> bool:
-    return (
-        target == ("cuda", 90)
-        and call.y.numel() >= LARGE
-        # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
-        and call.weight.data_ptr() % ALIGNED == 0
-    )
+def _large_on_hopper(target: Target, call: tuple[Tensor, Tensor]) -> bool:
+    y, weight = call  # as the kernels read it
+    # A hardware copy needs an address that is a multiple of 16; that of a slice may not be.
+    aligned = weight.data_ptr() % ALIGNED == 0
+    return target == ("cuda", 90) and y.numel() >= LARGE and aligned
 
 
 #: The product.
@@ -287,7 +257,7 @@ def launch_linear(
     linear = linear._replace(weight=weight.contiguous(), bias=bias)
     y = torch.empty(batch, n_tokens, weight.shape[0], dtype=out_dtype, device=rows.data.device)
     if y.numel():  # Triton refuses a descriptor without rows.
-        choose(KERNELS, y.device, Product(y, linear.weight))(y, rows, linear)
+        choose(KERNELS, y.device, (y, linear.weight))(y, rows, linear)
     return y
 
 
@@ -375,7 +345,6 @@ def int8_linear(
     """
     rows = x if isinstance(x, Int8Tensor) else None
     source = x.data if isinstance(x, Int8Tensor) else x
-    check_impl(impl)
     check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, rows)
     check_same_device(source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias)
@@ -403,23 +372,12 @@ def _check_linear(
     for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
         check_tensor(name, tensor)
     if rows is None:
-        check_float("x", x)
-    elif (x.dtype, getattr(rows.scale, "dtype", None)) != (torch.int8, torch.float32):
-        kind = getattr(rows.scale, "dtype", type(rows.scale).__name__)
-        raise DTypeError("x", expected="rows in int8 and float32", got=f"{x.dtype} and {kind}")
-    elif (
-        x.dim() != 3
-        or rows.scale.shape != x.shape[:2]
-        or not (rows.scale.device == x.device == weight.device)
-    ):
-        raise ShapeError(
-            "x",
-            expected=f"int8 [B, N, K padded] and scale [B, N] on {weight.device}",
-            got=f"{list(x.shape)} on {x.device} and {list(rows.scale.shape)} on "
-            f"{rows.scale.device}",
-        )
-    if x.dim() != 3:
-        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+        check_tokens("x", x)
+    else:
+        check_shape("scale of x", rows.scale, x.shape[:2])
+        check_same_device(x.device, scale_of_x=rows.scale)
+        if x.dtype != torch.int8 or x.dim() != 3:
+            raise DTypeError("x", expected="int8 [B, N, K]", got=f"{x.dtype} {list(x.shape)}")
     if weight.dtype != torch.int8:
         raise DTypeError(
             "weight_int8",
@@ -488,8 +446,6 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Raises:
         OpError: The arguments do not fit together, or a gradient is wanted.
     """
-    if bias is None:
-        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
     check_weight(x, weight, bias)
     refuse_gradient("linear_gelu", (x, weight, bias))
     bias = bias.to(x.dtype)

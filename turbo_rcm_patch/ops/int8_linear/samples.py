@@ -7,8 +7,6 @@ Reading them in plain torch takes a view and a copy for each weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -22,19 +20,11 @@ SAMPLES: Final = 32
 _RIGHT: Final = 0.618
 #: Bytes of an element -> an integer of this size, because NaN is unlike itself.
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: What decides where the elements of a weight lie.
-_LAYOUT: Final = (
-    Tensor.data_ptr,
-    Tensor.stride,
-    attrgetter("shape"),
-    attrgetter("dtype"),
-    attrgetter("device"),
-)
 
 
 def layout(weights: Sequence[Tensor]) -> Any:
     """Return what decides where the elements of weights lie, to be compared."""
-    return [list(map(look, weights)) for look in _LAYOUT]
+    return [(w.data_ptr(), w.stride(), w.shape, w.dtype, w.device) for w in weights]
 
 
 class Samples:
@@ -75,7 +65,11 @@ def _places(weight: Tensor) -> tuple[int, int]:
     They are spread over a contiguous weight, or over the diagonal of another.
     """
     if weight.is_contiguous():
-        return (SAMPLES - 1) * _step(weight.shape), 1
+        rows, columns = weight.shape
+        step = (rows * columns - 1) // (SAMPLES - 1)
+        if step > columns:
+            step -= (step - int(_RIGHT * columns)) % columns
+        return (SAMPLES - 1) * step, 1
     return min(weight.shape) - 1, sum(weight.stride())
 
 
@@ -85,11 +79,3 @@ def _read(weight: Tensor, places: tuple[int, int]) -> Tensor:
         return weight.as_strided((1, SAMPLES), (1, last // (SAMPLES - 1) * unit))
     at = torch.arange(SAMPLES, device=weight.device) * last // (SAMPLES - 1)
     return weight.diagonal()[at].unsqueeze(0)
-
-
-@lru_cache
-def _step(shape: torch.Size) -> int:
-    """Return the distance of the elements that are read of a contiguous weight."""
-    rows, columns = shape
-    step = (rows * columns - 1) // (SAMPLES - 1)
-    return step - (step - int(_RIGHT * columns)) % columns if step > columns else step

@@ -23,10 +23,10 @@ from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.checks import (
     check_attention,
-    check_float,
     check_norm,
     check_out_dtype,
     check_same_device,
+    check_shape,
     rotary_parts,
 )
 from turbo_rcm_patch.ops.dispatch import Implementation, always, capability_of, choose, resolved
@@ -88,14 +88,6 @@ class ProjL(NamedTuple):
     bias: Tensor | None
 
 
-class Blocks(NamedTuple):
-    """A `Sparsity` for a number of keys: blocks that are seen, queries and keys in a block."""
-
-    seen: int
-    block_q: int
-    block_k: int
-
-
 # --- what blocks call ----------------------------------------------------------------------------
 
 
@@ -131,14 +123,13 @@ def attend_sparse(
 
 def _run(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     spec = a.spec
-    blocks = Blocks(sparsity.count(a.k.shape[1]), sparsity.block_q, sparsity.block_k)
     if spec.attention == "auto":  # there is no exact sparse kernel
         spec = replace(spec, attention="int8")
     spec = resolved(spec, a.q.device, a.q.shape[1], a.k.shape[1])
     a = a._replace(spec=spec)
     if spec.attention in QMAX and spec.impl == "triton":
-        return launch_sparse(a, proj_l, blocks)
-    return _in_torch(a, proj_l, blocks)
+        return launch_sparse(a, proj_l, sparsity)
+    return _in_torch(a, proj_l, sparsity)
 
 
 def _empty(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
@@ -150,9 +141,9 @@ _registered = register(
 )
 
 
-def _in_torch(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
+def _in_torch(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     spec, dtype = a.spec, a.q.dtype
-    count, block_q, block_k = blocks
+    count, block_q, block_k = sparsity.count(a.k.shape[1]), sparsity.block_q, sparsity.block_k
     qh, kh = (x.to(dtype) for x in prepared(a))
     vh = split_heads(a.v, spec.heads)
     out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
@@ -177,15 +168,6 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
 # --- which implementation runs -------------------------------------------------------------------
 
 
-class KeysAndValues(NamedTuple):
-    """The linear branch's pass over k and v [B, N, H*D], with contiguous channels."""
-
-    k: Tensor
-    v: Tensor
-    heads: int
-    block_k: int
-
-
 def _hopper() -> Callable[..., KeySums]:
     from turbo_rcm_patch.ops.sparse_linear.hopper import launch_key_sums
 
@@ -198,19 +180,14 @@ def _triton() -> Callable[..., KeySums]:
     return launch_key_sums
 
 
-def _copied_on_hopper(target: Target, call: KeysAndValues) -> bool:
-    k, v, heads, block_k = call
-    dense = all(
-        x.element_size() == 2
-        and x.stride(1) % 8 == 0
-        # Within a chunk offsets have 32 bits.
-        and x.stride(1) * x.shape[1] < 2**31
-        and (x.shape[0] == 1 or x.stride(0) % 8 == 0)
-        and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-        for x in (k, v)
-    )
+def _copied_on_hopper(target: Target, call: tuple[Tensor, Tensor, int, int]) -> bool:
+    from turbo_rcm_patch.ops.launch import in_whole_copies
+
+    k, v, heads, block_k = call  # k and v [B, N, H*D], with contiguous channels
     own = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
-    return own and dense and k.dtype == v.dtype
+    # Within a chunk offsets have 32 bits.
+    near = all(in_whole_copies(x) and x.stride(1) * x.shape[1] < 2**31 for x in (k, v))
+    return own and near and k.dtype == v.dtype
 
 
 #: The pass over the keys.
@@ -227,23 +204,23 @@ KERNELS: Final = (
 @replayed
 def launch_key_sums(k: Tensor, v: Tensor, k_mean: Tensor, *, heads: int, block_k: int) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, HEAD_PAD] in the dtype of k."""
-    kernel = choose(KERNELS, k.device, KeysAndValues(k, v, heads, block_k))
+    kernel = choose(KERNELS, k.device, (k, v, heads, block_k))
     return kernel(k, v, k_mean, heads=heads, block_k=block_k)
 
 
-def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
+def launch_sparse(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     """Launch all kernels of a sparse-linear attention.
 
     Args:
         a: The attention, with "int8" or "int4", a pv other than "auto", RMSNorms or no norms, and
             no skip.
         proj_l: The projection of the linear branch.
-        blocks: The choice of key blocks.
+        sparsity: The choice of key blocks.
     """
     from turbo_rcm_patch.ops.launch import dense_rows
     from turbo_rcm_patch.ops.sparse_linear import triton as kernels
 
-    count, block_q, block_k = blocks
+    block_q, block_k = sparsity.block_q, sparsity.block_k
     tokens = kernels.prepare_tokens(a, block_q=block_q)
     # q and k are normalised and rotated once for all kernels that read them.
     a = a._replace(
@@ -254,7 +231,7 @@ def launch_sparse(a: AttentionInputs, proj_l: ProjL, blocks: Blocks) -> Tensor:
     # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
     # the rounding decides among blocks whose scores are nearly equal.
     scores = torch.matmul(tokens.q_pooled, sums.k_pooled.transpose(-1, -2))
-    lut = kernels.largest_scores(scores, count)
+    lut = kernels.largest_scores(scores, sparsity.count(a.k.shape[1]))
     return _launch_attended(a, lut, branch, block_q=block_q, block_k=block_k)
 
 
@@ -325,12 +302,16 @@ def sparse_linear_attention(
     dim = channels // spec.heads
     if dim > MAX_SPARSE_HEAD_DIM:
         raise ShapeError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
-    _check_proj_l(q, weight, bias, dim)
-    check_norm("norm_q", norm_q, None, channels, spec.heads)
-    check_norm("norm_k", norm_k, None, channels, spec.heads)
+    check_shape("weight of proj_l", weight, (dim, dim))
+    if bias is not None:
+        check_shape("bias of proj_l", bias, (dim,))
+    check_norm("norm_q", norm_q, channels, spec.heads)
+    check_norm("norm_k", norm_k, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     check_out_dtype(out_dtype)
-    check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
+    check_same_device(
+        q.device, weight=weight, bias=bias, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin
+    )
     refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k, cos, sin))
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
@@ -341,16 +322,3 @@ def sparse_linear_attention(
     proj_l = ProjL(weight, bias)
     registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
     return (_registered if registered else _run)(a, proj_l, sparsity)
-
-
-def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
-    for name, x, shape in (("weight", weight, (dim, dim)), ("bias", bias, (dim,))):
-        if x is None:
-            continue
-        check_float(name, x)
-        if tuple(x.shape) != shape or x.device != q.device:
-            raise ShapeError(
-                f"{name} of proj_l",
-                expected=f"{list(shape)} on {q.device}",
-                got=f"{list(x.shape)} on {x.device}",
-            )

@@ -43,8 +43,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.hopper_common import copy_async, cta_barrier
-from turbo_rcm_patch.ops.launch import LENGTHS, launch, strides
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeyOperands, KeySums, key_pass
+from turbo_rcm_patch.ops.launch import LENGTHS, launch
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 _PROGRAMS = 132  # one per multiprocessor of an H100 or H200
 _STAGES = 4
@@ -179,17 +179,18 @@ def launch_key_sums(
 ) -> KeySums:
     """Run one pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
     head_dim = k.shape[2] // heads
-    keys = KeyOperands(k, v, k_mean, strides(k), strides(v))
-    call = key_pass(keys, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS)
+    sums, grid, arguments = key_pass(
+        k, v, k_mean, heads=heads, head_pad=head_dim, block_k=block_k, programs=_PROGRAMS
+    )
     launch(
         hopper_key_value_kernel,
-        call.grid,
+        grid,
         k.device,
-        **call.arguments,
+        **arguments,
         D=head_dim,
         BLOCK_K=block_k,
         T=64,
         STAGES=_STAGES,
         num_warps=head_dim // 16,
     )
-    return call.sums
+    return sums

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_rcm_patch.ops.launch import cdiv
+from turbo_rcm_patch.ops.launch import cdiv, strides
 
 
 class KeySums(NamedTuple):
@@ -42,19 +42,21 @@ class KeyOperands(NamedTuple):
     v_strides: tuple[int, int]
 
 
-class KeyPass(NamedTuple):
-    """A pass over the keys: its results, and the grid and arguments that every kernel takes."""
-
-    sums: KeySums
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-
-
 def key_pass(
-    keys: KeyOperands, *, heads: int, head_pad: int, block_k: int, programs: int
-) -> KeyPass:
-    """Describe a pass over keys and values, in about `programs` programs."""
-    k = keys.k_ptr
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor,
+    *,
+    heads: int,
+    head_pad: int,
+    block_k: int,
+    programs: int,
+) -> tuple[KeySums, tuple[int, int, int], dict[str, Any]]:
+    """Describe a pass over keys and values, in about `programs` programs.
+
+    Returns:
+        Its results, and the grid and the arguments that every kernel takes.
+    """
     batch, n_kv, _ = k.shape
     k_blocks = cdiv(n_kv, block_k)
     blocks_a_chunk = cdiv(k_blocks, max(1, programs // (batch * heads)))
@@ -66,11 +68,11 @@ def key_pass(
     sums = KeySums(empty(chunks, head_pad), empty(chunks), empty(k_blocks, dtype=k.dtype))
     arguments = {
         "sums": sums,
-        "keys": keys,
+        "keys": KeyOperands(k, v, k_mean, strides(k), strides(v)),
         "n_kv": n_kv,
         "k_blocks": k_blocks,
         "blocks_a_chunk": blocks_a_chunk,
         "chunks": chunks,
         "heads": heads,
     }
-    return KeyPass(sums, (chunks, heads, batch), arguments)
+    return sums, (chunks, heads, batch), arguments

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.ops.attention.emulation import (
-    hadamard,
-    quantized,
+    quantized_q_and_k,
     rounded_v,
     sample_mean,
     softmax_pv,
 )
-from turbo_rcm_patch.ops.formats import LOG2_E, hadamard_width, scale_block
+from turbo_rcm_patch.ops.formats import scale_block
 
 #: Elements of the chosen keys that are gathered at a time: 128 MiB in fp32.
 _GATHERED: Final = 2**25
@@ -206,12 +205,7 @@ def emulated_sparse_attention(
     v, v_scale, v_offset = rounded_v(v, pv)
     whole = -(-n_kv // 128) * 128
     k, v = (F.pad(x.float(), (0, 0, 0, whole - n_kv)) for x in (k, v))
-    q, k = hadamard(q), hadamard(k)
-    q_int, q_scale = quantized(q, q.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale * (sm_scale * LOG2_E / hadamard_width(dim))
-    groups = k.view(*k.shape[:2], -1, group, k.shape[3])
-    k_int, k_scale = quantized(groups, groups.abs().amax((-1, -2), keepdim=True), qmax)
-    k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)
+    (q_int, q_scale), (k_int, k_scale) = quantized_q_and_k(q, k, qmax, sm_scale)
 
     out = torch.empty(*q.shape[:3], dim, dtype=torch.float32, device=q.device)
     for b, h, i in itertools.product(*map(range, blocks.shape[:3])):

@@ -38,7 +38,7 @@ from turbo_rcm_patch.ops.launch import (
 )
 from turbo_rcm_patch.ops.numerics import load_rotary, norm_rotate_tile
 from turbo_rcm_patch.ops.replay import replayed
-from turbo_rcm_patch.ops.sparse_linear.key_sums import KeyOperands, KeySums, key_pass
+from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 #: Number of tokens of k that a program sums.
 _K_TOKENS = 32
@@ -333,15 +333,16 @@ def launch_key_sums(
     """Run one pass over k and v [B, N, H*D] with contiguous channels."""
     head_dim = k.shape[2] // heads
     head_pad = pad_head(head_dim)
-    keys = KeyOperands(k, v, k_mean, k.stride()[:2], v.stride()[:2])
-    call = key_pass(keys, heads=heads, head_pad=head_pad, block_k=block_k, programs=_PROGRAMS)
+    sums, grid, arguments = key_pass(
+        k, v, k_mean, heads=heads, head_pad=head_pad, block_k=block_k, programs=_PROGRAMS
+    )
     # With a [D, D] sum, 4-byte tiles leave room for half the keys and no pipeline.
     wide = k.element_size() > 2 and head_pad > 64
     launch(
         key_value_kernel,
-        call.grid,
+        grid,
         k.device,
-        **call.arguments,
+        **arguments,
         FORM=KeyForm(
             HEAD_DIM=head_dim,
             HEAD_PAD=head_pad,
@@ -355,7 +356,7 @@ def launch_key_sums(
         num_warps=8 if head_pad > 64 else 4,
         num_stages=1 if wide else 2,
     )
-    return call.sums
+    return sums
 
 
 def linear_branch(
@@ -547,37 +548,19 @@ def _add_linear(acc, rows, matrix, total, mask_m, eps, HEAD_DIM: tl.constexpr):
     return acc
 
 
-class LinearOperands(NamedTuple):
-    """The linear branch as a kernel takes it.
-
-    Attributes:
-        features_ptr: The argument of phi, [B, Nq, H*D] with contiguous channels.
-        features_strides: Its strides of batch and tokens.
-        matrix_ptr: [B, H, HEAD_PAD, HEAD_PAD] in the dtype of the features.
-        total_ptr: fp32 [B, H, HEAD_PAD].
-        bias_ptr: fp32 [HEAD_PAD], or None.
-        eps: Added to the denominator.
-    """
-
-    features_ptr: torch.Tensor
-    features_strides: tuple[int, int]
-    matrix_ptr: torch.Tensor
-    total_ptr: torch.Tensor
-    bias_ptr: torch.Tensor | None
-    eps: float
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def sparse_attention_kernel(
-    y_ptr, lut_ptr, branch, q_src, k_src, v_src, operands, n_q, n_kv, q_blocks, count,
+    y_ptr, lut_ptr, features_ptr, features_strides, branch, q_src, k_src, v_src, operands,
+    n_q, n_kv, q_blocks, count,
     FORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T) v over chosen keys + phi(q) matrix / (phi(q) · total + eps) + bias.
 
     Grid: (blocks of BLOCK_M rows, heads, batch).
     y [B, Nq, H*D] dense; lut [B, H, q_blocks, count] int32, ascending, the blocks of keys that a
-    block of queries sees; BLOCKS: queries and keys in a block; branch: `LinearOperands`; the rest
-    as in `online_softmax.attend`.
+    block of queries sees; BLOCKS: queries and keys in a block; features [B, Nq, H*D] with
+    contiguous channels, the argument of phi; branch: `LinearBranch`; the rest as in
+    `online_softmax.attend`.
     """
     BLOCK_K: tl.constexpr = BLOCKS[1]
     start_m = tl.program_id(0) * FORM.BLOCK_M
@@ -606,16 +589,16 @@ def sparse_attention_kernel(
     mask = mask_m[:, None] & mask_d[None, :]
     offs_c = (h * FORM.HEAD_DIM + offs_d)[None, :]
     rows = offs_m.to(tl.int64)[:, None]
-    features = branch.features_ptr + b.to(tl.int64) * branch.features_strides[0]
-    features = features + rows * branch.features_strides[1]
+    features = features_ptr + b.to(tl.int64) * features_strides[0]
+    features = features + rows * features_strides[1]
     acc = _add_linear(
-        acc, features + h * FORM.HEAD_DIM, branch.matrix_ptr + bh * FORM.HEAD_PAD * FORM.HEAD_PAD,
-        branch.total_ptr + bh * FORM.HEAD_PAD, mask_m, branch.eps, FORM.HEAD_DIM,
+        acc, features + h * FORM.HEAD_DIM, branch.matrix + bh * FORM.HEAD_PAD * FORM.HEAD_PAD,
+        branch.total + bh * FORM.HEAD_PAD, mask_m, branch.eps, FORM.HEAD_DIM,
     )  # fmt: skip
     if FORM.FP8:
         acc += v_correction(operands.v_levels_ptr, bh, n_kv, FORM.HEAD_PAD)[None, :]
-    if branch.bias_ptr is not None:
-        acc += tl.load(branch.bias_ptr + offs_d)[None, :]
+    if branch.bias is not None:
+        acc += tl.load(branch.bias + offs_d)[None, :]
     out = y_ptr + (b.to(tl.int64) * n_q + rows) * (operands.heads * FORM.HEAD_DIM) + offs_c
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -652,7 +635,9 @@ def launch_kernel(
         a.q.device,
         y_ptr=y,
         lut_ptr=lut,
-        branch=LinearOperands(a.q, a.q.stride()[:2], *branch),
+        features_ptr=a.q,
+        features_strides=a.q.stride()[:2],
+        branch=branch,
         q_blocks=lut.shape[2],
         count=lut.shape[3],
         BLOCKS=(block_q, block_k),

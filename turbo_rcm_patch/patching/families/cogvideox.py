@@ -8,7 +8,7 @@ turns only video tokens, so text has an angle of zero. Written against diffusers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -36,7 +36,7 @@ from turbo_rcm_patch.patching.families.common import (
     pairs_between_blocks,
 )
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.measure import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.pieces import (
     STREAM_DTYPE,
     KeptTables,
@@ -164,7 +164,7 @@ class CogVideoXBlockForward(PatchedBlock):
         tables = None if rotary is None else self.rotary(rotary, text)
         out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
         if notes is not None:
-            notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
+            notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
         return parts.project_out(attn, out)
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
@@ -220,16 +220,6 @@ class CogVideoXBlockForward(PatchedBlock):
 
     def replaced_attention(self) -> str:
         return parts.replaced_attention(getattr(self.block.attn1, "processor", None))
-
-    def unused_backends(self) -> Collection[str]:
-        return parts.chosen_backends(self.block.attn1)
-
-    def notes(self) -> list[str]:
-        if self.replaced_attention():
-            return super().notes()
-        why = "is chosen and not used: diffusers' CogVideoX asks for none, patched or not"
-        chosen = sorted({*self.unused_backends(), *self.backends})
-        return [f"the attention backend {name!r} {why}" for name in chosen]
 
     def linears(self) -> dict[str, Any]:
         attn = self.block.attn1

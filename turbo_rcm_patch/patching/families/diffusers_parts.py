@@ -143,16 +143,10 @@ def chosen_backend(processor: Any) -> str:
     return name
 
 
-def chosen_backends(attn: Any, *others: Any) -> Collection[str]:
-    """Return the backends that the user chose for attentions of one file. A choice for the whole
-    process is read once."""
-    processor = getattr(attn, "processor", None)
-    chosen = [chosen_backend(processor)]
-    for other in others:
-        processor = getattr(other, "processor", None)
-        if getattr(processor, "_attention_backend", None) is not None:
-            chosen.append(chosen_backend(processor))
-    return set(filter(None, chosen)) if any(chosen) else ()
+def chosen_backends(*attentions: Any) -> Collection[str]:
+    """Return the backends that the user chose for attentions."""
+    processors = [getattr(attn, "processor", None) for attn in attentions]
+    return set(filter(None, map(chosen_backend, processors)))
 
 
 def replaced_attention(processor: Any) -> str:

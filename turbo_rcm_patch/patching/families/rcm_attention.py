@@ -14,7 +14,7 @@ from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, AttentionInputs, Skip
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import branch_pair, check_attention
-from turbo_rcm_patch.patching.measure import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -51,7 +51,7 @@ class RCMBlock(PatchedBlock):
             )
         branch = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.saw_attention(Operands(q, k, v, NO_NORMS, None, spec.heads, branch))
+            notes.saw_attention(q, k, v, NO_NORMS, None, spec.heads, branch)
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def why_inputs(self, x: Tensor, t: Any) -> str:

@@ -8,7 +8,7 @@ imports none of it, and recognises it by names, layout and signatures.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -29,7 +29,7 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
-from turbo_rcm_patch.patching.measure import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     RMS_NORMS,
@@ -66,8 +66,6 @@ _FORWARDS: Final = {
     **dict.fromkeys(_SPARSE, ("self", "q", "k", "v", "return_sparsity")),
     **dict.fromkeys((*_LAYER_NORMS, *_RMS_NORMS), ("self", "x")),
 }
-_LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
-_ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
 _GATES: Final = (
     Stream("video", "1", "e[2]", "[B, 1, C]"),
     Stream("video", "1", "e[5]", "[B, 1, C]"),
@@ -144,7 +142,7 @@ class TurboBlock(PatchedBlock):
         if not is_sparse(attn):
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
+                notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
             out = sparse_linear.attend_sparse(
@@ -203,10 +201,6 @@ class TurboBlock(PatchedBlock):
     def replaced_attention(self) -> str:
         name = "scaled_dot_product_attention"
         return "" if torchs_own(F.scaled_dot_product_attention, name) else f"F.{name}"
-
-    def unused_backends(self) -> Collection[str]:
-        replaced = self.replaced_attention()
-        return {replaced} if replaced and self.config.attention != "exact" else ()
 
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
@@ -329,15 +323,10 @@ def _why_feed_forward(ffn: Any) -> str:
 
 def recognises(model: nn.Module) -> bool:
     """Return True if a WanModel has TurboDiffusion's layout; other projects use the same name."""
-    blocks: Any = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList):
-        return False
-    found = (one for one in blocks.modules() if original_class(one).__name__ == _BLOCK)
-    block: Any = next(found, None)
-    if not all(hasattr(block, name) for name in _LAYOUT):
-        return False
-    attentions = (block.self_attn, block.cross_attn)
-    return all(hasattr(attn, name) for attn in attentions for name in _ATTENTION_LAYOUT)
+    blocks = (one for one in model.modules() if original_class(one).__name__ == _BLOCK)
+    block: Any = next(blocks, None)
+    attentions = [getattr(block, name, None) for name in ("self_attn", "cross_attn")]
+    return hasattr(model, "blocks") and all(hasattr(attn, "attn_op") for attn in attentions)
 
 
 def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:

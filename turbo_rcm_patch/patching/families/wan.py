@@ -38,7 +38,7 @@ from turbo_rcm_patch.patching.families.common import (
 )
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
-from turbo_rcm_patch.patching.measure import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     feed_forward,
@@ -191,7 +191,7 @@ class WanBlock(PatchedBlock):
         else:
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.saw_attention(Operands(q, k, v, norms, tables, spec.heads, out))
+                notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
         if ulysses is not None:
             out = ulysses.to_tokens(out) if made is None else made
             if not compiling() and any(map(hooked, attn.to_out[0].modules())):

@@ -28,7 +28,7 @@ from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.common import check_parameters
 from turbo_rcm_patch.patching.families.wan import WanBlock, heads_of
 from turbo_rcm_patch.patching.find import find_blocks
-from turbo_rcm_patch.patching.measure import Notes, Operands
+from turbo_rcm_patch.patching.measure import Notes
 from turbo_rcm_patch.patching.pieces import (
     RMS_NORMS,
     KeptTables,
@@ -171,7 +171,7 @@ class AnyFlowFARBlock(AnyFlowBlock):
         k, v = (F.pad(x, (0, 0, 0, -q.shape[1] % _PADDED_TO)) for x in (k, v))
         out = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.saw_attention(Operands(q, k, v, NO_NORMS, None, spec.heads, out))
+            notes.saw_attention(q, k, v, NO_NORMS, None, spec.heads, out)
         return parts.project_out(attn, out)
 
     def lengths(self, *inputs: Any) -> tuple[int, int]:
