@@ -109,7 +109,8 @@ def test_the_video_is_the_authors(
     vae: VAE, frames: int, batch: int, height: int, width: int
 ) -> None:
     model, z = vae.model(), vae.latent(frames, height, width, batch)
-    x = vae.frames({1: 1, 2: 8 if vae is COGVIDEOX else 5, 5: 17}[frames], batch=batch)
+    few = {WAN: 7, WAN_RESIDUAL: 7, COGVIDEOX: 8}.get(vae, 5)  # Wan's author leaves two of 7 out
+    x = vae.frames({1: 1, 2: few, 5: 17}[frames], batch=batch)
     if batch > 1 and vae in (WAN, COGVIDEOX):  # other shortcuts need whole squares
         x = x[..., :11, :13]
     expected = both(model, z, x)
@@ -135,14 +136,6 @@ def test_the_bits_do_not_depend_on_the_frames_at_once(
         monkeypatch.setattr(wan_coders, "_FRAMES", room)
         assert torch.equal(decode(model, z), expected[0])
         assert torch.equal(encode(model, x), expected[1])
-
-
-@pytest.mark.parametrize("vae", (WAN, WAN_RESIDUAL), ids=lambda vae: vae.name)
-def test_frames_beyond_a_multiple_of_four_are_left_out_as_its_author_does(vae: VAE) -> None:
-    model, x = vae.model(), vae.frames(7)
-    expected = encode(model, x)
-    with patched(model):
-        assert error(encode(model, x), expected) < FUSION
 
 
 @diffusers
@@ -174,7 +167,9 @@ def test_in_16_bits_the_error_is_no_larger(vae: VAE, dtype: torch.dtype) -> None
     assert 0 < error(result.double(), truth) <= error(unpatched.double(), truth)
 
 
-def test_bf16_products_of_a_vae_in_fp32_come_close_to_a_vae_in_bf16(monkeypatch) -> None:
+def test_bf16_products_of_a_vae_in_fp32_are_closer_than_a_vae_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exact, model, z = WAN.model(torch.float64), WAN.model(), WAN.latent()
     truth = decode(exact, z.double())
     half = error(decode(WAN.model(torch.bfloat16), z.bfloat16()).double(), truth)
@@ -240,9 +235,7 @@ def test_a_copy_of_a_patched_vae_is_a_patched_vae() -> None:
     assert torch.equal(decode(other, z), expected)
 
 
-def test_patched_twice_or_of_an_unknown_class_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_an_unknown_class_or_signature_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(AutoencoderKLWan):  # type: ignore[misc]
         pass
 
@@ -252,10 +245,6 @@ def test_patched_twice_or_of_an_unknown_class_it_is_refused(
     def forward(self: Any, x: Any, cache: Any, feat_idx: Any) -> Any:
         return x
 
-    model = WAN.model()
-    patch_model(model)
-    with pytest.raises(AlreadyPatchedError):
-        patch_model(model)
     WanVAE_.__qualname__ = "WanVAE_"
     for cls, config in ((Other, {"base_dim": 8, "z_dim": 4, "num_res_blocks": 1}), (WanVAE_, {})):
         with pytest.raises(UnknownArchitectureError, match=cls.__name__):
@@ -368,13 +357,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
         (WAN,), "conv_out has a replaced forward",
     ),
     "no-norm": (replaced("up_blocks.0.resnets.0.norm1"), (WAN,), LAYERS),
-    "no-silu": (replaced("mid_block.resnets.0.nonlinearity"), (WAN,), LAYERS),
     "no-end": (replaced("norm_out"), (WAN,), BLOCKS),
-    "no-attention": (replaced("mid_block.attentions.0.proj"), (WAN,), LAYERS),
     "other-end": (replaced("conv_act", partial(nn.Dropout, 0.0)), (COGVIDEOX,), LAYERS),
     "other-block": (replaced("up_blocks.0.resnets.1", _Same), (WAN,), "is a _Same, which is not"),
-    "original-hook": (at("middle.0", hooked), (COMFYUI,), "has torch hooks"),
-    "original-norm": (replaced("head.0"), (COMFYUI,), BLOCKS),
     "original-layers": (replaced("middle.0.residual.1"), (COMFYUI,), LAYERS),
     "original-block": (replaced("middle.0", nn.SELU), (COMFYUI,), BLOCKS),
     "large-taps": (
@@ -416,18 +401,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
         (WAN, ORIGINAL, COMFYUI), "",
     ),
     "nonlinearity": (everywhere(RESNETS, nonlinearity=lambda _: torch.tanh), DIFFUSERS, ""),
-    "known-nonlinearity": (
-        everywhere(RESNETS, nonlinearity=lambda _: nn.Dropout(0.0)), DIFFUSERS, ""
-    ),
     "longer": (longer, WANS, ""),
     "method": (
         everywhere(kernels(3), _conv_forward=lambda conv: scaled(conv._conv_forward)), VAES, ""
     ),
-    "latent-batch": (
-        lambda model: setattr(model, "num_latent_frames_batch_size", 1), (COGVIDEOX,), ""
-    ),
-    "frame-batch": (
-        lambda model: setattr(model, "num_sample_frames_batch_size", 4), (COGVIDEOX,), ""
+    "batches-of-frames": (
+        everywhere(
+            lambda _: True, num_latent_frames_batch_size=1, num_sample_frames_batch_size=4
+        ),
+        (COGVIDEOX,), "",
     ),
 }  # fmt: skip
 
@@ -547,26 +529,20 @@ def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
     assert "float64" in report.ran()["decoder"]
 
 
-@every
-@pytest.mark.parametrize("part", ["around the decoder", "around the encoder"])
-def test_weights_around_a_coder_train(vae: VAE, part: str) -> None:
+@pytest.mark.parametrize(
+    ("vae", "name"),
+    [(WAN, "post_quant_conv"), (WAN, "quant_conv"), (COMFYUI, "conv2"), (COMFYUI, "conv1")],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_weights_around_a_coder_train(vae: VAE, name: str) -> None:
     """Only a convolution before or after the coder wants a gradient."""
-    model, twin = vae.model(), vae.model()
-    if vae is COGVIDEOX:
-        for one in (model, twin):
-            one.post_quant_conv, one.quant_conv = nn.Conv3d(4, 4, 1), nn.Conv3d(8, 8, 1)
-        twin.load_state_dict(model.state_dict())
-    decoder, encoder = (
-        ("post_quant_conv", "quant_conv") if vae in DIFFUSERS else ("conv2", "conv1")
-    )
-    name = decoder if "decoder" in part else encoder
+    model, twin, gradients = vae.model(), vae.model(), []
     patch_model(model)
-    gradients = []
     for one in (model, twin):
+        weight = getattr(one, name).weight.requires_grad_()
         with torch.enable_grad():
-            one.requires_grad_(False)
-            weight = getattr(one, name).weight.requires_grad_()
-            out = decode(one, vae.latent()) if name == decoder else encode(one, vae.frames())
+            before = name in ("post_quant_conv", "conv2")
+            out = decode(one, vae.latent()) if before else encode(one, vae.frames())
             out.square().sum().backward()
         gradients.append(weight.grad)
     assert gradients[0] is not None and torch.equal(*gradients)
@@ -605,12 +581,11 @@ def test_a_compiled_decoder_runs_the_fast_path(change: Any, before: bool) -> Non
     assert report.ran()["decoder"].startswith("in the original code")
 
 
-@pytest.mark.parametrize("name", ["decode", "_decode"])
-def test_a_compiled_decode_is_the_authors(name: str) -> None:
+def test_a_compiled_decode_is_the_authors() -> None:
     model, z = WAN.model(), WAN.latent(2, 2, 3)
     expected = decode(model, z)
     report = patch_model(model)
-    setattr(model, name, torch.compile(getattr(model, name), backend="eager"))
+    model.decode = torch.compile(model.decode, backend="eager")
     assert torch.equal(decode(model, z), expected)
     assert "_decode is compiled" in report.ran()["decoder"]
 
@@ -685,20 +660,14 @@ def test_videos_of_other_sizes_and_threads_do_not_meet(vae: VAE) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(
-    ("vae", "level"),
-    [(WAN, "block_level"), *((vae, "leaf_level") for vae in DIFFUSERS)],
-    ids=lambda one: getattr(one, "name", one),
+    ("vae", "options"),
+    [(WAN, ("block_level", 1)), *((vae, ("leaf_level",)) for vae in DIFFUSERS)],
+    ids=lambda case: getattr(case, "name", str(case)),
 )
-def test_group_offloading_is_the_authors(vae: VAE, level: str, before: bool) -> None:
+def test_group_offloading_is_the_authors(vae: VAE, options: Any, before: bool) -> None:
     model, z = vae.model(), vae.latent()
     expected = decode(model, z)
-
-    def offload() -> None:
-        apply_group_offloading(
-            model, torch.device("cpu"), torch.device("cpu"), level,
-            num_blocks_per_group=1 if level == "block_level" else None,
-        )  # fmt: skip
-
+    offload = partial(apply_group_offloading, model, *[torch.device("cpu")] * 2, *options)
     if before:
         offload()
     report = patch_model(model)
@@ -727,26 +696,19 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.most, self.held = 0, 0, set[int]()
+        self.held, self.most = dict[int, int](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor):
-                self.count(one)
+        self.count(*(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)))
         return out
 
-    def count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.held:
-            self.held.add(key)
-            self.now += storage.nbytes()
-            self.most = max(self.now, self.most)
-            weakref.finalize(storage, self.gone, key, storage.nbytes())
-
-    def gone(self, key: int, size: int) -> None:
-        self.held.discard(key)
-        self.now -= size
+    def count(self, *tensors: torch.Tensor) -> None:
+        for storage in [tensor.untyped_storage() for tensor in tensors]:
+            if (key := storage._cdata) not in self.held:
+                self.held[key] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, key)
+        self.most = max(self.most, sum(self.held.values()))
 
 
 def norm_silu(x: Any, norm: Any, *, frames: int = 0, dtype: Any = None, **_: Any) -> Any:
@@ -810,8 +772,7 @@ def test_the_peak_of_memory_is_below_the_unpatched_ones(
             monkeypatch.setattr(patching_vae, "norm_silu", norm_silu)
             monkeypatch.setattr(patching_vae, "conv3d", convolved)
         with Live() as live:
-            for one in (*model.parameters(), given):
-                live.count(one)
+            live.count(*model.parameters(), given)
             getattr(model, name)(given)
         peaks.append(live.most)
     assert peaks[1] < most * peaks[0], peaks
@@ -933,15 +894,14 @@ def test_an_unknown_vae_of_a_pipeline_is_left_and_named() -> None:
 @pytest.mark.parametrize(
     ("where", "place"),
     [
-        ("a frame", (slice(None), slice(None), 1)),
-        ("a row of pixels", (slice(None), slice(None), 1, 3)),
-        ("a column of pixels", (slice(None), slice(None), 1, slice(None), 7)),
+        ("a frame", (..., 1, slice(None), slice(None))),
+        ("a row of pixels", (..., 1, 3, slice(None))),
+        ("a column of pixels", (..., 1, slice(None), 7)),
     ],
 )
 def test_the_guard_finds_a_frame_a_row_and_a_column(where: str, place: Any) -> None:
     """The error is that of the part alone, and of a half of the channels alone."""
-    author = torch.randn(1, 4, 3, 40, 50)
-    author /= author.abs()  # each part is as large as the whole
+    author = torch.ones(1, 4, 3, 40, 50)
     fast = author.clone()
     fast[place][:, 2:] *= 1.1
     room = 1.0 if where == "a frame" else ROW_ROOM

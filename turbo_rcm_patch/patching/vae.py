@@ -259,7 +259,9 @@ class PatchedCoder(PatchedBlock):
             return self.run_original(self.vae, x, *args, **kwargs)
         ranks = self.decode_group()
         with ranks.lock:
-            why, compares = ranks.agree(self, x, self.why_original(x), self._is_due(x))
+            requests = self.compared.get((x.dtype, x.device.type))
+            due = self.guard is not None and requests != self.guard.requests
+            why, compares = ranks.agree(self, x, self.why_original(x), due)
             self.last = why or (0, 0)
             if why:
                 out = self.run_original(self.vae, x, *args, **kwargs)
@@ -414,17 +416,9 @@ class PatchedCoder(PatchedBlock):
 
     # --- the guard -------------------------------------------------------------------------------
 
-    def _is_due(self, x: Tensor) -> bool:
-        """Return True if the guard compares a call."""
-        requests = self.compared.get((x.dtype, x.device.type))
-        return self.guard is not None and requests != self.guard.requests
-
     @torch.no_grad()
     def _expected_start(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the author's result of the first frames; None without a guard, or if the author's
-        code fails."""
-        if self.guard is None:
-            return None
+        """Return the author's result of the first frames; None if the author's code fails."""
         self.compared[x.dtype, x.device.type] = self.guard.requests
         try:
             x = x[:, :, : self.first_frames(x)]

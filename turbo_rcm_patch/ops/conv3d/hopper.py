@@ -326,9 +326,7 @@ def hopper_conv3d_kernel(
         x_desc.dtype, [_STAGES, 1, 1, _ROWS_READ, _WIDTH, BLOCK_K], x_desc.layout
     )
     w_smem = gl.allocate_shared_memory(
-        w_desc.dtype,
-        [_STAGES * FORM.ACROSS, FORM.SLOT_N // 32, 4, 4, 2, BLOCK_K],
-        w_desc.layout,
+        w_desc.dtype, [_STAGES * FORM.ACROSS, FORM.SLOT_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
     )
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -352,11 +350,7 @@ def hopper_conv3d_kernel(
     )
 
 
-_ELEMENTS = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-}
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @cache
@@ -383,11 +377,7 @@ def columns_for(features: int) -> tuple[int, int]:
 
 
 def conv3d(
-    call: Call,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    out_dtype: torch.dtype,
+    call: Call, bias: torch.Tensor | None, residual: torch.Tensor | None, *, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """Compute a convolution of stride 1 with padding in space and none in time.
 

@@ -51,12 +51,9 @@ _FORWARDS: Final = {
 _SETTINGS: Final[Mapping[str, Any]] = {
     "DupUp3D": {"factor_s": (2,)},
     "RMS_norm": {"channel_first": (True,)},
-    "Upsample": {
-        "size": (None,), "scale_factor": ((2.0, 2.0),), "align_corners": (None,),
-        "mode": ("nearest", "nearest-exact"),
-    },
+    "Upsample": {"scale_factor": ((2.0, 2.0),), "mode": ("nearest", "nearest-exact")},
     "ZeroPad2d": {"padding": ((0, 1, 0, 1),), "value": (0,)},
-}  # fmt: skip
+}
 #: Kind of a block -> the kinds of the layers in it (diffusers lists the activation once).
 _LAYERS: Final = {
     "AttentionBlock": "RMS_norm Conv2d Conv2d",
