@@ -5,6 +5,7 @@ A model folder may bring defaults (`turbo_rcm.json`). Importing this file needs 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +16,8 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.files import read_json
+
+_log = logging.getLogger(__name__)
 
 SolverForm = Literal["sde", "ode"]
 Sampler = Literal["scheduler", "rcm", "lightning", "fastwan", "self-forcing"]
@@ -241,7 +244,14 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
-    stored = {name: it for name, it in stored_settings(folder).items() if name in known}
+    found = stored_settings(folder)
+    if schedule := [name for name in ("times", "shift", "form") if name in found]:
+        _log.warning(
+            "%s: %s in turbo_rcm.json are not read: set pipe.scheduler = RCMScheduler(times=...)",
+            folder,
+            ", ".join(schedule),
+        )
+    stored = {name: it for name, it in found.items() if name in known}
     if "sampler" in stored or folder is None:
         return stored
     index = Path(folder) / "model_index.json"
