@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def sparse_linear_attention(draw: Draw) -> None:
 def models(draw: Draw) -> None:
     """A patched model after random changes against the unpatched one; undo bit for bit."""
     from tests.patching.models import named, run
-    from tests.patching.test_changes import CHANGES, check
+    from tests.patching.test_changes import CHANGES, STILL, Change, check
 
     wan = draw.number("family", "t2v", "cogvideox-5b") == "t2v"
     refused = ("own-forward", "own-processor", draw.choose.choice(["fused-qkv", "wrapped-linear"]))
@@ -180,10 +181,11 @@ def models(draw: Draw) -> None:
         # A wrapped module hides its members from later changes, and fusing copies the weights of
         # its moment, so these come last.
         changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv")))
+        moving = [change.name for change in changes if change.name not in STILL]
+        both = Change([*moving, "nothing"][0], partial(_apply, changes))
         try:
             unpatched = one.model()
-            for change in changes:
-                change.apply(unpatched)
+            both.apply(unpatched)
             run(unpatched, one.inputs())
             break
         except Exception:  # Some changes exclude each other, or break the author's model.
@@ -191,7 +193,12 @@ def models(draw: Draw) -> None:
                 raise
     draw.words += map(str, changes)
     linear, order = draw.number("linear", "as-is", "int8"), draw.number("order", "patch", "change")
-    check(one, changes, linear, f"{order} first")
+    check(one, both, linear, f"{order} first")
+
+
+def _apply(changes: Sequence[Any], model: Any) -> None:
+    for change in changes:
+        change.apply(model)
 
 
 OPERATIONS: tuple[Callable[[Draw], None], ...] = (

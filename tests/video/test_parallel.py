@@ -48,13 +48,14 @@ def test_generate_makes_each_video_on_all_processes(micro_folder: Path, tmp_path
 
 def test_generate_says_what_several_processes_need(micro_folder: Path, tmp_path, capsys) -> None:
     given = ["generate", *QUICK, *options(model=micro_folder, sampler="scheduler", steps=1)]
-    given += ["--prompt", PROMPT, "--out", os.fspath(tmp_path)]
-    assert main([*given, "--ulysses", "2"]) == 2
+    given += ["--prompt", PROMPT]
+    assert main([*given, "--ulysses", "2", "--out", os.fspath(tmp_path)]) == 2
     assert "torchrun --nproc-per-node 2" in " ".join(capsys.readouterr().err.split())
     alone = mock.patch("turbo_rcm_patch.diffusers_parallel.parallel", return_value=nullcontext())
     for scale, told in (("1", True), ("5", False)):
         with alone:
-            assert main([*given, "--cfg-parallel", "--guidance-scale", scale]) == 0
+            out = os.fspath(tmp_path / scale)
+            assert main([*given, "--cfg-parallel", "--guidance-scale", scale, "--out", out]) == 0
         assert ("both groups of --cfg-parallel" in capsys.readouterr().out) == told
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.extras import missing
 from turbo_rcm_patch.files import try_json, write_json
 from turbo_rcm_patch.patching import patch_model
 from turbo_rcm_patch.patching.block import Level
@@ -67,14 +68,17 @@ def precompile(
 
     Raises:
         ConfigError: No such architecture, or a Triton before 3.6.
+        MissingPackageError: Triton is not installed.
         ModelFolderError: The model is missing, or of another kind.
         SamplingError: A kernel does not compile.
     """
     if gpu not in ARCHITECTURES:
         raise ConfigError("gpu", expected=f"one of {', '.join(ARCHITECTURES)}", got=repr(gpu))
     # Imported here, because the package runs without Triton too.
-    from turbo_rcm_patch.ops import ahead, gluon
-
+    try:
+        from turbo_rcm_patch.ops import ahead, gluon
+    except ImportError as error:
+        raise missing("precompile", "triton") from error
     if not gluon.has_hopper_kernels():
         got, remedy = ahead.VERSION, "pip install torch==2.11.0 brings 3.6"
         raise ConfigError("Triton", expected="3.6 or newer", got=got, remedy=remedy)
