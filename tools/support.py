@@ -251,7 +251,7 @@ def matrix() -> str:
         else:
             rows.append((capability, *[_SIGNS.get(mark, mark) for mark in row]))
     below = (
-        f"{_SIGNS.get(mark, mark)} for every class that has it: {'; '.join(names)}."
+        f"{_SIGNS.get(mark, mark)} in every class that has it: {'; '.join(names)}."
         for mark, names in equal.items()
     )
     return "\n\n".join((_table(rows), *below))
