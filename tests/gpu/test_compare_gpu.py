@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ from turbo_rcm_patch.video.measures import relative_l2
 from turbo_rcm_patch.video.settings import Settings
 
 pytestmark = pytest.mark.gpu
+needs_ffmpeg = pytest.mark.skipif(
+    find_spec("imageio_ffmpeg") is None,
+    reason="videos are written by ffmpeg: pip install imageio-ffmpeg",
+)
 
 PROMPT = "a red circle moves left"
 SETTINGS = Settings(steps=4, **(SMALL | {"height": 128, "width": 128, "num_frames": 9}))
@@ -28,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(micro_pipe(), tmp_path_factory.mktemp("model") / "micro")
 
 
+@needs_ffmpeg
 def test_compare_runs_the_kernels(folder: Path, tmp_path: Path) -> None:
     pipe = load_pipeline(folder, device="cuda")
     found = compare(pipe, [PROMPT, "a blue square"], out=tmp_path, settings=SETTINGS)
@@ -58,6 +64,7 @@ def test_offloading_gives_the_same_video(folder: Path, offload: str, patch: bool
 TOO_MUCH = pytest.mark.xfail(strict=True, reason="int8 in every head is too much for it")
 
 
+@needs_ffmpeg
 @pytest.mark.parametrize(
     ("attention", "model"),
     [

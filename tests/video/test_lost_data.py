@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import pytest
 
 from tests.files import everything
@@ -19,6 +18,10 @@ from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.video import comparison
 from turbo_rcm_patch.video.comparison import RUNS, compare
 from turbo_rcm_patch.video.store import Store
+
+imageio_ffmpeg = pytest.importorskip(
+    "imageio_ffmpeg", reason="videos are written by ffmpeg: pip install imageio-ffmpeg"
+)
 
 
 @pytest.fixture

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
 
 from tests.files import everything, stub_ffmpeg
 from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
 from turbo_rcm_patch.video.video import read_frames, write_mp4
+
+imageio_ffmpeg = pytest.importorskip(
+    "imageio_ffmpeg", reason="videos are written by ffmpeg: pip install imageio-ffmpeg"
+)
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
 
