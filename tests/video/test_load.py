@@ -152,6 +152,11 @@ def test_devices_and_offloading(micro_folder: Path) -> None:
             load_pipeline(micro_folder, device="cuda")
 
 
+def test_a_skeleton_of_cogvideox_has_the_pairs_of_the_model(no_network: None) -> None:
+    loaded = load_pipeline("tiny-cogvideox", device="cpu")
+    assert len(find_pairs(load_skeleton("tiny-cogvideox"))) == len(find_pairs(loaded))
+
+
 def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: None) -> None:
     pipe = load_skeleton(micro_folder)
     assert len(pipe.transformer.blocks) == 2

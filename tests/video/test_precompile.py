@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
 
 from tests.launches import needs_hopper_kernels
+from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops.dispatch import on_gpu, resolve_impl
@@ -54,6 +57,22 @@ def test_a_second_run_finds_what_the_first_one_compiled(
     ):
         note.write_text(json.dumps({"tiny on sm_80": entry | change}))
         assert precompile.cached_models() == {"tiny on sm_80": state}
+
+
+@pytest.mark.parametrize(
+    ("model", "linear"), [("tiny", "int8"), ("tiny", "int8-only"), ("tiny-cogvideox", "as-is")]
+)
+def test_every_family_and_kind_of_linears_compiles(
+    model: str, linear: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_hopper_kernels()
+    launched: list[str] = []
+    monkeypatch.setattr(
+        triton.JITFunction, "warmup", lambda kernel, **_: launched.append(kernel.__name__)
+    )
+    precompile.precompile(model, out=tmp_path, config=PatchConfig(attention="int8", linear=linear))
+    assert {"hopper_kernel", "norm_silu_kernel"} <= {*launched}
+    assert ("samples_kernel" in launched) == (linear == "int8")
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

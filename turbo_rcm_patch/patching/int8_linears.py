@@ -297,7 +297,8 @@ class Int8Copies:
             bits = samples.read([weights[i] for i in places])
             before, values = self._seen.get(key, ([], bits))
             seen[key] = group, bits
-            waiting.append((group, (bits != values).any(1) if before == group else None))
+            known_bits = before == group and not bits.is_meta
+            waiting.append((group, (bits != values).any(1) if known_bits else None))
         for group, moved in waiting:
             flags = [True] * len(group) if moved is None else moved.tolist()
             for forward, flag in zip(group, flags, strict=True):

@@ -302,6 +302,7 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
     optional = (*find.COMPONENTS[1:], find.VAE)
     there = [name for name in optional if (folder / name / "config.json").is_file()]
     networks = {name: _empty_network(folder, name) for name in ("transformer", *there)}
+    vae = networks.pop(find.VAE, None)
     few = folder_defaults(folder).get("sampler", "scheduler") != "scheduler"
     scheduler = RCMScheduler() if few else FlowMatchEulerDiscreteScheduler()
     pipe = WanPipeline(
@@ -309,6 +310,7 @@ def load_skeleton(model: str | Path, *, lora: Sequence[str] = ()) -> WanPipeline
         | {"scheduler": scheduler, "boundary_ratio": 0.9}
         | networks
     )
+    pipe.register_modules(vae=vae)  # WanPipeline's constructor reads what only Wan's VAE has.
     add_loras(pipe, lora)
     return pipe
 
