@@ -5,7 +5,9 @@ tests/gpu/test_precompile_gpu.py runs a model from such a cache.
 
 from __future__ import annotations
 
+import gc
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,24 @@ def test_every_family_and_kind_of_linears_compiles(
     precompile.precompile(model, out=tmp_path, config=PatchConfig(attention="int8", linear=linear))
     assert {"hopper_kernel", "norm_silu_kernel"} <= {*launched}
     assert ("samples_kernel" in launched) == (linear == "int8")
+
+
+def test_a_collection_of_garbage_does_not_disturb_the_threads(
+    tmp_path: Path,
+) -> None:
+    needs_hopper_kernels()
+    let_others_run = lambda *_: time.sleep(1e-4)  # noqa: E731
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20)
+    gc.callbacks.append(let_others_run)
+    try:
+        precompile.precompile(
+            "tiny", gpu="sm_80", out=tmp_path, config=PatchConfig(attention="exact")
+        )
+    finally:
+        gc.callbacks.remove(let_others_run)
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

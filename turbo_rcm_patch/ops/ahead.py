@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +66,7 @@ def compile_for(
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope(), stand_in_driver(target):
         triton.knobs.cache.dir = str(folder)
         triton.knobs.compilation.listener = listen
-        with meta_stands_for(target), torch.no_grad(), ThreadPoolExecutor() as pool:
+        with meta_stands_for(target), torch.no_grad(), launch.compiler_threads() as pool:
             for done, call in enumerate(calls):
                 progress(done, len(calls))
                 for kernel in launch.compile_together(call, pool):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
@@ -320,12 +321,29 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
             nothing of what it computes.
         device: The GPU that will run the kernels.
     """
-    with ThreadPoolExecutor() as pool:
+    with compiler_threads() as pool:
         kernels = [
             future.result() for future in compile_together(call, pool) if not future.exception()
         ]
         # A kernel's launcher is C that Triton compiles, 0.2 s each.
         list(pool.map(partial(_load, device), kernels))
+
+
+@contextmanager
+def compiler_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that compile kernels, while Python collects no garbage.
+
+    Before Python 3.11.8 and 3.12.2, a collection inside `ast.parse` may let another thread parse
+    too, and then both raise SystemError (python/cpython#106905).
+    """
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor() as pool:
+            yield pool
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _load(device: torch.device, kernel: Any) -> None:
