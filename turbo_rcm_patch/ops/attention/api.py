@@ -51,11 +51,10 @@ from turbo_rcm_patch.ops.formats import (
     NO_SKIP,
     QMAX,
     AttentionInputs,
-    Keys,
     Norms,
     Prologue,
     QuantizedOperands,
-    Queries,
+    QuantizedRows,
     Rotary,
     Skip,
     Values,
@@ -525,14 +524,17 @@ def quantize(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(batch, heads, *shape, dtype=dtype, device=device)
 
-    queries = Queries(
+    queries = QuantizedRows(
         empty(n_q_padded, head_pad, dtype=torch.int8),
         empty(n_q_padded),
         empty(n_q_padded) if a.want_lse and a.spec.smooth_k else None,
+        n_q_padded,
     )
-    keys = Keys(
+    keys = QuantizedRows(
         empty(n_kv_padded, head_pad, dtype=torch.int8),
         empty(n_kv_padded // scale_block(a.head_dim)),
+        None,
+        n_kv_padded,
     )
     values = None
     if fp8:

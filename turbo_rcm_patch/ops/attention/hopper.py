@@ -457,11 +457,10 @@ def launch_kernel(
 ) -> None:
     """Write softmax(q k^T) v into ys, as `triton.launch_kernel` does, and the logsumexp into lse
     [B, H, Nq] fp32."""
-    (q, q_scale, shift), (k, k_scale), values, wide = operands[:4]
+    (q, q_scale, shift, n_q_padded), (k, k_scale, _, n_kv_padded), values, wide = operands[:4]
     n_q = operands.n_q
     rows, keys = _BLOCK_M.value, _BLOCK_N.value
-    batch, heads, n_q_padded, head_dim = q.shape
-    n_kv_padded = k.shape[2]
+    batch, heads, _, head_dim = q.shape
     if values is not None:
         v_desc = _descriptor(values.e4m3.view(-1, n_kv_padded), (head_dim, keys), "float8e4nv")
     else:

@@ -332,8 +332,7 @@ def attention_arguments(
     block_n = min(tile.block_n, keys_a_scale)
     # Only in the e4m3 path does the prologue lay out every operand.
     q_src, k_src = queries.int8, keys.int8
-    _, heads, n_q_padded, head_pad = q_src.shape
-    n_kv_padded = k_src.shape[2]
+    n_q_padded, n_kv_padded, head_pad = queries.n_padded, keys.n_padded, q_src.shape[3]
     descriptors = values is not None and target_of(q_src.device).descriptors
     v_src = values.e4m3 if values is not None else v
     assert v_src is not None
@@ -357,7 +356,7 @@ def attention_arguments(
             lengths_ptr=operands.lengths,
             n_q_padded=n_q_padded,
             n_kv_padded=n_kv_padded,
-            heads=heads,
+            heads=a.spec.heads,
         ),
         "n_q": operands.n_q,
         "n_kv": operands.n_kv,

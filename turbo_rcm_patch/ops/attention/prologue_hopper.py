@@ -286,7 +286,7 @@ def token_block(
     if NORM == 1:
         rms = row_rms(base, offs_t, left, rows.strides[1], factors.eps, OPTIONS, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
-    if (KEYS and mean_ptr is not None) or out.shift_ptr is not None:
+    if (KEYS and mean_ptr is not None) or out.shift is not None:
         grid_dependency_wait()  # for the mean
     for h in range(first, last + 1):
         async_copy.wait_group(0)
@@ -299,25 +299,25 @@ def token_block(
         if KEYS and mean_ptr is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
             x = gl.where((own_offs_t < left)[:, None], x - mean[None, :], 0.0)
-        if out.shift_ptr is not None:
+        if out.shift is not None:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
             shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
-            gl.store(out.shift_ptr + bh * out.n_padded + start + own_offs_t, shift)
+            gl.store(out.shift + bh * out.n_padded + start + own_offs_t, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(out.scale_ptr + bh * (out.n_padded // T) + block, amax / QMAX)
+            gl.store(out.scale + bh * (out.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
             amax = gl.where(amax <= _TINY, 1.0, amax)
             gl.store(
-                out.scale_ptr + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q
+                out.scale + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q
             )
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
-        gl.store(out.int8_ptr + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
+        gl.store(out.int8 + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
     async_copy.wait_group(0)
 
 
@@ -612,8 +612,7 @@ def run_prologue(job: Prologue) -> None:
             eps=a.norms.eps,
             **arguments,
         )
-    n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
-    q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
+    q_blocks, kv_blocks = queries.n_padded // q_rows, keys.n_padded // _K_ROWS.value
     q_group, k_group = (
         # A norm over all channels reads whole rows first.
         _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))

@@ -205,9 +205,9 @@ def token_block(
             mean = tl.load(common.mean_ptr + bh * FORM.HEAD_PAD + offs_d)[None, :]
             if KEYS:
                 x = tl.where(mask_t[:, None], x - mean, 0.0)
-            if out.shift_ptr is not None:
+            if out.shift is not None:
                 shift = tl.sum(x * mean, axis=1) * factors.shift
-                tl.store(out.shift_ptr + bh * out.n_padded + offs_t, shift)
+                tl.store(out.shift + bh * out.n_padded + offs_t, shift)
         x = hadamard(x)
         # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
         if KEYS:
@@ -218,13 +218,13 @@ def token_block(
         inverse = tl.div_rn(tl.zeros_like(amax) + FORM.QMAX, amax)
         if KEYS:
             scale = tl.where(total == total, amax / FORM.QMAX, total)
-            scales = out.scale_ptr + bh * (out.n_padded // FORM.BLOCK_T)
+            scales = out.scale + bh * (out.n_padded // FORM.BLOCK_T)
             tl.store(scales + block, scale)
         else:
             scale = tl.where(total == total, amax / FORM.QMAX * factors.q, total)
-            tl.store(out.scale_ptr + bh * out.n_padded + offs_t, scale)
+            tl.store(out.scale + bh * out.n_padded + offs_t, scale)
             inverse = inverse[:, None]
-        out_ptr = out.int8_ptr + (bh * out.n_padded + block * FORM.BLOCK_T) * FORM.HEAD_PAD
+        out_ptr = out.int8 + (bh * out.n_padded + block * FORM.BLOCK_T) * FORM.HEAD_PAD
         tl.store(out_ptr + offs_out, nearest_int8(x, inverse))
 
 
@@ -400,7 +400,7 @@ def run_prologue(job: Prologue) -> None:
     fp8, smooth = values is not None, a.spec.smooth_k
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     tile = tile_for("prologue", str(head_pad), target_of(device))
-    blocks = queries.int8.shape[2] // rows + keys.int8.shape[2] // rows * (1 + fp8)
+    blocks = queries.n_padded // rows + keys.n_padded // rows * (1 + fp8)
     # A thread holds 32 values of a head, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     form = Form(
