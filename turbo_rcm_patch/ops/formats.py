@@ -48,6 +48,9 @@ ERROR_STEPS: Final = 256
 #: log2 of the largest p. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_MAX_LOG2: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
+#: dtypes of probabilities and values by the name of their type.
+PV_DTYPES: Final = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 
 
