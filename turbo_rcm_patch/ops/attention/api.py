@@ -49,6 +49,7 @@ from turbo_rcm_patch.ops.dispatch import (
 from turbo_rcm_patch.ops.formats import (
     NO_NORMS,
     NO_SKIP,
+    PV_DTYPES,
     QMAX,
     AttentionInputs,
     Norms,
@@ -264,10 +265,10 @@ def attend_checked(a: AttentionInputs) -> tuple[Tensor, Tensor]:
         Output [B, Nq, H*D] and, with `want_lse`, natural-log logsumexp fp32 [B, H, Nq], -inf where
         a query sees no key; else an empty tensor.
     """
-    a = _checked(a)
+    a = checked(a)
     if not a.q.shape[0]:  # the kernels do not take an empty batch
         return _empty_attention(a)
-    registered = needs_registered(a.q, a.k, a.v, *_tensors_of(a).values())
+    registered = needs_registered(a.q, a.k, a.v, *tensors_of(a).values())
     return (_registered_attention if registered else _attention)(a)
 
 
@@ -299,19 +300,22 @@ def attend_and_project(
             remedy='Use form="two-launch"',
         )
     check_weight(a.q, weight, bias)
-    a = _checked(a, features=weight.shape[0])
+    a = checked(a, features=weight.shape[0])
     refuse_gradient("attention_project_skip", (weight, bias))
     if not a.q.shape[0]:
         return _empty_projected(a, weight, bias, form)
-    registered = needs_registered(a.q, a.k, a.v, weight, bias, *_tensors_of(a).values())
+    registered = needs_registered(a.q, a.k, a.v, weight, bias, *tensors_of(a).values())
     return (_registered_projected if registered else _projected)(a, weight, bias, form)
 
 
-def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInputs:
+def checked(
+    a: AttentionInputs, operation: str = "attention", *, features: int | None = None
+) -> AttentionInputs:
     """Check the arguments of an attention, and return them as launchers take them.
 
     Args:
         a: The arguments.
+        operation: The name of the operation that refuses a gradient.
         features: Channels of the residual if a projection comes between; those of q by default.
     """
     q, k, v, spec = a[:4]
@@ -332,9 +336,9 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
     skip_shape = (batch, n_q, channels if features is None else features)
     skip = None if a.skip is None else _checked_skip(a.skip, skip_shape)
     a = a._replace(rotary=None if cos is None or sin is None else (cos, sin), skip=skip)
-    tensors = _tensors_of(a)
+    tensors = tensors_of(a)
     check_same_device(q.device, **tensors)
-    refuse_gradient("attention", (q, k, v, *tensors.values()))
+    refuse_gradient(operation, (q, k, v, *tensors.values()))
     return a
 
 
@@ -346,7 +350,7 @@ def _checked_skip(skip: Skip, shape: tuple[int, int, int]) -> Skip | None:
     return Skip(skip.residual, c_skip, c_out)
 
 
-def _tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
+def tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
     """Return the tensors beside q, k and v by the names of the arguments."""
     cos, sin = a.rotary or (None, None)
     residual, *factors = a.skip or NO_SKIP
@@ -486,12 +490,15 @@ def launch_projected(inputs: AttentionInputs, weight: Tensor, bias: Tensor | Non
 
     The projection has a weight [Cout, H*D] and a bias [Cout].
     """
-    from turbo_rcm_patch.ops.attention import one_launch_triton as one_launch
+    from turbo_rcm_patch.ops.attention.one_launch_triton import launch_kernel
+    from turbo_rcm_patch.ops.attention.online_softmax import tile_of
 
-    tile = one_launch.tile_of(inputs)
-    counters = one_launch.empty_counters(inputs, tile)
+    tile, (batch, n_q, _) = tile_of(inputs), inputs.q.shape
+    # A counter for each block of rows, which the prologue zeroes.
+    blocks = -(-n_q // tile.block_m)
+    counters = torch.empty(batch, blocks, dtype=torch.int32, device=inputs.q.device)
     operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
-    return one_launch.launch_kernel(inputs, operands, counters, weight, bias, tile=tile)
+    return launch_kernel(inputs, operands, counters, weight, bias, tile=tile)
 
 
 @replayed
@@ -543,7 +550,7 @@ def quantize(
         )
     job = Prologue(a, queries, keys, values, counters, counter_rows)
     choose(PROLOGUE_KERNELS, device, a)(job)
-    wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
+    wide = None if fp8 else a.v.to(PV_DTYPES[a.spec.pv])
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 
 

@@ -20,16 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.attention.online_softmax import attend, attention_arguments, variant_of
+from turbo_rcm_patch.ops.attention.online_softmax import attend, attention_arguments
 from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
-    cdiv,
     launch,
     skip_arguments,
-    target_of,
-    tile_for,
 )
 from turbo_rcm_patch.ops.numerics import close_skip
 
@@ -151,17 +148,6 @@ def one_launch_kernel(
             )
 
 
-def tile_of(a: AttentionInputs) -> Tile:
-    """Return the tile of the table."""
-    return tile_for("attention", variant_of(a), target_of(a.q.device))
-
-
-def empty_counters(a: AttentionInputs, tile: Tile) -> torch.Tensor:
-    """Allocate a counter for each block of rows, which the prologue zeroes."""
-    batch, n_q, _ = a.q.shape
-    return torch.empty(batch, cdiv(n_q, tile.block_m), dtype=torch.int32, device=a.q.device)
-
-
 def launch_kernel(
     a: AttentionInputs,
     operands: QuantizedOperands,
@@ -191,11 +177,7 @@ def launch_kernel(
             weight, weight.stride(0), None if bias is None else bias.contiguous(), features
         ),
         **skip_arguments(*(a.skip or NO_SKIP), y.shape),
-        PROJECTION=ProjectionForm(
-            BLOCK_C=64,
-            BLOCK_K=block_k,
-            EVEN_K=channels % block_k == 0,
-        ),
+        PROJECTION=ProjectionForm(BLOCK_C=64, BLOCK_K=block_k, EVEN_K=channels % block_k == 0),
         **arguments,
     )
     return y

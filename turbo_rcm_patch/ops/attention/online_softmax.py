@@ -15,7 +15,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands, scale_block
-from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of
+from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of, tile_for
 from turbo_rcm_patch.ops.numerics import kv_limit
 from turbo_rcm_patch.ops.replay import keep_for_replay
 
@@ -308,9 +308,10 @@ def ones_for(device: torch.device) -> torch.Tensor:
     return kept
 
 
-def variant_of(a: AttentionInputs) -> str:
-    """Return the variant of an attention in the tables of tiles."""
-    return f"{'fp8' if a.spec.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+def tile_of(a: AttentionInputs) -> Tile:
+    """Return the tile of an attention from the table."""
+    variant = f"{'fp8' if a.spec.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+    return tile_for("attention", variant, target_of(a.q.device))
 
 
 def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:

@@ -312,9 +312,7 @@ def token_block(
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
             amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(
-                out.scale + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q
-            )
+            gl.store(out.scale + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
         gl.store(out.int8 + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
