@@ -225,8 +225,10 @@ def _larger(x, y):
 
 
 @gluon.jit
-def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
+def _mean(mean_ptr, bh, count, OPTIONS: gl.constexpr, layout: gl.constexpr):
     """Compute the mean of a head of k, [D] in `layout`, from MEANS sums over `count` tokens."""
+    D: gl.constexpr = OPTIONS.D
+    MEANS: gl.constexpr = OPTIONS.MEANS
     at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
     total = gl.load(at)
     for i in gl.static_range(1, MEANS):
@@ -261,7 +263,6 @@ def token_block(
     mean_ptr = common.mean_ptr
     D: gl.constexpr = OPTIONS.D
     QMAX: gl.constexpr = OPTIONS.QMAX
-    MEANS: gl.constexpr = OPTIONS.MEANS
     heads: gl.constexpr = OPTIONS.CHANNELS // D
     wide: gl.constexpr = coalesced_layout(D, 2)
     own: gl.constexpr = row_per_thread_layout(D)
@@ -286,8 +287,9 @@ def token_block(
     if NORM == 1:
         rms = row_rms(base, offs_t, left, rows.strides[1], factors.eps, OPTIONS, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
-    if (KEYS and mean_ptr is not None) or out.shift is not None:
-        grid_dependency_wait()  # for the mean
+    MEAN: gl.constexpr = (KEYS and mean_ptr is not None) or out.shift is not None
+    if MEAN:
+        grid_dependency_wait()
     for h in range(first, last + 1):
         async_copy.wait_group(0)
         x = tile.load(own)
@@ -296,22 +298,22 @@ def token_block(
         copy_rows(tile, base + (h + 1) * D, offs_t, following, rows.strides[1], D)
         x = rotated(x, rms, rows, h, left, tables, factors.eps, NORM)
         bh = b.to(gl.int64) * heads + h
-        if KEYS and mean_ptr is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            x = gl.where((own_offs_t < left)[:, None], x - mean[None, :], 0.0)
-        if out.shift is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
-            gl.store(out.shift + bh * out.n_padded + start + own_offs_t, shift)
+        if MEAN:
+            mean = _mean(mean_ptr, bh, count, OPTIONS, gl.SliceLayout(0, own))
+            if KEYS:
+                x = gl.where((own_offs_t < left)[:, None], x - mean[None, :], 0.0)
+            else:
+                shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
+                gl.store(out.shift + bh * out.n_padded + start + own_offs_t, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
-            amax = gl.where(amax <= _TINY, 1.0, amax)
+        amax = gl.where(amax <= _TINY, 1.0, amax)
+        if KEYS:
             gl.store(out.scale + bh * (out.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
-            amax = gl.where(amax <= _TINY, 1.0, amax)
             gl.store(out.scale + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
