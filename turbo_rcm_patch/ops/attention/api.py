@@ -164,12 +164,9 @@ def norm_rotate_to(
         to: The ranks' tensors [B, N, H*D / P], which may lie on other GPUs.
         x: [B, N, H*D]. The other arguments are those of `norm_rotate`.
     """
-    on = resolve_impl(cast("Any", impl), x.device)
+    on = resolve_impl(impl, x.device)
     if on == "triton" and _in_one_pass(x, weight, bias, heads):
-        from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
-
-        cos, sin = rotary or (None, None)
-        launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, to=to)
+        _rotated(x, weight, bias, rotary, heads, eps, to=to)
         return
     if weight is not None or rotary is not None:
         x = _norm_rotated(x, weight, bias, rotary, heads, eps, impl)
@@ -291,7 +288,6 @@ def attend_and_project(
         [B, Nq, Cout], contiguous.
     """
     check_choice("form", form, CHOICES["form"])
-    check_attention(*a[:4])
     if form == "one-launch" and not quantises(a.spec.attention):
         raise ConfigError(
             'form="one-launch"',
@@ -299,8 +295,7 @@ def attend_and_project(
             got=repr(a.spec.attention),
             remedy='Use form="two-launch"',
         )
-    check_weight(a.q, weight, bias)
-    a = checked(a, features=weight.shape[0])
+    a = checked(a, weight=weight, bias=bias)
     refuse_gradient("attention_project_skip", (weight, bias))
     if not a.q.shape[0]:
         return _empty_projected(a, weight, bias, form)
@@ -309,17 +304,24 @@ def attend_and_project(
 
 
 def checked(
-    a: AttentionInputs, operation: str = "attention", *, features: int | None = None
+    a: AttentionInputs,
+    operation: str = "attention",
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> AttentionInputs:
     """Check the arguments of an attention, and return them as launchers take them.
 
     Args:
         a: The arguments.
         operation: The name of the operation that refuses a gradient.
-        features: Channels of the residual if a projection comes between; those of q by default.
+        weight: [Cout, H*D] of a projection before the skip, or None.
+        bias: [Cout] of the projection, or None.
     """
     q, k, v, spec = a[:4]
     check_attention(q, k, v, spec)
+    if weight is not None:
+        check_weight(q, weight, bias)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
     check_norm("norm_q", a.norms.q, channels, spec.heads)
@@ -333,7 +335,7 @@ def checked(
             remedy='Use attention="int8"',
         )
     check_out_dtype(a.out_dtype)
-    skip_shape = (batch, n_q, channels if features is None else features)
+    skip_shape = (batch, n_q, channels if weight is None else weight.shape[0])
     skip = None if a.skip is None else _checked_skip(a.skip, skip_shape)
     a = a._replace(rotary=None if cos is None or sin is None else (cos, sin), skip=skip)
     tensors = tensors_of(a)
@@ -602,8 +604,12 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if spec.impl != "triton" or not one_pass or a.want_lse:
         qh, kh = prepared(a)
     elif a.rotary is None and (norms.q is None or norms.k is None):
-        qh = _rotated(a.q, *of_q, None, heads, norms.eps)
-        kh = _rotated(a.k, *of_k, None, heads, norms.eps)
+        qh, kh = (
+            split_heads(x, heads)
+            if norm[0] is None
+            else _rotated(x, *norm, None, heads, norms.eps, by_head=True)
+            for x, norm in ((a.q, of_q), (a.k, of_k))
+        )
     else:
         # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
         from turbo_rcm_patch.ops.residual.triton import norm_rotate_both
@@ -647,19 +653,13 @@ def _rotated(
     rotary: Rotary | None,
     heads: int,
     eps: float,
-    *,
-    by_head: bool = True,
+    **more: Any,
 ) -> Tensor:
-    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, in the dtype of x.
-
-    The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
-    """
-    if weight is None and rotary is None:
-        return split_heads(x, heads) if by_head else x
+    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, with more of its options."""
     from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
 
     cos, sin = rotary or (None, None)
-    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
+    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, **more)
 
 
 def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
@@ -681,11 +681,11 @@ def _norm_rotated(
     eps: float,
     impl: str,
 ) -> Tensor:
-    if resolve_impl(cast("Any", impl), x.device) == "triton" and _in_one_pass(
-        x, weight, bias, heads
-    ):
-        y = _rotated(x, weight, bias, rotary, heads, eps, by_head=False)
-        return y.clone() if y is x else y
+    on = resolve_impl(impl, x.device)
+    if on == "triton" and _in_one_pass(x, weight, bias, heads):
+        if weight is None and rotary is None:
+            return x.clone()
+        return _rotated(x, weight, bias, rotary, heads, eps)
     cos, sin = rotary or (None, None)
     y = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
     return y.transpose(1, 2).flatten(2).to(x.dtype)

@@ -55,9 +55,7 @@ class ProjectionForm(NamedTuple):
 
 
 @triton.jit
-def project_tile(
-    x_ptr, c_in, mask_m, projection, start_c, FORM: tl.constexpr, CACHE: tl.constexpr
-):
+def project_tile(x_ptr, c_in, mask_m, projection, start_c, FORM: tl.constexpr):
     """Compute x W^T + bias for the rows of mask_m and BLOCK_C columns, in fp32.
 
     x_ptr: the first of dense rows of c_in channels; projection: `Projection`; FORM:
@@ -78,7 +76,7 @@ def project_tile(
         if not FORM.EVEN_K:
             mask_k = (start_k + offs_k < c_in)[None, :]
             mask_x, mask_w = mask_x & mask_k, mask_w & mask_k
-        x = tl.load(x_ptrs + start_k, mask=mask_x, other=0.0, cache_modifier=CACHE)
+        x = tl.load(x_ptrs + start_k, mask=mask_x, other=0.0, cache_modifier=".cg")
         w = tl.load(w_ptrs + start_k, mask=mask_w, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if projection.bias_ptr is not None:
@@ -138,7 +136,7 @@ def one_launch_kernel(
         c_out = projection.c_out
         for start_c in range(0, c_out, PROJECTION.BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended, c_in, mask_m, projection, start_c, PROJECTION, ".cg"
+                attended, c_in, mask_m, projection, start_c, PROJECTION
             )
             y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_c), KINDS)
             tl.store(

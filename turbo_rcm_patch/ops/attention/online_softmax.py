@@ -103,20 +103,6 @@ def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Return [BLOCK_N, 16] e4m3 ones, the right operand of a product that sums rows.
-
-    Where products read shared memory, one load puts the ones there. Elsewhere they are a constant
-    in registers, because a load would be repeated in every block.
-    """
-    if DESCRIPTORS:
-        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
-    else:
-        ones = tl.full([BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
-    return ones
-
-
-@triton.jit
 def over_block(acc, l_i, m_i, head, limit, start_n, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Compute one step of the online softmax over BLOCK_N keys from start_n on.
 
@@ -240,7 +226,13 @@ def begin(q_src, k_src, v_src, operands, b, h, start_m, FORM: tl.constexpr):
     ones = m_i  # not used without FP8, and None cannot be returned
     if FORM.FP8:
         l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
-        ones = row_sum_operand(operands.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
+        # Where products read shared memory, one load puts the ones there. Elsewhere they are a
+        # constant in registers, because a load would be repeated in every block.
+        if FORM.DESCRIPTORS:
+            offs_n = tl.arange(0, FORM.BLOCK_N)
+            ones = tl.load(operands.ones_ptr + offs_n[:, None] * 16 + tl.arange(0, 16)[None, :])
+        else:
+            ones = tl.full([FORM.BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
         v_head = v_src
     else:
         l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)

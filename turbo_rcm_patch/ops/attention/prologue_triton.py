@@ -387,11 +387,6 @@ def prologue_kernel(q, k, v, common, n_q, n_kv, n_counters, chunks, factors, FOR
             value_block(block, h, b, limit, v, k.out.n_padded, chunks, FORM)
 
 
-def _heads_a_program(heads: int, programs: int) -> int:
-    """Return the heads per program: all, unless that leaves a large GPU idle."""
-    return max(1, min(heads, heads * programs // 512))
-
-
 def run_prologue(job: Prologue) -> None:
     """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
@@ -409,7 +404,8 @@ def run_prologue(job: Prologue) -> None:
         HEAD_PAD=head_pad,
         BLOCK_T=rows,
         BLOCK_C=min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        GROUP=_heads_a_program(heads, blocks * batch),
+        # All heads, unless that leaves a large GPU idle.
+        GROUP=max(1, min(heads, heads * blocks * batch // 512)),
         QMAX=QMAX[a.spec.attention],
         Q_NORM=job.q_norm,
         K_NORM=job.k_norm,
