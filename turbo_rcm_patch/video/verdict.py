@@ -7,7 +7,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, Literal
 
@@ -98,25 +98,16 @@ class Check:
         """True if the value is accepted as "similar"."""
         return self._within(self.similar_limit)
 
-    @property
-    def accepted(self) -> str:
-        """The values that "unchanged" admits, in words."""
-        return self._words(self.limit)
-
-    @property
-    def accepted_similar(self) -> str:
-        """The values that "similar" admits, in words."""
-        return self._words(self.similar_limit)
-
     def _within(self, limit: float) -> bool:
         return self.value >= limit if self.at_least else self.value <= limit
 
-    def _words(self, limit: float) -> str:
+    def accepted(self, limit: float) -> str:
+        """Return the values that one of the limits admits, in words."""
         return f"{'at least' if self.at_least else 'at most'} {limit:.4g}{self.unit}"
 
     def __str__(self) -> str:
         beyond = f"{'below' if self.at_least else 'above'} {self.limit:.4g}{self.unit}"
-        words = self.accepted if self.passed else beyond
+        words = self.accepted(self.limit) if self.passed else beyond
         return f"{self.name} {self.value:.4g}{self.unit}, {words}"
 
 
@@ -210,14 +201,6 @@ class Verdict:
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
     ran: Ran | None = None
-
-    @property
-    def numbers(self) -> list[dict[str, object]]:
-        """The conditions as plain data for JSON."""
-        return [
-            asdict(check) | {"passed": check.passed, "similar": check.similar}
-            for check in self.checks
-        ]
 
     @property
     def reasons(self) -> tuple[str, ...]:
