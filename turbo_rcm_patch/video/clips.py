@@ -13,7 +13,6 @@ from turbo_rcm_patch.video.measures import Drift, frame_drift
 from turbo_rcm_patch.video.store import CLIP_FILES, Store, reading
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
-    amplified_difference,
     choose_gain,
     enlarge,
     pane_size,
@@ -115,14 +114,15 @@ def measure(
         score, why = vmaf(clip, truth, fps)
         numbers[run] = replace(frame_drift(clip, truth), vmaf=score)
         missing |= {why} - {""}
-    gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
+    differences = {run: (clip - truth).abs() for run, clip in runs.items()}
+    gain = choose_gain([*differences.values()])
     folder = store.folder(identity["key"])
     shown = {run: enlarge(clip) for run, clip in clips.items()}
     rows = {"baseline": shown["baseline"], label: shown["patched"]}
-    for run, clip in runs.items():
+    for run, difference in differences.items():
         name = label if run == "patched" else run
-        difference = enlarge(amplified_difference(clip, truth, gain), "nearest")
-        shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = difference
+        amplified = enlarge(difference * gain, "nearest")
+        shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = amplified
     height, width = truth.shape[1:3]
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     joined = panes(shown, pane_size(height, width))

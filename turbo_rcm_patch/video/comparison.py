@@ -71,8 +71,9 @@ _NETWORK: Final = "runs/network.json"
 #: Stands for a video that holds NaN or infinity: `generate` raises in the place of returning it.
 _NO_FRAMES: Final = torch.tensor(torch.nan)
 #: Makes a video, and calls back after each step; returns frames, and how long that took.
-_Model = AbstractContextManager[PatchReport | BackendCalls | None]
 _MakeClip = Callable[["_Video", OnStep], tuple[torch.Tensor, dict[str, Any]]]
+#: Entered while videos are made; may yield what watches the blocks of the model.
+_Entered = AbstractContextManager[PatchReport | BackendCalls | None]
 
 
 def compare(
@@ -285,12 +286,12 @@ class _Comparison:
     attention_backend: str | None
     progress: Progress
 
-    def make(self, run: Run, model: _Model, first_call: _Model | None = None) -> None:
+    def make(self, run: Run, model: _Entered, first_call: _Entered | None = None) -> None:
         """Make the videos of one run that are not there.
 
         Args:
             run: The name of the run.
-            model: Entered for the run; yields what watches the blocks of the judged model.
+            model: Entered for the run: changes the model.
             first_call: Entered for a first call, which is timed separately and discarded. Without
                 it there is none, and no runs/RUN.json.
         """
