@@ -69,8 +69,8 @@ def hidden(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.is_file()]
 
 
-def written(out: Path, pattern: str = "prompts/*/*") -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in out.glob(pattern)}
+def written(out: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/*")}
 
 
 def state(pipe) -> object:
@@ -128,15 +128,6 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     assert metrics["control_backend"] == "math" and metrics["attention_backend"] is None
 
 
-def test_finished_work_is_kept(pipe, settings, finished) -> None:
-    before = written(finished.out)
-    more = compare(pipe, [*PROMPTS, "a green ring"], out=finished.out, settings=settings)
-    after = written(finished.out)
-    assert before.items() < after.items() and len(after) == len(before) * 3 / 2
-    assert more.results[:2] == finished.results
-    assert more.model.patch_report and more.model.network == finished.model.network
-
-
 def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
     quick(pipe, tmp_path)
     before = written(tmp_path)
@@ -146,8 +137,7 @@ def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
         with pytest.raises(SamplingError, match=r"same (settings|config|att).*`fresh=True`"):
             quick(pipe, tmp_path, **other)
     assert before.items() <= written(tmp_path).items()
-    found = quick(pipe, tmp_path, steps=2, fresh=True)
-    assert found.model.identity["settings"]["steps"] == 2
+    quick(pipe, tmp_path, steps=2, fresh=True)
     assert not before.items() & written(tmp_path).items()
 
 
