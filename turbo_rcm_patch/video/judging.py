@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.errors import (
@@ -99,8 +100,6 @@ def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
 
 
 def _tensor(path: Path) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with reraise_interrupts(), safe_open(path, framework="pt") as file:
             if _FRAMES not in (names := list(file.keys())):
