@@ -25,7 +25,6 @@ WAYS: dict[str, BaseException | None] = {
     "killed": None,
     "ctrl-c": KeyboardInterrupt(),
     "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-    "read-only": OSError(errno.EROFS, os.strerror(errno.EROFS)),
 }
 
 

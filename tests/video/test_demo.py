@@ -119,14 +119,6 @@ def test_a_start_runs_nothing_of_the_working_directory(python_path, tmp_path, mo
     assert not (tmp_path / "executed").exists()
 
 
-def run_example(name: str, *arguments: str) -> object:
-    """Run a script of examples/, and return its exit code."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return stopped.value.code
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
 def test_the_examples_and_the_demo_run_on_another_model(
@@ -138,9 +130,12 @@ def test_the_examples_and_the_demo_run_on_another_model(
         own = {"sampler": "scheduler", "steps": 2, "guidance_scale": 1.0}
         (folder / "turbo_rcm.json").write_text(json.dumps(SMALL | own))
     monkeypatch.chdir(tmp_path)
-    code = run_example(f"{name}_t2v.py", str(folder), "a red circle")
+    script = EXAMPLES / f"{name}_t2v.py"
+    monkeypatch.setattr(sys, "argv", [script.name, str(folder), "a red circle"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(script), run_name="__main__")
     [word] = re.findall(r"^verdict: (\w+)", capsys.readouterr().out, re.MULTILINE)
-    assert code == of_verdict(word)
+    assert stopped.value.code == of_verdict(word)
     [video] = tmp_path.glob("outputs/*/video.mp4")
     assert video.stat().st_size > 500
     if name == "cogvideox":
