@@ -568,7 +568,10 @@ def test_a_function_of_the_vae_replaced_before_is_left() -> None:
 def next_frames(model: Any, part: str, x: Any, cache: list[Any], first: bool = False) -> Any:
     """Call a coder by itself, as streaming code does."""
     first_chunk = {"first_chunk": True} if first and part == "decoder" else {}
-    return getattr(model, part)(x, feat_cache=cache, feat_idx=[0], **first_chunk)
+    index = [0]
+    out = getattr(model, part)(x, feat_cache=cache, feat_idx=index, **first_chunk)
+    assert index == [sum(frames is not None for frames in cache)]
+    return out
 
 
 @pytest.mark.parametrize(

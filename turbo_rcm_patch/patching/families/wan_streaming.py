@@ -41,43 +41,53 @@ class StreamedCoder(Replacement):
     def __call__(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
         """Run the next frames of a video, [B, C, T, H, W]."""
         block = self.coder.block
-        original = partial(original_forward(block), block, x, *args)
-        served = not args and _NAMES <= named.keys() <= {*_NAMES, "first_chunk"}
-        if compiling() or author_runs() or not served or type(named["feat_cache"]) is not list:
-            out: Tensor = original(**named)
+        original = partial(original_forward(block), block, x, *args, **named)
+        streams = not args and _NAMES <= named.keys() <= {*_NAMES, "first_chunk"}
+        if compiling() or author_runs() or not streams or type(named["feat_cache"]) is not list:
+            out: Tensor = original()
             return out
         return self._stream(original, x, **named)
 
     def _stream(
-        self, original: Any, x: Tensor, feat_cache: Any, feat_idx: Any, first_chunk: bool = False
+        self,
+        original: partial[Tensor],
+        x: Tensor,
+        *,
+        feat_cache: list[Any],
+        feat_idx: list[int],
+        first_chunk: bool = False,
     ) -> Tensor:
+        """Run the next frames behind the author's cache, and renew it.
+
+        Args:
+            original: Runs the author's forward on the same arguments.
+            x: [B, C, T, H, W].
+            feat_cache: What the causal convolutions read last, in the order in which they run.
+            feat_idx: The number of the first of them, and afterwards of what follows.
+            first_chunk: True for a video's first frame (read by Wan 2.2's shortcuts alone).
+        """
         coder = self.coder
-        convs = [
+        convs: list[Any] = [
             module
             for name, module in coder.block.named_modules()
             if kind_of(module) == "CausalConv3d" and not name.endswith("shortcut")
         ]
         part = slice(feat_idx[0], feat_idx[0] + len(convs))
-        fresh = all(frames is None for frames in feat_cache[part])
-        options = {"first_chunk": True} if first_chunk else {}
-        why = coder.why_original(x) or self._why_call(x, feat_cache[part], convs, first_chunk)
+        cached = feat_cache[part]
+        fresh = all(frames is None for frames in cached)
+        why = coder.why_original(x) or self._why_call(x, cached, convs, fresh, first_chunk)
         coder.last = why or (0, 0)
         if why:
-            out: Tensor = original(feat_cache=feat_cache, feat_idx=feat_idx, **options)
-            return out
-        session = CoderSession(coder, x)
+            return original()
         if fresh:
             frames = torch.cat([x] * 5, 2)  # A second chunk launches what the first does not.
-            scratch = CoderSession(coder, x)
-            coder.compile_ahead(x, partial(coder.run_frames, scratch, frames))
-        else:
-            held = zip(convs, feat_cache[part], strict=True)
-            session.history = {conv: _history(conv, frames, session) for conv, frames in held}
-        theirs, expected, key = [*feat_cache], None, (x.dtype, x.device.type, fresh)
-        if coder.due(key):
-            at = [*feat_idx]
-            run = partial(original, feat_cache=theirs, feat_idx=at, **options)
-            expected = coder.expected(key, run)
+            coder.compile_ahead(x, partial(coder.run_frames, CoderSession(coder, x), frames))
+        session, key = CoderSession(coder, x), (x.dtype, x.device.type, fresh)
+        for conv, frames in zip([] if fresh else convs, cached, strict=False):
+            session.history[conv] = _history(conv, frames, session)
+        theirs = [*feat_cache]
+        run = partial(original, feat_cache=theirs, feat_idx=[*feat_idx])
+        expected = coder.expected(key, run) if coder.due(key) else None
         coder.ran = Counter()
         out = coder.run_frames(session, x)
         if expected is None or coder.fits(out, expected, x):
@@ -88,18 +98,22 @@ class StreamedCoder(Replacement):
         return out
 
     def _why_call(
-        self, x: Tensor, cached: Sequence[Any], convs: Sequence[Any], first_chunk: bool
+        self,
+        x: Tensor,
+        cached: Sequence[Any],
+        convs: Sequence[Any],
+        fresh: bool,
+        first_chunk: bool,
     ) -> str:
         """Return why the fast path cannot run the next frames behind a cache, or ""."""
-        fresh = all(frames is None for frames in cached)
-        held = all(isinstance(frames, Tensor) or frames == _ZEROS for frames in cached)
-        if len(cached) != len(convs) or not (fresh or held):
+        known = fresh or all(isinstance(held, Tensor) or held == _ZEROS for held in cached)
+        if len(cached) != len(convs) or not known:
             return "feat_cache is not what the author's code writes"
         times = 2 ** sum(conv.stride[0] == 2 for conv in convs)
         if x.shape[2] != 1 if fresh else x.shape[2] % times:
             return f"{x.shape[2]} frames at once"
-        drops_frames = self.coder.part == "decoder" and self.coder.resolutions()[0].shortcut
-        if drops_frames and first_chunk != fresh:
+        skips = self.coder.part == "decoder" and self.coder.resolutions()[0].shortcut
+        if skips and first_chunk != fresh:
             return f"first_chunk is {first_chunk}"
         shared = self.coder.decode_group().size > 1
         return "the ranks of a group run whole videos together" if shared else ""
