@@ -29,7 +29,7 @@ LINEAR_EPS: Final = 1e-5
 
 def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
     """Average x [B, H, N, D] over blocks of tokens; the last block may be shorter."""
-    sums = _blocks_of(x, block).sum(2).unflatten(0, x.shape[:2])
+    sums = _blocks_of(x, block).sum(2).view(*x.shape[:2], -1, x.shape[3])
     counts = torch.full((sums.shape[2], 1), block, dtype=x.dtype, device=x.device)
     counts[-1] -= -x.shape[2] % block
     return sums / counts
