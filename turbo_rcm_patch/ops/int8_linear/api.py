@@ -97,7 +97,7 @@ def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
-        return tuple(launch(x))
+        return launch(x)
     data, scale = quantized_rows(x)
     return F.pad(data, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
