@@ -4,6 +4,7 @@ autocast, and how torch sees it (schema, fake, compilation)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,35 +37,35 @@ INT8, EXACT = (AttentionSpec(heads=HEADS, attention=name) for name in ("int8", "
 SAGE = AttentionSpec(heads=HEADS, attention="sage")
 TABLE = torch.randn(5, CHANNELS // HEADS)
 
-#: Operations by name, each as a function of changes to good arguments.
+QKV = {"q": X, "k": X, "v": X}
+
+
+def _fused(norm_q: Tensor | None = None, **arguments: Any) -> Tensor:
+    return attention_project_skip(norms=Norms(q=norm_q), **arguments)
+
+
+#: Operations by name, each with good arguments, which keywords of a call replace.
 CALLS: dict[str, Callable[..., Any]] = {
-    "skip": lambda **g: ops.skip(**{"residual": X, "branch": X} | g),
-    "norm": lambda **g: ops.norm_modulate(**{"x": X, "scale": ROW, "shift": ROW} | g),
-    "rows": lambda **g: ops.norm_modulate_rows(**{"x": X, "scale": ROW, "shift": ROW} | g),
-    "gelu": lambda **g: ops.linear_gelu(**{"x": X, "weight": SQUARE, "bias": ROW} | g),
-    "int8": lambda **g: ops.int8_linear(
-        **{"x": X, "weight_int8": WEIGHT, "weight_scale": SCALE, "bias": ROW} | g
+    "skip": partial(ops.skip, residual=X, branch=X),
+    "norm": partial(ops.norm_modulate, x=X, scale=ROW, shift=ROW),
+    "rows": partial(ops.norm_modulate_rows, x=X, scale=ROW, shift=ROW),
+    "gelu": partial(ops.linear_gelu, x=X, weight=SQUARE, bias=ROW),
+    "int8": partial(ops.int8_linear, x=X, weight_int8=WEIGHT, weight_scale=SCALE, bias=ROW),
+    "weight": partial(ops.quantize_weight, weight=SQUARE),
+    "attention": partial(ops.attention_skip, **QKV, spec=INT8, residual=X, norm_q=ROW),
+    "lse": partial(attention_lse, **QKV, spec=INT8),
+    "fused": partial(
+        _fused, **QKV, weight=SQUARE, bias=ROW, spec=INT8, residual=X, form="one-launch"
     ),
-    "weight": lambda **g: ops.quantize_weight(**{"weight": SQUARE} | g),
-    "attention": lambda **g: ops.attention_skip(
-        **{"q": X, "k": X, "v": X, "spec": INT8, "residual": X, "norm_q": ROW} | g
+    "sparse": partial(
+        ops.sparse_linear_attention, **QKV, weight=torch.eye(8), bias=None, spec=INT8,
+        sparsity=Sparsity(topk=0.5),
     ),
-    "lse": lambda **g: attention_lse(**{"q": X, "k": X, "v": X, "spec": INT8} | g),
-    "fused": lambda norm_q=None, **g: attention_project_skip(
-        norms=Norms(q=norm_q),
-        **{"q": X, "k": X, "v": X, "weight": SQUARE, "bias": ROW, "spec": INT8, "residual": X}
-        | {"form": "one-launch"}
-        | g,
+    "sageattn": partial(
+        sageattn, **dict.fromkeys("qkv", X.unflatten(2, (HEADS, -1)).transpose(1, 2))
     ),
-    "sparse": lambda **g: ops.sparse_linear_attention(
-        **{"q": X, "k": X, "v": X, "weight": torch.eye(8), "bias": None, "spec": INT8}
-        | {"sparsity": Sparsity(topk=0.5)}
-        | g
-    ),
-    "sageattn": lambda **g: sageattn(
-        **dict.fromkeys(("q", "k", "v"), X.unflatten(2, (HEADS, -1)).transpose(1, 2)) | g
-    ),
-}
+}  # fmt: skip
+ALL_BUT_WEIGHT = [name for name in CALLS if name != "weight"]
 #: Argument -> the operations that have it.
 HAVE = {
     "impl": "skip norm rows int8 weight",
@@ -287,8 +288,8 @@ def _tensor_of(call: str, argument: str) -> Tensor:
         return X.unflatten(2, (HEADS, -1)).transpose(1, 2).contiguous()
     if call == "sparse" and argument in ("weight", "bias"):
         return torch.eye(8) if argument == "weight" else torch.ones(8)
-    found: Tensor = good.get(argument, X)
-    return found
+    tensor: Tensor = good.get(argument, X)
+    return tensor
 
 
 @pytest.mark.parametrize(("call", "argument"), DIFFERENTIABLE)
@@ -338,9 +339,9 @@ def _several(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+@pytest.mark.parametrize("call", ALL_BUT_WEIGHT)
 def test_an_empty_batch_gives_an_empty_result(call: str) -> None:
-    empty = dict.fromkeys(("q", "k", "v"), (FOUR if call == "sageattn" else X)[:0])
+    empty = dict.fromkeys("qkv", (FOUR if call == "sageattn" else X)[:0])
     if call in ("skip", "norm", "rows", "gelu", "int8"):
         empty = dict.fromkeys(("residual", "branch") if call == "skip" else ("x",), X[:0])
     elif call in ("attention", "fused"):
@@ -358,7 +359,7 @@ def test_a_bias_may_have_another_dtype(call: str) -> None:
     assert wide.dtype == torch.bfloat16 and relative_l2(wide, narrow) < 0.01
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+@pytest.mark.parametrize("call", ALL_BUT_WEIGHT)
 @pytest.mark.parametrize("attention", ["int8", "exact"])
 def test_autocast_changes_no_operation(call: str, attention: str) -> None:
     """Its contract says in which dtype it multiplies; bf16 in the place of fp32 is 1e-3 away."""
@@ -435,7 +436,7 @@ def test_schema_fake_and_dispatch_are_right_and_it_compiles_without_a_break(name
         assert a.stride() == b.stride() and torch.equal(a, b)
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+@pytest.mark.parametrize("call", ALL_BUT_WEIGHT)
 def test_a_public_function_compiles_without_a_break(call: str) -> None:
     argument = "q" if call in HAVE["q"].split() else "branch" if call == "skip" else "x"
     value = _tensor_of(call, argument)
