@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,14 +38,12 @@ class Compiled:
         self._name = name
 
     def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        _WRITTEN.append((self._name, (x, y, z), _flat(rest[4:])))
+        _WRITTEN.append((self._name, (x, y, z), flat(rest[4:])))
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
-    """Return values with those of tuples, at any depth, in their place."""
-    return [
-        one for value in values for one in (_flat(value) if isinstance(value, tuple) else [value])
-    ]
+def flat(value: Any) -> list[Any]:
+    """Return a value, or those of a tuple at any depth."""
+    return [x for part in value for x in flat(part)] if isinstance(value, tuple) else [value]
 
 
 def needs_hopper_kernels() -> None:
@@ -64,8 +62,8 @@ def write_down_launches(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     def launcher(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def start(**arguments: Any) -> Compiled:
-            values = [arguments[name] for name in kernel.arg_names]
-            _WRITTEN.append((kernel.__name__, (*grid, 1, 1)[:3], _flat(values)))
+            values = tuple(arguments[name] for name in kernel.arg_names)
+            _WRITTEN.append((kernel.__name__, (*grid, 1, 1)[:3], flat(values)))
             return Compiled(kernel.__name__)
 
         return start

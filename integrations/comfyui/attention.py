@@ -88,7 +88,7 @@ class Settings:
 
     def __str__(self) -> str:
         ways: dict[str, Counter[str]] = {}
-        for (how, why), count in sorted(self.ran.items(), key=lambda one: -one[1]):
+        for (how, why), count in self.ran.most_common():
             ways.setdefault(how, Counter())[why] += count
         parts = []
         for how, reasons in ways.items():

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from tests.inputs import attention_inputs
-from tests.launches import Log, write_down_launches
+from tests.launches import Log, flat, write_down_launches
 from turbo_rcm_patch.ops.launch import compile_ahead
 from turbo_rcm_patch.ops.numerics import quantize_rows
 from turbo_rcm_patch.ops.replay import keep_for_replay, recorder, replayed
@@ -55,13 +55,6 @@ def place(tensor: Tensor) -> tuple[int, int]:
     return storage(tensor), tensor.untyped_storage().nbytes()
 
 
-def flat(result: Any) -> list[Tensor]:
-    """The tensors of what a launcher returned."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [t for part in result for t in flat(part)] if isinstance(result, tuple) else []
-
-
 def labelled(
     launches: Log, fresh: Log, inputs: list[Tensor], result: Any
 ) -> list[tuple[Any, ...]]:
@@ -69,7 +62,7 @@ def labelled(
     or the n-th scratch buffer that was seen. An address is what stands where a launcher gave
     memory in `fresh`."""
     places = [(f"input {i}", t) for i, t in enumerate(inputs)]
-    places += [(f"output {i}", t) for i, t in enumerate(flat(result))]
+    places += [(f"output {i}", t) for i, t in enumerate(flat(result)) if t is not None]
     scratch: dict[int, int] = {}
 
     def label(at: int) -> tuple[str, int]:
@@ -124,10 +117,11 @@ def compare(log: Log, call: Call, make: Make) -> int:
     fresh = list(log)
     assert not was_replayed(fresh)
     log.clear()
-    assert [(t.shape, t.stride(), t.dtype) for t in flat(result)] == [
-        (t.shape, t.stride(), t.dtype) for t in flat(expected)
-    ]
-    assert type(result) is type(expected)
+    forms, expected_forms = (
+        [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in flat(of)]
+        for of in (result, expected)
+    )
+    assert forms == expected_forms and type(result) is type(expected)
     assert labelled(replays, fresh, inputs, result) == labelled(fresh, fresh, inputs, expected)
     return len(fresh)
 

@@ -382,8 +382,8 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
-    """Return True while a CUDA graph is captured; tests replace this function."""
+def capturing(tensor: torch.Tensor) -> bool:
+    """Return True while a CUDA graph is captured, when nothing may wait for the device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -451,7 +451,7 @@ def _keep(programs: _Programs, signature: Any, recorder: Recorder, result: Any) 
     program, known = recorder.program(result), programs.get(signature, 0)
     if program is not None:
         programs[signature] = [*(known if isinstance(known, list) else []), program]
-    elif not isinstance(known, list) and not _capturing(recorder.inputs[0]):
+    elif not isinstance(known, list) and not capturing(recorder.inputs[0]):
         # In a captured graph constants belong to the graph, so a failure there does not count.
         attempts = (known or 0) + 1
         programs[signature] = attempts if attempts < _ATTEMPTS else None

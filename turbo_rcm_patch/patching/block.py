@@ -19,11 +19,11 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import compile_ahead
+from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
 from turbo_rcm_patch.patching.plain import (
     GRADIENT,
     Replacement,
-    capturing,
     compiling,
     original_class,
     original_forward,

@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
+from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord, When
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
@@ -55,7 +56,7 @@ from turbo_rcm_patch.patching.measure import (
     shares,
     why_cannot_run,
 )
-from turbo_rcm_patch.patching.plain import capturing, original_class
+from turbo_rcm_patch.patching.plain import original_class
 
 _log = logging.getLogger(__name__)
 

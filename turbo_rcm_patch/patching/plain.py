@@ -268,11 +268,6 @@ def drops(module: nn.Module) -> bool:
     return module.training and float(getattr(module, "p", 0.0)) > 0.0
 
 
-def capturing(x: Tensor) -> bool:
-    """Return True while a CUDA graph is captured, when nothing may wait for the device."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def casts_itself(device: torch.device) -> bool:
     """Return True if autocast is on for a device. The meta device has none, and torch raises."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

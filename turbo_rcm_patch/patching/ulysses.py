@@ -29,8 +29,9 @@ from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops.attention import api as attention
 from turbo_rcm_patch.ops.formats import NO_NORMS, Norms, Rotary
+from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching import symmetric
-from turbo_rcm_patch.patching.plain import capturing, compiling
+from turbo_rcm_patch.patching.plain import compiling
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.block import PatchedBlock

@@ -476,23 +476,22 @@ def launch_kernel(
     linear: LinearInputs,
     *,
     schedule: KernelSchedule | None = None,
-    permuted: bool | None = None,
 ) -> None:
     """Write gelu(x @ weight^T + bias) into y [B, N, Cout], which is dense.
 
     x [B, N, K] int8; weight int8 [Cout, K] dense, aligned to 16 bytes, with K padded as in x; its
-    scale [Cout], or [ceil(Cout / 128), ceil(K / 128)]. `schedule` and `permuted` (the order of
-    columns) replace the choice, for tuning.
+    scale [Cout], or [ceil(Cout / 128), ceil(K / 128)]. `schedule` replaces the choice of one for
+    a scale per row, for tuning.
     """
     weight, weight_scale, bias, activation = linear
     weight_scale, gelu = weight_scale.contiguous(), activation == "gelu-tanh"
     batch, n_tokens, channels = x.data.shape
     features = weight.shape[0]
     blocks = weight_scale.dim() == 2
+    if blocks:
+        schedule = _BLOCK_SCALED
     schedule = schedule or schedule_for(channels, features, gelu=gelu)
-    schedule = _BLOCK_SCALED if blocks else schedule
-    if permuted is None:
-        permuted = features % 32 == 0
+    permuted = features % 32 == 0
     tile_m, tile_n = schedule.tile
     tiles = batch * cdiv(n_tokens, tile_m) * cdiv(features, tile_n)
     describe = describe_weight if permuted else describe_rows
