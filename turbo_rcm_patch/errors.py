@@ -34,6 +34,7 @@ __all__ = [
     "OutputError",
     "OutputExistsError",
     "PatchError",
+    "PlanError",
     "SamplingError",
     "ShapeError",
     "TurboRCMError",
@@ -125,6 +126,10 @@ class OffloadedError(PatchError, RuntimeError):
 
 class DroppedWeightError(PatchError, RuntimeError):
     """A write was attempted into a weight that exists only in int8."""
+
+
+class PlanError(PatchError, ValueError):
+    """A plan is damaged, or was made for another model or other options."""
 
 
 class ContextParallelError(PatchError, RuntimeError):
