@@ -132,7 +132,9 @@ def _make_share(
     times: list[tuple[float, float, int]] = []
     with (
         store.lock_folder(out) if first and _is_folder(out) else nullcontext(),
-        patched(pipe, command.config) if command.patch else nullcontext() as report,
+        patched(pipe, command.config, plan=command.plan)
+        if command.patch
+        else nullcontext() as report,
         _together(pipe, command),
     ):
         with bars() if first else nullcontext(_show_nothing) as progress:

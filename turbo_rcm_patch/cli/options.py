@@ -80,6 +80,7 @@ class Run(Patched):
         device: cpu, cuda or cuda:N. Without it a GPU if there is one.
         offload: Keep only one component (model), one block of a transformer and one layer of the
             rest (group), or one layer (sequential) on the GPU at a time.
+        plan: File that `plan` wrote: how each block runs, with the options that it was made with.
         settings: The fields of `Settings` that were given.
     """
 
@@ -89,6 +90,7 @@ class Run(Patched):
     image: Path | None = field(default=None, metadata=_FILE)
     device: str | None = None
     offload: Literal["none", "model", "group", "sequential"] = "none"
+    plan: Path | None = field(default=None, metadata=_FILE)
     settings: Mapping[str, Any] = field(default_factory=dict, metadata=_HIDDEN)
 
     def __post_init__(self) -> None:
@@ -212,6 +214,26 @@ class Judge(Command):
         for name in ("baseline", "candidate"):
             if getattr(self, name) is None:
                 raise ConfigError(f"--{name}", expected="a folder of clips", got="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Run):
+    """Decide once how each block of a model runs, and write it to a file.
+
+    Makes a video of each prompt and keeps none. Each block gets what the guard decides on the
+    hardest of them. `generate --plan`, `compare --plan` and patch_model(model, plan=FILE) then
+    measure nothing, and give the same bits in every process, whatever it made first.
+
+    examples:
+      turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json
+      turbo-rcm-patch generate --model PATH --prompts prompts.txt --plan wan.json --out videos
+
+    Attributes:
+        out: The file to write.
+    """
+
+    interrupted = "Interrupted. Nothing was written."
+    out: Path = field(default=Path("plan.json"), metadata=_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,5 +373,5 @@ class Demo(Command):
 #: Name of a command -> its options.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     command.__name__.lower(): command
-    for command in (Generate, Compare, Judge, Pairs, Convert, Precompile, Doctor, Demo)
+    for command in (Generate, Compare, Judge, Plan, Pairs, Convert, Precompile, Doctor, Demo)
 }
