@@ -80,7 +80,6 @@ class Run(Patched):
         device: cpu, cuda or cuda:N. Without it a GPU if there is one.
         offload: Keep only one component (model), one block of a transformer and one layer of the
             rest (group), or one layer (sequential) on the GPU at a time.
-        plan: File that `plan` wrote: how each block runs, with the options that it was made with.
         settings: The fields of `Settings` that were given.
     """
 
@@ -90,7 +89,6 @@ class Run(Patched):
     image: Path | None = field(default=None, metadata=_FILE)
     device: str | None = None
     offload: Literal["none", "model", "group", "sequential"] = "none"
-    plan: Path | None = field(default=None, metadata=_FILE)
     settings: Mapping[str, Any] = field(default_factory=dict, metadata=_HIDDEN)
 
     def __post_init__(self) -> None:
@@ -122,6 +120,7 @@ class Generate(Run):
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
+        plan: How each block runs: a file that `plan` wrote. Patch options are those of the plan.
         cfg_parallel: Under torchrun: all processes make each video together, and two groups of
             them share the two forwards of a step with guidance.
         ulysses: Under torchrun: so many processes share the tokens of each forward.
@@ -131,8 +130,14 @@ class Generate(Run):
     out: Path = Path("outputs/generate")
     resume: bool = False
     patch: bool = True
+    plan: Path | None = field(default=None, metadata=_FILE)
     cfg_parallel: bool = False
     ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plan is not None and not self.patch:
+            raise ConfigError("--plan", expected="a model that is patched", got="--no-patch")
 
     @property
     def together(self) -> bool:
@@ -221,8 +226,8 @@ class Plan(Run):
     """Decide once how each block of a model runs, and write it to a file.
 
     Makes a video of each prompt and keeps none. Each block gets what the guard decides on the
-    hardest of them. `generate --plan`, `compare --plan` and patch_model(model, plan=FILE) then
-    measure nothing, and give the same bits in every process, whatever it made first.
+    hardest of them. `generate --plan FILE` and patch_model(model, plan=FILE) then measure
+    nothing, and give the same bits in every process, whatever it made first.
 
     examples:
       turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json
