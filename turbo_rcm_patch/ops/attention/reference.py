@@ -162,7 +162,6 @@ def sdpa_attention(
 
     The masks are those of `exact_attention`.
     """
-    q, k, v = without_overlap(q), without_overlap(k), without_overlap(v)
     if kv_lengths is None:
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
     n_q, n_kv = q.shape[2], k.shape[2]
