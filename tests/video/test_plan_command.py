@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.video.conftest import undrawn
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.patching.plan import Plan
@@ -64,3 +65,18 @@ def test_a_plan_that_does_not_fit_is_told(
     assert says in capsys.readouterr().err
     assert main(["plan", *model, "--no-guard", "--out", str(tmp_path / "none.json")]) == 2
     assert "no plan" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
+
+
+def test_a_comparison_judges_a_plan(micro_folder: Path, tmp_path: Path, capsys) -> None:
+    model = ["--model", str(micro_folder), *QUICK, "--steps", "1", "--prompt", "a red circle"]
+    file, out = tmp_path / "plan.json", tmp_path / "out"
+    assert main(["plan", *model, "--out", str(file)]) == 0
+    with undrawn():
+        assert main(["compare", *model, "--plan", str(file), "--out", str(out)]) != 2
+        held = json.loads((out / "metrics.json").read_text())
+        assert held["identity"]["plan"] == str(Plan.load(file))
+        compared = [each for each in held["patch"]["guard"] if "blocks" in each["path"]]
+        assert {each["when"] for each in compared} == {"last"}, "no first forward"
+        backend = ["--attention-backend", "native", "--out", str(tmp_path / "other")]
+        assert main(["compare", *model, "--plan", str(file), *backend]) == 2
+    assert "got:      plan" in capsys.readouterr().err

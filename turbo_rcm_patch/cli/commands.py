@@ -56,6 +56,7 @@ def run_comparison(command: options.Compare) -> Judged:
             seed=command.seed,
             config=command.config,
             attention_backend=command.attention_backend,
+            plan=command.plan,
             settings=generation.settings_for(pipe, **command.settings),
             network_number=command.network_number,
             fresh=command.fresh,

@@ -172,6 +172,7 @@ class Compare(Run):
             that cannot be done, and the verdict is at best "undecided".
         attention_backend: Judge this attention backend of diffusers (sage, flash, ...) in place of
             the patch.
+        plan: How each block runs: a file that `plan` wrote. Patch options are those of the plan.
     """
 
     interrupted = _CONTINUED
@@ -179,6 +180,7 @@ class Compare(Run):
     fresh: bool = False
     network_number: bool = True
     attention_backend: str | None = field(default=None, metadata={"metavar": "NAME"})
+    plan: Path | None = field(default=None, metadata=_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +228,8 @@ class Plan(Run):
     """Decide once how each block of a model runs, and write it to a file.
 
     Makes a video of each prompt and keeps none. Each block gets what the guard decides on the
-    hardest of them. `generate --plan FILE` and patch_model(model, plan=FILE) then measure
-    nothing, and give the same bits in every process, whatever it made first.
+    hardest of them. `generate` and `compare` with --plan, and patch_model(model, plan=FILE), then
+    measure nothing, and give the same bits in every process, whatever it made first.
 
     examples:
       turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json

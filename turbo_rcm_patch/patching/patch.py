@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig, chosen_config
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     DeviceError,
@@ -47,7 +47,14 @@ from turbo_rcm_patch.patching.int8_linears import (
 )
 from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import judge_classes
-from turbo_rcm_patch.patching.plan import Plan, apply, is_planned, plan_note, plan_of
+from turbo_rcm_patch.patching.plan import (
+    Plan,
+    apply,
+    config_and_plan,
+    is_planned,
+    plan_note,
+    plan_of,
+)
 from turbo_rcm_patch.patching.record import (
     PatchRecord,
     holds_patch,
@@ -103,19 +110,7 @@ def patch_model(
         CheckpointError: The model's configuration says that it has SLA, but its `proj_l` are not
             attached.
     """
-    return _patch(model, *_chosen(config, plan, options), [])
-
-
-def _chosen(
-    config: PatchConfig | None, plan: Plan | str | Path | None, options: dict[str, object]
-) -> tuple[PatchConfig, Plan | None]:
-    """Return the options and the plan that a call names."""
-    if plan is None:
-        return chosen_config(config, options), None
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    config = chosen_config(plan.config if config is None else config, options)
-    plan.check_config(config)
-    return config, plan
+    return _patch(model, *config_and_plan(config, plan, options), [])
 
 
 def _patch(
@@ -206,7 +201,7 @@ def patched(
     records: list[PatchRecord] = []  # The pipeline may hold other components later.
     failed = True
     try:
-        yield _patch(model, *_chosen(config, plan, options), records)
+        yield _patch(model, *config_and_plan(config, plan, options), records)
         failed = False
     finally:
         try:

@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import PatchConfig, chosen_config
 from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.files import read_json, write_json
@@ -154,6 +156,13 @@ class Plan:
         write_json(path, held | {"made_with": dict(self.made_with)})
         return path
 
+    def of_each(self, networks: Mapping[str, nn.Module]) -> dict[nn.Module, Plan]:
+        """Return a plan for each network of a pipeline alone."""
+        return {
+            network: Plan({"": self.networks[name]}, self.config, self.made_with)
+            for name, network in networks.items()
+        }
+
     def check_config(self, config: PatchConfig) -> None:
         """Raise a PlanError that names the options which are not the plan's."""
         differ = [
@@ -221,6 +230,25 @@ def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
             raise ValueError(f"{name}: shares {shares}")
         planned[name] = PlannedBlock(Level[block["level"].upper()], shares)
     return NetworkPlan(blocks=planned, **sizes)
+
+
+def config_and_plan(
+    config: PatchConfig | None,
+    plan: Plan | str | Path | None,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[PatchConfig, Plan | None]:
+    """Return the options and the plan that a caller names. Without options they are the plan's.
+
+    Raises:
+        ConfigError: An option does not exist, or has an invalid value.
+        PlanError: The plan is damaged, or has other options.
+    """
+    if plan is None:
+        return chosen_config(config, options), None
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    config = chosen_config(plan.config if config is None else config, options)
+    plan.check_config(config)
+    return config, plan
 
 
 def is_planned(record: PatchRecord) -> bool:
