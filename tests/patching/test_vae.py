@@ -364,6 +364,9 @@ LAYERS, BLOCKS = "its layers are not the author's", "its blocks are not the auth
 CONVOLUTION = "its stride, padding, groups or dilation are not the author's"
 RESNETS = "ResidualBlock ResnetBlock3D"
 WANS = tuple(vae for vae in VAES if vae is not COGVIDEOX)
+#: Functions of torch, and the VAEs that run them.
+FUNCTIONS = dict.fromkeys(("conv2d", "conv3d", "interpolate", "pad", "silu"), VAES)
+FUNCTIONS |= {"normalize": WANS, "group_norm": (COGVIDEOX,), "avg_pool1d": (COGVIDEOX,)}
 #: A change of the decoder, the VAEs that have it, and why the author's code runs; "" where it
 #: changes the encoder too.
 CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
@@ -432,11 +435,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
         ),
         (COGVIDEOX,), "",
     ),
-    **{name: (replaces(nn.functional, name), VAES, "")
-       for name in ("conv2d", "conv3d", "interpolate", "pad", "silu")},
-    "normalize": (replaces(nn.functional, "normalize"), WANS, ""),
-    "group_norm": (replaces(nn.functional, "group_norm"), (COGVIDEOX,), ""),
-    "avg_pool1d": (replaces(nn.functional, "avg_pool1d"), (COGVIDEOX,), ""),
+    **{name: (replaces(nn.functional, name), vaes, "") for name, vaes in FUNCTIONS.items()},
     "conv-of-class": (replaces(nn.Conv3d, "_conv_forward"), VAES, ""),
     "upsample-of-class": (replaces(nn.Upsample, "forward"), WANS, ""),
     **{name: (replaces(None, name), DIFFUSERS, "") for name in ("_decode", "_encode")},
@@ -473,6 +472,7 @@ def test_a_change_counts_before_and_after_patching(name: str, vae: VAE, before: 
             for a, b in zip(as_made, expected, strict=True)
         ]
         assert any(changed)
+        assert name not in FUNCTIONS or f"{name} was replaced" in report.ran()["decoder"]
         return
     assert torch.equal(results[0], expected[0])
     assert reason in report.ran()["decoder"]
