@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     FamilyError,
     NotPatchedError,
+    ShapeError,
     UnknownArchitectureError,
 )
 from turbo_rcm_patch.ops.conv3d.api import conv3d
@@ -139,6 +141,11 @@ def test_the_bits_do_not_depend_on_the_frames_at_once(
         monkeypatch.setattr(wan_coders, "_FRAMES", room)
         assert torch.equal(decode(model, z), expected[0])
         assert torch.equal(encode(model, x), expected[1])
+    if vae is WAN:
+        cache: list[Any] = [None] * 64
+        split = model.post_quant_conv(z).split(1, 2)
+        chunks = [next_frames(model, "decoder", frame, cache) for frame in split]
+        assert torch.equal(torch.cat(chunks, 2).clamp(-1.0, 1.0), expected[0])
 
 
 @diffusers
@@ -549,10 +556,75 @@ def test_a_function_of_the_vae_replaced_before_is_left() -> None:
     assert any("replaced by other code" in pair.reason for pair in report.pairs)
 
 
-def test_the_coder_called_by_itself_is_the_authors() -> None:
-    model, twin, z = WAN.model(), WAN.model(), WAN.latent(1)
+def next_frames(model: Any, part: str, x: Any, cache: list[Any], first: bool = False) -> Any:
+    """Call a coder by itself, as streaming code does."""
+    first_chunk = {"first_chunk": True} if first and part == "decoder" else {}
+    index = [0]
+    out = getattr(model, part)(x, feat_cache=cache, feat_idx=index, **first_chunk)
+    assert index == [sum(frames is not None for frames in cache)]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("vae", "part", "chunks"),
+    [
+        *((vae, "decoder", [1, 1, 2, 3]) for vae in (WAN, WAN_RESIDUAL, ORIGINAL)),
+        *((vae, "encoder", [1, 4, 8]) for vae in (WAN, WAN_RESIDUAL)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_coder_called_chunk_by_chunk_is_fast(vae: VAE, part: str, chunks: list[int]) -> None:
+    model, twin = vae.model(), vae.model()
+    start = next(x for x in getattr(model, part).modules() if "CausalConv3d" in type(x).__name__)
+    x = torch.randn(
+        2, start.in_channels, sum(chunks), *((6, 8) if part == "decoder" else (16, 32))
+    )
+    report = patch_model(model)
+    theirs, ours, both = [None] * 64, [None] * 64, [None] * 64
+    for index, frames in enumerate(x.split(chunks, 2)):
+        first = not index
+        expected = next_frames(twin, part, frames, theirs, first)
+        assert error(next_frames(model, part, frames, ours, first), expected) < FUSION
+        assert report.ran()[part].startswith("channels-last")
+        either = (model, twin)[index % 2]
+        out = next_frames(either, part, frames, both, first).contiguous()
+        assert error(out, expected) < FUSION
+    assert [record.verdict for record in report.guard] == ["kept", "kept"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "change", "reason"),
+    [
+        (2, lambda model, cache: cache.__setitem__(slice(None), [None] * 64), "2 frames at once"),
+        (1, lambda model, cache: cache.__setitem__(5, None), "feat_cache"),
+        (1, lambda model, cache: hooked(model.decoder), "torch hooks"),
+        (1, lambda model, cache: hooked(model.decoder.mid_block), "torch hooks"),
+        (1, lambda model, cache: model.decoder.compile(backend="eager"), None),
+    ],
+)
+def test_other_calls_of_a_coder_are_the_authors(frames: int, change: Any, reason: Any) -> None:
+    model, twin = WAN.model(), WAN.model()
+    report = patch_model(model)
+    cache: list[Any] = [None] * 64
+    next_frames(model, "decoder", WAN.latent(1), cache, first=True)
+    change(model, cache)
+    copied, x = [*cache], WAN.latent(frames)
+    assert torch.equal(
+        next_frames(model, "decoder", x, cache), next_frames(twin, "decoder", x, copied)
+    )
+    assert reason is None or reason in report.ran()["decoder"]
+    assert torch.equal(model.decoder(x), twin.decoder(x))
+
+
+def test_a_cache_of_another_size_is_refused_and_kept() -> None:
+    model = WAN.model()
     patch_model(model)
-    assert torch.equal(model.decoder(z), twin.decoder(z))
+    cache: list[Any] = [None] * 64
+    next_frames(model, "decoder", WAN.latent(1), cache, first=True)
+    before = [*cache]
+    with pytest.raises(ShapeError, match="Begin each video with an empty cache"):
+        next_frames(model, "decoder", WAN.latent(1, width=5), cache)
+    assert all(map(operator.is_, cache, before))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -593,6 +665,15 @@ def test_the_guard_gives_a_wrong_decoder_back(vae: VAE, monkeypatch: pytest.Monk
     assert torch.equal(decode(model, z), expected)
     assert report.guard[0].verdict == "runs the original code"
     assert "a row of pixels" in report.guard[0].where
+    if vae is WAN:
+        model, twin, caches = vae.model(), vae.model(), ([None] * 64, [None] * 64)
+        report = patch_model(model)
+        for index, frame in enumerate(z.split(1, 2)):
+            out, theirs = (
+                next_frames(one, "decoder", frame, cache, not index)
+                for one, cache in zip((model, twin), caches, strict=True)
+            )
+            assert torch.equal(out, theirs)
     monkeypatch.undo()
     assert torch.equal(decode(model, z), expected)
     assert "row" in report.ran()["decoder"] and len(report.guard) == 1

@@ -52,6 +52,7 @@ def cached(conv: Any, x: Tensor, cache: Any, index: list[int]) -> Tensor:
     if cache is None:
         return conv(x)
     before, at = cache[index[0]], index[0]
+    before = x[:, :, :0] if isinstance(before, str) else before
     index[0] += 1
     cache[at] = (x if before is None else torch.cat([before, x], 2))[:, :, -2:]
     return conv(x, before)
@@ -83,7 +84,7 @@ class Resample(nn.Module):
             at, before = feat_idx[0], feat_cache[feat_idx[0]]
         if in_time and self.mode == "upsample3d":
             if before is None:  # the first frame
-                feat_cache[at], feat_idx[0] = x[:, :, :0], at + 1
+                feat_cache[at], feat_idx[0] = "Rep", at + 1
             else:
                 y = cached(self.time_conv, x, feat_cache, feat_idx)
                 x = y.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4, 5).flatten(2, 3)

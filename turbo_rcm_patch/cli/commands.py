@@ -20,18 +20,18 @@ from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.result import Judged
 
 
-def compare(given: options.Compare) -> int:
+def compare(command: options.Compare) -> int:
     """Compare, then print the verdict and the path of the report."""
-    return of_verdict(run_comparison(given).verdict)
+    return of_verdict(run_comparison(command).verdict)
 
 
-def run_comparison(given: options.Compare) -> Judged:
+def run_comparison(command: options.Compare) -> Judged:
     """Compare, and print the verdict and the path of the report.
 
     Raises:
         ConfigError: Among others: torchrun started several processes.
     """
-    prompts = read_prompts(given)
+    prompts = read_prompts(command)
     if (world := Processes.here().world) > 1:
         raise ConfigError(
             "compare under torchrun",
@@ -41,41 +41,41 @@ def run_comparison(given: options.Compare) -> Judged:
             "and give their folders to `judge`",
         )
     # What would fail at the end fails before a model is loaded.
-    store.check_out(given.out, fresh=given.fresh)
-    check_inputs(given)
-    pipe = load(given, given.device)
+    store.check_out(command.out, fresh=command.fresh)
+    check_inputs(command)
+    pipe = load(command, command.device)
     with bars() as progress:
         result = comparison.compare(
             pipe,
             prompts,
-            images=given.image,
-            out=given.out,
-            seed=given.seed,
-            config=given.config,
-            attention_backend=given.attention_backend,
-            settings=generation.settings_for(pipe, **given.settings),
-            network_number=given.network_number,
-            fresh=given.fresh,
+            images=command.image,
+            out=command.out,
+            seed=command.seed,
+            config=command.config,
+            attention_backend=command.attention_backend,
+            settings=generation.settings_for(pipe, **command.settings),
+            network_number=command.network_number,
+            fresh=command.fresh,
             progress=progress,
-            command=given.command_line,
+            command=command.command_line,
         )
     print(result)
     return result
 
 
-def judge(given: options.Judge) -> int:
+def judge(command: options.Judge) -> int:
     """Judge videos, then print the verdict; what could not be judged decides the exit code."""
-    assert given.baseline and given.candidate  # `Judge` has checked it
+    assert command.baseline and command.candidate  # `Judge` has checked it
     with bars() as progress:
         result = judging.judge_folders(
-            given.baseline,
-            given.candidate,
-            given.control,
-            out=given.out,
-            fps=given.fps,
-            fresh=given.fresh,
+            command.baseline,
+            command.candidate,
+            command.control,
+            out=command.out,
+            fps=command.fps,
+            fresh=command.fresh,
             progress=progress,
-            command=given.command_line,
+            command=command.command_line,
         )
     print(result)
     return USAGE if result.refused else of_verdict(result.verdict)

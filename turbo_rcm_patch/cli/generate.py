@@ -90,8 +90,8 @@ def name_videos(command: options.Generate, prompts: list[str]) -> list[Video]:
         return [*map(Video, prompts, seeds, paths)]
     if len(prompts) > 1 or out.suffix.lower() not in ENDINGS:
         many = f"a folder, because there are {len(prompts)} prompts"
-        one = f"a folder, or a file that ends in one of {ENDINGS}"
-        raise SamplingError("--out", expected=many if len(prompts) > 1 else one, got=str(out))
+        single = f"a folder, or a file that ends in one of {ENDINGS}"
+        raise SamplingError("--out", expected=many if len(prompts) > 1 else single, got=str(out))
     store.check_note(out)
     return [Video(prompts[0], command.seed, out)]
 
@@ -145,7 +145,7 @@ def _make_share(
 
                 try:
                     with reraise_interrupts():
-                        made = generation.generate(
+                        generated = generation.generate(
                             pipe,
                             video.prompt,
                             image=image,
@@ -153,9 +153,15 @@ def _make_share(
                             settings=settings,
                             on_step=on_step,
                         )
-                        times.append((made.seconds, made.decode_seconds, made.peak_bytes or 0))
+                        times.append(
+                            (
+                                generated.seconds,
+                                generated.decode_seconds,
+                                generated.peak_bytes or 0,
+                            )
+                        )
                         if writes:
-                            _write(made, video, records[video])
+                            _write(generated, video, records[video])
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
                     raise
                 except Exception as error:
@@ -230,14 +236,14 @@ def _together(pipe: VideoPipeline, command: options.Generate) -> AbstractContext
     return parallel(pipe, cfg=2 if command.cfg_parallel else 1, ulysses=command.ulysses)
 
 
-def _write(made: generation.Generation, video: Video, record: dict[str, object]) -> None:
+def _write(generated: generation.Generation, video: Video, record: dict[str, object]) -> None:
     """Write a video, and beside it how it was made."""
     store.forget_made(video.path)  # A note never stands beside another video.
-    made.save(video.path)
-    frames = len(made.frames)
+    generated.save(video.path)
+    frames = len(generated.frames)
     store.note_made(video.path, {**record, "frames": frames})
-    print(f"{video.path}  {frames} frames, {made.seconds:.2f} s, and "
-          f"{made.decode_seconds:.2f} s to decode")  # fmt: skip
+    print(f"{video.path}  {frames} frames, {generated.seconds:.2f} s, and "
+          f"{generated.decode_seconds:.2f} s to decode")  # fmt: skip
 
 
 def _speed(times: list[tuple[float, float, int]], device: str, impl: str) -> str:

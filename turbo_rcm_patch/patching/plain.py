@@ -199,7 +199,7 @@ def hook_names(module: nn.Module) -> str:
     if "_hf_hook" in module.__dict__:
         names.append(type(module.__dict__["_hf_hook"]).__name__)
     own = own_function(type(module), "forward")
-    replaced = not own or "forward" in module.__dict__
+    replaced = not own or ("forward" in module.__dict__ and replaced_by(module) is None)
     return ", ".join(names) or ("a replaced forward" if replaced else "torch hooks")
 
 

@@ -21,7 +21,8 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final, Literal
@@ -47,6 +48,7 @@ from turbo_rcm_patch.patching.plain import (
     hooked,
     original_class,
     own_function,
+    replaced_by,
     runs_only_its_forward,
     torchs_own,
 )
@@ -61,6 +63,8 @@ _TORCH_FUNCTIONS: Final = (
     *("avg_pool1d", "conv2d", "conv3d", "dropout", "group_norm", "interpolate", "normalize"),
     *("pad", "silu"),
 )
+#: True while an author's `_decode` or `_encode` runs.
+_author_runs: Final = ContextVar("_author_runs", default=False)
 #: Methods that the forwards of the original modules call.
 _METHODS: Final = ("_conv_forward", "fake_context_parallel_forward")
 
@@ -258,18 +262,19 @@ class PatchedCoder(PatchedBlock):
             return self.run_original(self.vae, x, *args, **kwargs)
         ranks = self.decode_group()
         with ranks.lock:
-            requests = self.compared.get((x.dtype, x.device.type))
-            due = self.guard is not None and requests != self.guard.requests
-            why, compares = ranks.agree(self, x, self.why_original(x), due)
+            key = x.dtype, x.device.type
+            why, compares = ranks.agree(self, x, self.why_original(x), self.due(key))
             self.last = why or (0, 0)
             if why:
                 out = self.run_original(self.vae, x, *args, **kwargs)
             else:
                 self.compile_ahead(x, partial(self.run_start, x, *args, **kwargs))
-                expected = self._expected_start(x, *args, **kwargs) if compares else None
+                start = x[:, :, : self.first_frames(x)]
+                run = partial(self.run_original, self.twin(), start, *args, **kwargs)
+                expected = self.expected(key, run) if compares else None
                 self.ran = Counter()
                 out = self.run_video(x, *args, **kwargs)
-                fits = expected is None or self._fits(_tensor(out), expected, x)
+                fits = expected is None or self.fits(_tensor(out), expected, x)
                 if compares and not ranks.all_agree(fits, x):
                     out = self.run_original(self.vae, x, *args, **kwargs)
         if (how := self.describe_last_run()) != self.logged:
@@ -293,7 +298,14 @@ class PatchedCoder(PatchedBlock):
 
     def run_original(self, vae: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the author's `_decode` or `_encode`."""
-        return getattr(original_class(self.vae), self.caller)(vae, x, *args, **kwargs)
+        original = getattr(original_class(self.vae), self.caller)
+        if compiling():
+            return original(vae, x, *args, **kwargs)
+        before = _author_runs.set(True)
+        try:
+            return original(vae, x, *args, **kwargs)
+        finally:
+            _author_runs.reset(before)
 
     def read(self, session: CoderSession, conv: Any) -> tuple[Tensor, Tensor | None]:
         """Return the packed weight of a convolution, and its bias."""
@@ -346,7 +358,7 @@ class PatchedCoder(PatchedBlock):
                 return f"{name} is a {cls.__name__}, which is not supported"
             classes.add(cls)
             # A list is never called, so its forward is torch's for "not implemented".
-            if cls is not nn.ModuleList and not runs_only_its_forward(module):
+            if cls is not nn.ModuleList and not self.runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
             why = "dropout is on" if drops(module) else self.why_module(name, module)
             if why:
@@ -356,6 +368,14 @@ class PatchedCoder(PatchedBlock):
             children = module._modules.items()
             modules += [(f"{name}.{key}", child) for key, child in children if child is not None]
         return replaced_method(classes)
+
+    def runs_only_its_forward(self, module: nn.Module) -> bool:
+        """Return True if calling a module inside runs its class's forward, or what replaces that
+        of the coder, and no other code."""
+        streamed = module is self.block and replaced_by(module) is not None
+        if streamed and not hooked(module):
+            return own_function(original_class(module), "forward")
+        return runs_only_its_forward(module)
 
     def knows(self, cls: type[nn.Module]) -> bool:
         """Return True if a class of modules inside is one of torch's, or one of the file in which
@@ -407,20 +427,28 @@ class PatchedCoder(PatchedBlock):
 
     # --- the guard -------------------------------------------------------------------------------
 
+    def due(self, key: Any) -> bool:
+        """Return True if the guard has to compare calls of a kind."""
+        return self.guard is not None and self.compared.get(key) != self.guard.requests
+
     @torch.no_grad()
-    def _expected_start(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the author's result of the first frames; None if the author's code fails."""
-        self.compared[x.dtype, x.device.type] = self.guard.requests
+    def expected(self, key: Any, original: Callable[[], Any]) -> Tensor | None:
+        """Return the author's result, to compare with; None if the author's code fails.
+
+        Args:
+            key: The kind of the call.
+            original: Runs the author's code.
+        """
+        self.compared[key] = self.guard.requests
         try:
-            x = x[:, :, : self.first_frames(x)]
-            return _tensor(self.run_original(self.twin(), x, *args, **kwargs))
+            return _tensor(original())
         except Exception as error:  # Its memory may not suffice.
             reason = f"the original code failed: {type(error).__name__}: {error}"
             self._add(float("nan"), "not compared", reason)
             return None
 
     @torch.no_grad()
-    def _fits(self, out: Tensor, expected: Tensor, x: Tensor) -> bool:
+    def fits(self, out: Tensor, expected: Tensor, x: Tensor) -> bool:
         """Compare a result with the author's first frames. Return False if it is not to be used;
         the author's code runs from then on, unless the input is to blame."""
         error, where = distance(out[:, :, : expected.shape[2]], expected, self.halves)
@@ -506,6 +534,11 @@ def share(vae: nn.Module, group: Any) -> bool:
     if group is not None:
         vars(vae)[DECODE_GROUP] = DecodeGroup(group)
     return any(isinstance(block, PatchedCoder) and block.shared for block in record.blocks)
+
+
+def author_runs() -> bool:
+    """Return True inside of an author's `_decode` or `_encode`."""
+    return _author_runs.get()
 
 
 def uncompiled(module: Any) -> Any:

@@ -67,8 +67,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
     half = 1
     while half < width:
-        one, other = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
-        x = torch.stack((one + other, one - other), -2).flatten(-3)
+        first, second = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
         half *= 2
     return x
 
@@ -116,8 +116,8 @@ def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
     for rows in padded.reshape(*padded.shape[:2], -1, MEAN_ROWS, padded.shape[3]).unbind(2):
         total = total + rows
     while total.shape[2] > 1:
-        one, other = total.chunk(2, 2)
-        total = one + other
+        first, second = total.chunk(2, 2)
+        total = first + second
     return total.squeeze(2)
 
 

@@ -407,14 +407,14 @@ def hopper_kernel(out, q_desc, k_desc, v_desc, operands, n_q, n_rank, n_kv, FORM
     v_smem = gl.allocate_shared_memory(v_desc.dtype, slots, v_desc.layout)
     if FP8:
         # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
-        one = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True)
+        ones = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True)
     else:
-        one = gl.full([_ONES, _BLOCK_N], 1.0, v_desc.dtype, registers)
+        ones = gl.full([_ONES, _BLOCK_N], 1.0, v_desc.dtype, registers)
     ones = gl.allocate_shared_memory(
         v_desc.dtype,
         [_ONES, _BLOCK_N],
         gl.NVMMASharedLayout(128, v_desc.dtype.primitive_bitwidth, rank=2),
-        one,
+        ones,
     )
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

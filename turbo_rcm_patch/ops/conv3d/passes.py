@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops.conv3d.formats import LEAST_NORM, Duplicate, GroupNorm, RMSNorm
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 
@@ -48,8 +49,18 @@ def norm_silu(
     Returns:
         [B, frames + T, H, W, C], contiguous, and a copy of its last frames for the next call,
         [B, frames, H, W, C].
+
+    Raises:
+        ShapeError: The history is of another video.
     """
     dtype = dtype or x.dtype
+    if history is not None and history.shape != (x.shape[0], frames, *x.shape[2:]):
+        raise ShapeError(
+            "norm_silu: history",
+            expected=f"{frames} frames of {list(x.shape)}",
+            got=str(list(history.shape)),
+            remedy="Begin each video with an empty cache",
+        )
     if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.ops.conv3d import triton
 

@@ -149,8 +149,8 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
     of_keys: Any = {"sm_scale": a.sm_scale, "block_q": block_q, "block_k": block_k}
     for head in range(spec.heads):  # One at a time: all of a video's in fp32 take gigabytes.
-        one = slice(head, head + 1)
-        qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
+        this_head = slice(head, head + 1)
+        qf, kf, vf = (x[:, this_head].float() for x in (qh, kh, vh))
         chosen = reference.block_map(
             qf, kf, count=count, block_q=block_q, block_k=block_k, dtype=dtype
         )
@@ -161,7 +161,7 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
                 qf, kf, vf, chosen, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
                 smooth_k=spec.smooth_k, **of_keys,
             )  # fmt: skip
-        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, *proj_l, dtype=dtype)
+        out[:, this_head] = sparse + reference.linear_branch(qf, kf, vf, *proj_l, dtype=dtype)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -184,10 +184,10 @@ def _copied_on_hopper(target: Target, call: tuple[Tensor, Tensor, int, int]) -> 
     from turbo_rcm_patch.ops.launch import in_whole_copies
 
     k, v, heads, block_k = call  # k and v [B, N, H*D], with contiguous channels
-    own = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
+    has_kernel = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
     # Within a chunk offsets have 32 bits.
     near = all(in_whole_copies(x) and x.stride(1) * x.shape[1] < 2**31 for x in (k, v))
-    return own and near and k.dtype == v.dtype
+    return has_kernel and near and k.dtype == v.dtype
 
 
 #: The pass over the keys.

@@ -53,10 +53,10 @@ _ONES = gl.constexpr(8)  # columns of a product that sums: the fewest possible
 
 
 @gluon.jit
-def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.constexpr):
-    """Start to copy keys and values, with 0 from row `left` on."""
+def _copy(rings, slot, pointers, strides, rows, rows_left, D: gl.constexpr, wide: gl.constexpr):
+    """Start to copy keys and values, with 0 from row `rows_left` on."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
-    mask = (rows < left)[:, None]
+    mask = (rows < rows_left)[:, None]
     for i in gl.static_range(2):
         at = pointers[i] + (rows[:, None] * strides[i] + offs_d)
         copy_async(rings[i].index(slot), at, mask=mask)
@@ -88,7 +88,7 @@ def hopper_key_value_kernel(
     dtype: gl.constexpr = keys.k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
     # As `prologue_hopper.row_per_thread_layout`, for fewer warps.
-    own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
+    row_layout: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     layout_ones: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, D], dtype)
@@ -110,13 +110,13 @@ def hopper_key_value_kernel(
     begin = first * BLOCK_K
     end = gl.minimum(last * BLOCK_K, n_kv)
     rows = gl.arange(0, T, gl.SliceLayout(1, wide))
-    own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
+    layout_rows = gl.arange(0, T, gl.SliceLayout(1, row_layout))
     k_rows = keys.k_ptr + b.to(gl.int64) * keys.k_strides[0] + h * D
     v_rows = keys.v_ptr + b.to(gl.int64) * keys.v_strides[0] + h * D
     k_rows += begin.to(gl.int64) * keys.k_strides[1]
     v_rows += begin.to(gl.int64) * keys.v_strides[1]
-    left = end - begin
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+    rows_left = end - begin
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, row_layout))
     mean = gl.load(keys.k_mean_ptr + bh * D + offs_d).to(gl.float32)
     rings, pointers, strides = (
         (k_ring, v_ring),
@@ -124,7 +124,7 @@ def hopper_key_value_kernel(
         (keys.k_strides[1], keys.v_strides[1]),
     )
     for i in gl.static_range(STAGES - 1):
-        _copy(rings, i, pointers, strides, i * T + rows, left, D, wide)
+        _copy(rings, i, pointers, strides, i * T + rows, rows_left, D, wide)
     matrix = warpgroup_mma_init(gl.zeros([D, D], gl.float32, layout))
     total = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
     pooled = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
@@ -134,8 +134,8 @@ def hopper_key_value_kernel(
         for part in gl.static_range(per_block):
             stage = step % STAGES
             async_copy.wait_group(STAGES - 2)
-            x = k_ring.index(stage).load(own).to(gl.float32)
-            inside = step * T + own_rows < left
+            x = k_ring.index(stage).load(row_layout).to(gl.float32)
+            inside = step * T + layout_rows < rows_left
             smooth = (x - gl.where(inside[:, None], mean[None, :], 0.0)).to(dtype)
             peak = gl.max(x, axis=1)
             e = gl.exp2(x * _LOG2_E - (peak * _LOG2_E)[:, None])
@@ -151,7 +151,7 @@ def hopper_key_value_kernel(
             smooth_tile.store(smooth)
             ahead = step + STAGES - 1
             slot = ahead % STAGES
-            _copy(rings, slot, pointers, strides, ahead * T + rows, left, D, wide)
+            _copy(rings, slot, pointers, strides, ahead * T + rows, rows_left, D, wide)
             fence_async_shared()
             cta_barrier()
             features = phi_tile.permute((1, 0))

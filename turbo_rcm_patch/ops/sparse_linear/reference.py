@@ -110,11 +110,11 @@ def exact_sparse_attention(
     step = max(1, _GATHERED // (width * max(dim, block_q)))
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
-        own, which = head[here, None], chosen[here]
-        logits = rows[here] @ k[own, which].flatten(1, 2).mT * sm_scale
+        head_index, which = head[here, None], chosen[here]
+        logits = rows[here] @ k[head_index, which].flatten(1, 2).mT * sm_scale
         keys = which[..., None] * block_k + torch.arange(block_k, device=q.device)
         logits.masked_fill_(keys.flatten(1)[:, None] >= n_kv, float("-inf"))
-        out[here] = logits.softmax(-1) @ v[own, which].flatten(1, 2)
+        out[here] = logits.softmax(-1) @ v[head_index, which].flatten(1, 2)
     return out.view(*q.shape[:2], -1, dim)[:, :, :n_q]
 
 

@@ -85,6 +85,11 @@ class _Original(WanCoder):
         """Return True for Wan 2.2's VAE, whose coders see squares of four pixels as channels."""
         return kind_of(self.vae.decoder.upsamples[0]) == "Up_ResidualBlock"
 
+    def other_forwards(self) -> list[tuple[Any, Any]]:
+        # A patched VAE of ComfyUI shares its modules with one that is not.
+        streams = original_class(self.vae).__name__ == "WanVAE_"
+        return super().other_forwards() if streams else []
+
     def knows(self, cls: type[nn.Module]) -> bool:
         casts = cls.__name__ == "Conv2d" and cls.__module__ == _COMFY_OPS
         return casts or super().knows(cls)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.conv3d.formats import Duplicate, RMSNorm
 from turbo_rcm_patch.ops.conv3d.passes import norm_silu
+from turbo_rcm_patch.patching.families.wan_streaming import StreamedCoder
 from turbo_rcm_patch.patching.plain import root_package
 from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 
@@ -81,6 +82,9 @@ class WanCoder(PatchedCoder):
 
     settings = _SETTINGS
     forwards = _FORWARDS | {f"Wan{name}": names for name, names in _FORWARDS.items()}
+
+    def other_forwards(self) -> list[tuple[Any, Any]]:
+        return [(self.block, StreamedCoder(self))]
 
     def run_frames(self, session: CoderSession, x: Tensor) -> Tensor:
         """Run the coder over the next frames of a video.
