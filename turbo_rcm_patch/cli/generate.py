@@ -17,7 +17,7 @@ from turbo_rcm_patch.cli.exit_codes import OK
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError, SamplingError
-from turbo_rcm_patch.files import check_writable, remove_leftovers
+from turbo_rcm_patch.files import check_writable, lock_folder, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.patching import patched
 from turbo_rcm_patch.patching.sla import held_proj_l
@@ -131,7 +131,7 @@ def _make_share(
     failed: list[str] = []
     times: list[tuple[float, float, int]] = []
     with (
-        store.lock_folder(out) if first and _is_folder(out) else nullcontext(),
+        lock_folder(out) if first and _is_folder(out) else nullcontext(),
         patched(pipe, command.config) if command.patch else nullcontext() as report,
         _together(pipe, command),
     ):

@@ -225,8 +225,10 @@ def _larger(x, y):
 
 
 @gluon.jit
-def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
+def _mean(mean_ptr, bh, count, OPTIONS: gl.constexpr, layout: gl.constexpr):
     """Compute the mean of a head of k, [D] in `layout`, from MEANS sums over `count` tokens."""
+    D: gl.constexpr = OPTIONS.D
+    MEANS: gl.constexpr = OPTIONS.MEANS
     at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
     total = gl.load(at)
     for i in gl.static_range(1, MEANS):
@@ -261,7 +263,6 @@ def token_block(
     mean_ptr = common.mean_ptr
     D: gl.constexpr = OPTIONS.D
     QMAX: gl.constexpr = OPTIONS.QMAX
-    MEANS: gl.constexpr = OPTIONS.MEANS
     heads: gl.constexpr = OPTIONS.CHANNELS // D
     wide: gl.constexpr = coalesced_layout(D, 2)
     row_layout: gl.constexpr = row_per_thread_layout(D)
@@ -286,8 +287,9 @@ def token_block(
     if NORM == 1:
         rms = row_rms(base, offs_t, rows_left, rows.strides[1], factors.eps, OPTIONS, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, row_layout))
-    if (KEYS and mean_ptr is not None) or out.shift_ptr is not None:
-        grid_dependency_wait()  # for the mean
+    MEAN: gl.constexpr = (KEYS and mean_ptr is not None) or out.shift is not None
+    if MEAN:
+        grid_dependency_wait()
     for h in range(first, last + 1):
         async_copy.wait_group(0)
         x = tile.load(row_layout)
@@ -296,28 +298,26 @@ def token_block(
         copy_rows(tile, base + (h + 1) * D, offs_t, following, rows.strides[1], D)
         x = rotated(x, rms, rows, h, rows_left, tables, factors.eps, NORM)
         bh = b.to(gl.int64) * heads + h
-        if KEYS and mean_ptr is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, row_layout))
-            x = gl.where((row_offs_t < rows_left)[:, None], x - mean[None, :], 0.0)
-        if out.shift_ptr is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, row_layout))
-            shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
-            gl.store(out.shift_ptr + bh * out.n_padded + start + row_offs_t, shift)
+        if MEAN:
+            mean = _mean(mean_ptr, bh, count, OPTIONS, gl.SliceLayout(0, row_layout))
+            if KEYS:
+                x = gl.where((row_offs_t < rows_left)[:, None], x - mean[None, :], 0.0)
+            else:
+                shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
+                gl.store(out.shift + bh * out.n_padded + start + row_offs_t, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
-            amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(out.scale_ptr + bh * (out.n_padded // T) + block, amax / QMAX)
+        amax = gl.where(amax <= _TINY, 1.0, amax)
+        if KEYS:
+            gl.store(out.scale + bh * (out.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
-            amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(
-                out.scale_ptr + bh * out.n_padded + start + row_offs_t, amax / QMAX * factors.q
-            )
+            gl.store(out.scale + bh * out.n_padded + start + row_offs_t, amax / QMAX * factors.q)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
-        gl.store(out.int8_ptr + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
+        gl.store(out.int8 + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
     async_copy.wait_group(0)
 
 
@@ -612,8 +612,7 @@ def run_prologue(job: Prologue) -> None:
             eps=a.norms.eps,
             **arguments,
         )
-    n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
-    q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
+    q_blocks, kv_blocks = queries.n_padded // q_rows, keys.n_padded // _K_ROWS.value
     q_group, k_group = (
         # A norm over all channels reads whole rows first.
         _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))
