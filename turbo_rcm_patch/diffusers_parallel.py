@@ -351,10 +351,10 @@ class _ParallelNetwork:
                 remedy="Undo parallel(), or that",
             )
         begins = self._agree(args, named)
-        step, x = getattr(self._pipe, "_current_timestep", None), named.get("hidden_states")
-        in_step = self._group is not None and x is not None and step is not None
+        step = getattr(self._pipe, "_current_timestep", None)
+        in_step = self._group is not None and "hidden_states" in named and step is not None
         if in_step and self._negative is None:
-            out = self._half_of_batch(x, args, named)
+            out = self._half_of_batch(args, named)
         elif in_step and self._pipe.do_classifier_free_guidance:
             out = self._one_of_two(step, named)
         else:
@@ -418,9 +418,9 @@ class _ParallelNetwork:
         self._ahead = step, second, other
         return (prediction,)
 
-    def _half_of_batch(self, x: Tensor, args: Any, named: dict[str, Any]) -> Any:
+    def _half_of_batch(self, args: Any, named: dict[str, Any]) -> Any:
         """Compute a half of the batch, one of the two predictions, and return both."""
-        if len(x) % 2:
+        if len(named["hidden_states"]) % 2:
             return self._forward(*args, **named)
         half = {name: named[name].chunk(2)[self._half] for name in _BATCHED}
         return (torch.cat(self._exchange(self._forward(*args, **named | half)[0])),)

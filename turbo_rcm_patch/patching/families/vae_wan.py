@@ -42,6 +42,10 @@ class _Diffusers(WanCoder):
             return self.run_original(self.twin(self._run_tile), x, *args, **kwargs)
         return self.run_whole_frames(x, *args, **kwargs)
 
+    def run_whole_frames(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the coder over whole frames, and what the author has around it."""
+        raise NotImplementedError
+
     def _run_tile(self, x: Tensor, feat_cache: list[Any], **_: Any) -> Tensor:
         """Run the next frames of a tile. The author begins each tile with an empty cache."""
         if feat_cache[0] is None:
