@@ -158,16 +158,15 @@ def test_agrees_with_native(
     torch.testing.assert_close(dispatch_attention_fn(q, k, v, backend=registered, **more), native)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.rand(2, 1, 1, 40) > 0.4,
-        torch.rand(2, 40) > 0.4,
-        torch.randn(2, 4, 33, 40),
-        torch.randn(33, 40),
-    ],
-    ids=["keys", "keys-of-a-sample", "added", "one-for-all"],
-)
+MASKS = {
+    "keys": torch.rand(2, 1, 1, 40) > 0.4,
+    "keys-of-a-sample": torch.rand(2, 40) > 0.4,
+    "added": torch.randn(2, 4, 33, 40),
+    "one-for-all": torch.randn(33, 40),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks_are_exact_and_said(mask: torch.Tensor, registered: str) -> None:
     q = torch.randn(2, 33, 4, 32)
     k, v = (torch.randn(2, 40, 4, 32) for _ in range(2))
@@ -203,15 +202,12 @@ def test_compiles_without_a_break(registered: str) -> None:
     model.reset_attention_backend()
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_what_others_put_under_our_name_is_refused() -> None:
     with (
         mock.patch.dict(AttentionBackendName._value2member_map_, {NAME: object()}),
         pytest.raises(errors.AlreadyPatchedError, match="free"),
     ):
         register_backend()
-
-
-def test_a_function_put_over_ours_is_refused() -> None:
     register_backend()
     member = AttentionBackendName(NAME)
     with (
