@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -484,17 +484,6 @@ def test_hooks_that_only_move_tensors_are_looked_through(
 # --- around a forward ----------------------------------------------------------------------------
 
 
-@contextmanager
-def hook_for_all(seen: list[Any]) -> Iterator[None]:
-    watching = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: seen.append(type(module))
-    )
-    try:
-        yield
-    finally:
-        watching.remove()
-
-
 class Larger(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -504,7 +493,9 @@ class Larger(TorchFunctionMode):
 AROUND: dict[str, Callable[[list[Any]], Any]] = {
     "function mode": lambda seen: Larger(),
     "autocast": lambda seen: torch.autocast("cpu", torch.bfloat16),
-    "hook": hook_for_all,
+    "hook": lambda seen: nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(type(module))
+    ),
     "float64": lambda seen: nullcontext(),
 }
 
