@@ -3,7 +3,6 @@ but the browser itself."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -133,12 +132,6 @@ class Browser:
         given = {"key": key, "windowsVirtualKeyCode": code}
         self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
         self.send("Input.dispatchKeyEvent", type="keyUp", **given)
-
-    def screenshot(self, path: Path) -> bytes:
-        """Take a picture of the window; returns the PNG."""
-        picture = base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
-        path.write_bytes(picture)
-        return picture
 
 
 @contextmanager

@@ -175,12 +175,6 @@ def pair(
         yield both
 
 
-def together(code: str, *arguments: str, **how: Any) -> list[Done]:
-    """Run `code` in such a pair of processes to their ends."""
-    with pair(code, *arguments, **how) as both:
-        return [one.wait() for one in both]
-
-
 def _script(
     code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: str,
     files: tuple[Path, Path],

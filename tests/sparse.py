@@ -34,9 +34,10 @@ def chosen_blocks(
     geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
     count = sparsity.count(k.shape[1])
     inputs = attention_inputs(q, k, v, heads=heads)
-    tokens = prepare_tokens(inputs, block_q=sparsity.block_q)
-    sums = launch_key_sums(k, v, tokens.k_mean, heads=heads, block_k=sparsity.block_k)
-    chosen = largest_scores(tokens.q_pooled @ sums.k_pooled.transpose(-1, -2), count)
+    _, _, q_pooled, k_sums = prepare_tokens(inputs, sparsity.block_q)
+    k_mean = (k_sums.sum(1) / k.shape[1]).to(k.dtype)
+    sums = launch_key_sums(k, v, k_mean, heads=heads, block_k=sparsity.block_k)
+    chosen = largest_scores(q_pooled @ sums.k_pooled.transpose(-1, -2), count)
     qh, kh = (split_heads(x, heads).float() for x in (q, k))
     expected = block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
     assert (chosen[..., 1:] > chosen[..., :-1]).all()

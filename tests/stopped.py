@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,26 +20,11 @@ _EVENTS = {
     "os.chmod", "shutil.rmtree", "shutil.move", "shutil.copyfile", "tempfile.mkdtemp",
 }  # fmt: skip
 _KILLED, _DONE, _RAISED = 9, 0, 3
-
-
-def _kill() -> NoReturn:
-    os._exit(_KILLED)
-
-
-def _press_ctrl_c() -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _fail(code: int) -> NoReturn:
-    raise OSError(code, os.strerror(code))
-
-
 #: How a process is stopped, as by SIGKILL, by Ctrl-C, or by the disk.
-WAYS: dict[str, Callable[[], NoReturn]] = {
-    "killed": _kill,
-    "ctrl-c": _press_ctrl_c,
-    "full": lambda: _fail(errno.ENOSPC),
-    "read-only": lambda: _fail(errno.EROFS),
+WAYS: dict[str, BaseException | None] = {
+    "killed": None,
+    "ctrl-c": KeyboardInterrupt(),
+    "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
 }
 
 
@@ -72,7 +57,7 @@ def stopped_at(step: int, folder: Path, action: Callable[[], Any], way: str = "k
     return code != _DONE
 
 
-def _stop_at(left: list[int], folder: str, stop: Callable[[], NoReturn]) -> None:
+def _stop_at(left: list[int], folder: str, error: BaseException | None) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
@@ -84,6 +69,8 @@ def _stop_at(left: list[int], folder: str, stop: Callable[[], NoReturn]) -> None
             return
         left[0] -= 1
         if left[0] == 0:
-            stop()
+            if error is not None:
+                raise error
+            os._exit(_KILLED)
 
     sys.addaudithook(hook)

@@ -53,10 +53,14 @@ def a_video(place: Path, which: str) -> None:
     write_mp4(frames, place / "target.mp4", fps=8)
 
 
-def a_folder(place: Path, which: str) -> None:
-    with atomic_folder(place / "target", force=True) as made:
+def write_folder(target: Path, text: str = "new") -> None:
+    with atomic_folder(target, force=True) as folder:
         for name in ("config.json", "weights"):
-            (made / name).write_text(which)
+            (folder / name).write_text(text)
+
+
+def a_folder(place: Path, which: str) -> None:
+    write_folder(place / "target", which)
 
 
 def a_converted_folder(place: Path, which: str) -> None:
@@ -133,12 +137,6 @@ def test_a_comparison_killed_at_any_write_is_opened_again(tmp_path: Path) -> Non
 
 
 @contextmanager
-def file_writer(target: Path) -> Iterator[Path]:
-    with atomic(target) as partial:
-        yield partial
-
-
-@contextmanager
 def folder_writer(target: Path) -> Iterator[Path]:
     with atomic_folder(target, force=True) as made:
         yield made / "config.json"
@@ -153,7 +151,7 @@ OTHERS = [KeyboardInterrupt(), ModelFolderError("the base"), KeyError("x")]
 
 
 @pytest.mark.parametrize("error", QUOTED + OTHERS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("writer", [file_writer, folder_writer])
+@pytest.mark.parametrize("writer", [atomic, folder_writer])
 def test_a_full_disk_is_told_and_other_errors_are_passed_on(
     writer: Callable[[Path], AbstractContextManager[Path]], error: BaseException, tmp_path: Path
 ) -> None:
@@ -239,15 +237,6 @@ def test_two_writers_of_one_process_do_not_meet(tmp_path: Path) -> None:
     assert everything(tmp_path) == {"a.txt": b"one"}
 
 
-def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
-    check_writable(tmp_path / "x" / "y" / "z.mp4")
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"z\.mp4 cannot be written"):
-        check_writable(tmp_path / "file" / "z.mp4")
-    assert everything(tmp_path) == {"file": b""}
-
-
 def test_a_folder_replaces_no_folder_of_others(tmp_path: Path, monkeypatch: Any) -> None:
     """Not without `force`, none that appeared meanwhile, and with it only one of a model."""
     target = tmp_path / "target"
@@ -263,18 +252,14 @@ def test_a_folder_replaces_no_folder_of_others(tmp_path: Path, monkeypatch: Any)
     (photos / "cat.png").write_text("a cat")
     for place in (target, photos):
         with pytest.raises(OutputExistsError, match="is not replaced"):
-            a_folder_at(place)
+            write_folder(place)
     with pytest.raises(OutputExistsError, match="which is read"):
         check_outside(photos, photos / "cat.png")
     (photos / "config.json").write_text("a model")
     monkeypatch.chdir(photos)
-    a_folder_at(Path("."))
-    assert listing(photos) == ["config.json"] and listing(tmp_path) == ["photos", "target"]
-
-
-def a_folder_at(place: Path) -> None:
-    with atomic_folder(place, force=True) as made:
-        (made / "config.json").write_text("new")
+    write_folder(Path("."))
+    assert listing(photos) == ["config.json", "weights"]
+    assert listing(tmp_path) == ["photos", "target"]
 
 
 def test_a_folder_needs_room_and_a_place(tmp_path: Path) -> None:
@@ -286,7 +271,7 @@ def test_a_folder_needs_room_and_a_place(tmp_path: Path) -> None:
         pytest.fail("it is refused before hours of work")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="cannot be written"):
-        a_folder_at(tmp_path / "file" / "out")
+        write_folder(tmp_path / "file" / "out")
     assert everything(tmp_path) == {"file": b"mine"}
 
 
@@ -305,9 +290,9 @@ def test_a_live_process_keeps_its_target_and_a_killed_ones_parts_go(tmp_path: Pa
         with processes.start(WAITS, str(out)) as process:
             process.until(lambda: "writes" in process.out)
             with pytest.raises(OutputExistsError, match="being written by another process"):
-                a_folder_at(out)
+                write_folder(out)
             os.kill(process.pid, end)
             process.wait(60)
         assert listing(tmp_path) == ([] if end == signal.SIGINT else [".out.partial"])
-    a_folder_at(out)
-    assert listing(tmp_path) == ["out"] and listing(out) == ["config.json"]
+    write_folder(out)
+    assert listing(tmp_path) == ["out"] and listing(out) == ["config.json", "weights"]

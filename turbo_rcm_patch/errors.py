@@ -10,37 +10,6 @@ import textwrap
 
 from turbo_rcm_patch.text import as_typed, printable
 
-__all__ = [
-    "AlreadyPatchedError",
-    "CheckpointError",
-    "CheckpointKeysError",
-    "ConfigError",
-    "ContextParallelError",
-    "DTypeError",
-    "DeviceError",
-    "DroppedWeightError",
-    "FamilyError",
-    "Fp8UnsupportedError",
-    "GradientError",
-    "MaskError",
-    "MissingPackageError",
-    "ModelFolderError",
-    "NonFiniteInputError",
-    "NotAModelError",
-    "NotPatchedError",
-    "NothingToPatchError",
-    "OffloadedError",
-    "OpError",
-    "OutputError",
-    "OutputExistsError",
-    "PatchError",
-    "SamplingError",
-    "ShapeError",
-    "TurboRCMError",
-    "UnknownArchitectureError",
-    "WrappedError",
-]
-
 
 class TurboRCMError(Exception):
     """Base class of all errors of this library."""
@@ -62,20 +31,13 @@ class TurboRCMError(Exception):
     def block(self) -> str:
         """Return the error on several lines, with the remedy as the command line takes it."""
         lines = [f"{type(self).__name__}: {self.what}"]
-        for name in ("expected", "got", "remedy"):
-            text = getattr(self, name)
-            text = as_typed(text) if name == "remedy" else text
-            if text:
-                lines.append(
-                    textwrap.fill(
-                        text,
-                        96,
-                        initial_indent=f"  {name + ':':<10}",
-                        subsequent_indent=" " * 12,
-                        break_long_words=False,
-                        break_on_hyphens=False,
-                    )
-                )
+        wrap = textwrap.TextWrapper(
+            96, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+        )
+        texts = {"expected": self.expected, "got": self.got, "remedy": as_typed(self.remedy)}
+        for name, text in texts.items():
+            wrap.initial_indent = f"  {name + ':':<10}"
+            lines += wrap.wrap(text)
         return "\n".join(lines)
 
 
@@ -125,6 +87,10 @@ class OffloadedError(PatchError, RuntimeError):
 
 class DroppedWeightError(PatchError, RuntimeError):
     """A write was attempted into a weight that exists only in int8."""
+
+
+class PlanError(PatchError, ValueError):
+    """A plan is damaged, or was made for another model or other options."""
 
 
 class ContextParallelError(PatchError, RuntimeError):
@@ -203,3 +169,6 @@ class OutputError(TurboRCMError, OSError):
 
 class MissingPackageError(TurboRCMError, ImportError):
     """An optional package is missing."""
+
+
+__all__ = [name for name, value in sorted(vars().items()) if isinstance(value, type)]

@@ -262,14 +262,14 @@ def _clean_up(new: Path, old: Path, target: Path) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path, busy: str) -> Iterator[None]:
+def lock_folder(folder: Path, busy: str = "") -> Iterator[None]:
     """Lock a folder against other processes, on file systems that support locks.
 
     The folder is made if it does not exist, and removed at the end if it is empty.
 
     Args:
         folder: The folder.
-        busy: The error's text if another process has locked it.
+        busy: The error's text if another process has locked it, by default that it is in use.
 
     Raises:
         OutputExistsError: Another process has locked it.
@@ -277,6 +277,7 @@ def lock_folder(folder: Path, busy: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) as state:
         if state == "taken":
+            busy = busy or f"{folder} is in use by another run"
             raise OutputExistsError(busy, remedy="Wait until it is done, or choose another path")
         try:
             yield

@@ -72,16 +72,16 @@ def _handled(instead: Callable[[_Handler], _Handler]) -> Iterator[None]:
     try:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                found = handler = signal.getsignal(number)
-                if number == signal.SIGTERM and found is signal.SIG_DFL:
+                previous = handler = signal.getsignal(number)
+                if number == signal.SIGTERM and previous is signal.SIG_DFL:
                     handler = _end
                 if callable(handler):  # The handlers of native libraries are not.
-                    before[number] = found
+                    before[number] = previous
                     signal.signal(number, instead(handler))
         yield
     finally:
-        for number, found in before.items():
-            signal.signal(number, found)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _end(_: int, __: FrameType | None) -> None:

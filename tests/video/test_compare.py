@@ -6,12 +6,12 @@ import copy
 import json
 import math
 import re
-import shutil
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -23,10 +23,10 @@ from turbo_rcm_patch import PatchConfig, is_patched, patched
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     ConfigError,
-    OutputError,
     OutputExistsError,
     SamplingError,
 )
+from turbo_rcm_patch.files import lock_folder
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import comparison, environment, generate
 from turbo_rcm_patch.video.comparison import compare
@@ -37,7 +37,7 @@ from turbo_rcm_patch.video.measures import (
     upcast,
 )
 from turbo_rcm_patch.video.settings import Settings
-from turbo_rcm_patch.video.store import Store, lock_folder
+from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import read_frames
 
 PROMPTS = ["a red circle moves left", "a blue square moves up"]
@@ -69,14 +69,8 @@ def hidden(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.is_file()]
 
 
-def written(out: Path, pattern: str = "prompts/*/*") -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in out.glob(pattern)}
-
-
-def video_shape(path: Path) -> tuple[int, int, int]:
-    """Frames, height and width."""
-    frames = read_frames(path)
-    return len(frames), *frames[0].shape[:2]
+def written(out: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/*")}
 
 
 def state(pipe) -> object:
@@ -102,11 +96,10 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     out, page = finished.out, finished.report.read_text()
     for clip in finished.results:
         folder = out / "prompts" / clip.key
-        shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
-        assert {*shapes} == {"side_by_side.mp4", "panes.mp4"}
-        assert all(s[0] == settings.num_frames for s in shapes.values())
-        assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
-        assert shapes["side_by_side.mp4"][1] >= 256, "small videos are enlarged to be seen"
+        videos = {path.name: np.stack(read_frames(path)) for path in folder.glob("*.mp4")}
+        assert {*videos} == {"side_by_side.mp4", "panes.mp4"}
+        assert {len(frames) for frames in videos.values()} == {settings.num_frames}
+        assert videos["side_by_side.mp4"].shape[1] >= 256, "small videos are enlarged to be seen"
     links = re.findall(r'<a href="([^"]*)"', page)
     assert len(links) == 2 and all((out / link).is_file() for link in links)
     assert hidden(out) == [] and not list(out.glob("clips/*")), "frames go once they are measured"
@@ -135,15 +128,6 @@ def test_everything_is_written(finished, settings: Settings) -> None:
     assert metrics["control_backend"] == "math" and metrics["attention_backend"] is None
 
 
-def test_finished_work_is_kept(pipe, settings, finished) -> None:
-    before = written(finished.out)
-    more = compare(pipe, [*PROMPTS, "a green ring"], out=finished.out, settings=settings)
-    after = written(finished.out)
-    assert before.items() < after.items() and len(after) == len(before) * 3 / 2
-    assert more.results[:2] == finished.results
-    assert more.model.patch_report and more.model.network == finished.model.network
-
-
 def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
     quick(pipe, tmp_path)
     before = written(tmp_path)
@@ -153,8 +137,7 @@ def test_a_new_start_on_request_only(pipe, tmp_path: Path) -> None:
         with pytest.raises(SamplingError, match=r"same (settings|config|att).*`fresh=True`"):
             quick(pipe, tmp_path, **other)
     assert before.items() <= written(tmp_path).items()
-    found = quick(pipe, tmp_path, steps=2, fresh=True)
-    assert found.model.identity["settings"]["steps"] == 2
+    quick(pipe, tmp_path, steps=2, fresh=True)
     assert not before.items() & written(tmp_path).items()
 
 
@@ -197,9 +180,6 @@ def test_bad_input_is_refused(micro_folder, pipe, tmp_path: Path) -> None:
         quick(broken, tmp_path)
     with lock_folder(tmp_path), pytest.raises(OutputExistsError, match="in use by another run"):
         quick(pipe, tmp_path, fresh=True)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="Not a directory.*another place"):
-        quick(pipe, tmp_path / "file")
 
 
 def test_a_patched_video_with_nan_is_changed(pipe, tmp_path: Path, monkeypatch) -> None:
@@ -220,24 +200,14 @@ def test_a_patched_video_with_nan_is_changed(pipe, tmp_path: Path, monkeypatch) 
 # --- the control ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backends", "found"),
-    [
-        # On a CPU the native backend is flash, so flash as the control changes nothing.
-        pytest.param(("flash",), "flash is bit-equal to the baseline", id="equal"),
-        pytest.param(("cudnn",), "cudnn cannot run this model", id="unable"),
-        pytest.param(("flash", "cudnn", "math"), "math", id="the-next"),
-    ],
-)
-def test_the_control_is_the_first_exact_backend_that_differs(
-    pipe, tmp_path: Path, monkeypatch, backends: tuple[str, ...], found: str
-) -> None:
-    monkeypatch.setattr(comparison, "candidates", lambda _: backends)
-    if found == "math":
-        assert quick(pipe, tmp_path).model.control_backend == found
-    else:
-        with pytest.raises(SamplingError, match=found):
-            quick(pipe, tmp_path)
+def test_the_control_is_the_first_exact_backend_that_differs(pipe, tmp_path, monkeypatch) -> None:
+    """On a CPU the native backend is flash, so flash as the control changes nothing."""
+    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash", "cudnn"))
+    refused = "flash is bit-equal to the baseline; cudnn cannot run this model"
+    with pytest.raises(SamplingError, match=refused):
+        quick(pipe, tmp_path)
+    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash", "cudnn", "math"))
+    assert quick(pipe, tmp_path).model.control_backend == "math"
 
 
 def test_the_control_changes_the_networks_attention_alone(pipe, tmp_path: Path) -> None:
@@ -431,16 +401,13 @@ def test_a_comparison_belongs_to_both_experts_and_their_adapters(settings) -> No
 
 
 def test_a_comparison_belongs_to_the_code(tmp_path: Path, monkeypatch) -> None:
-    package = tmp_path / "package"
-    shutil.copytree(
-        Path(environment.__file__).parents[1], package, ignore=shutil.ignore_patterns("weights")
-    )
-    monkeypatch.setattr(environment, "__file__", str(package / "video" / "environment.py"))
-    found = {environment.code_digest()}
-    for count, name in enumerate(("boundary.py", "video/pipelines.py", "ops/checks.py"), 2):
-        (package / name).write_text("another video")
-        found.add(environment.code_digest())
-        assert len(found) == count
+    (tmp_path / "video").mkdir()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "video" / "environment.py"))
+    digests = {environment.code_digest()}
+    for count, text in enumerate(("a video", "another video"), 2):
+        (tmp_path / "video" / "pipelines.py").write_text(text)
+        digests.add(environment.code_digest())
+        assert len(digests) == count
 
 
 @pytest.mark.parametrize(("attention", "word"), [("int8", "unchanged"), ("int4", "changed")])

@@ -23,7 +23,6 @@ from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli.exit_codes import of_verdict
 from turbo_rcm_patch.cli.options import Compare
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.patching.families.vae_wan import WanDecoder
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video.environment import KernelCheck, python_command
 
@@ -67,30 +66,6 @@ def test_the_demo_is_green_only_if_everything_is(quick_model, checked, tmp_path,
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("command", ["generate", "compare", "demo"])
-def test_no_vae_leaves_the_vae_as_it_is(
-    command: str, quick_model: Path, checked: list[Any], tmp_path: Path, monkeypatch: Any
-) -> None:
-    ran: list[int] = []
-    inner = WanDecoder.run_video
-
-    def run_video(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        ran.append(x.shape[2])
-        return inner(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(WanDecoder, "run_video", run_video)
-    given = [command, "--model", str(quick_model), "--out", str(tmp_path / "out")]
-    if command != "demo":
-        given += ["--prompt", "a red circle", "--device", "cpu"]
-    for switch in ([], ["--no-vae"]):
-        checked.append(1e-5)
-        assert main([*given, *switch]) == 0
-        assert bool(ran) == (not switch), switch
-        ran.clear()
-        shutil.rmtree(tmp_path / "out")
-
-
-@pytest.mark.usefixtures("no_pictures")
 def test_where_there_is_no_triton_the_verdict_decides(
     quick_model: Path, checked: list[Any], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -102,16 +77,16 @@ def test_where_there_is_no_triton_the_verdict_decides(
 
 def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatch, capsys) -> None:
     def interrupted(comparison: Compare) -> None:
-        started_again.append(comparison.fresh)
+        started.append((comparison.fresh, comparison.config.vae))
         raise KeyboardInterrupt
 
-    started_again: list[bool] = []
+    started: list[tuple[bool, bool]] = []
     monkeypatch.setattr(demo_module, "run_comparison", interrupted)
     command = ["demo", "--model", str(quick_model), "--out", str(tmp_path / "out")]
-    for more in ([], ["--resume"]):
+    for more in ([], ["--resume"], ["--no-vae"]):
         assert main([*command, *more]) == 130
         assert "the same command with --resume goes on from there" in capsys.readouterr().err
-    assert started_again == [True, False]
+    assert started == [(True, True), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +119,6 @@ def test_a_start_runs_nothing_of_the_working_directory(python_path, tmp_path, mo
     assert not (tmp_path / "executed").exists()
 
 
-def run_example(name: str, *arguments: str) -> object:
-    """Run a script of examples/, and return its exit code."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return stopped.value.code
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
 def test_the_examples_and_the_demo_run_on_another_model(
@@ -163,9 +130,12 @@ def test_the_examples_and_the_demo_run_on_another_model(
         own = {"sampler": "scheduler", "steps": 2, "guidance_scale": 1.0}
         (folder / "turbo_rcm.json").write_text(json.dumps(SMALL | own))
     monkeypatch.chdir(tmp_path)
-    code = run_example(f"{name}_t2v.py", str(folder), "a red circle")
+    script = EXAMPLES / f"{name}_t2v.py"
+    monkeypatch.setattr(sys, "argv", [script.name, str(folder), "a red circle"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(script), run_name="__main__")
     [word] = re.findall(r"^verdict: (\w+)", capsys.readouterr().out, re.MULTILINE)
-    assert code == of_verdict(word)
+    assert stopped.value.code == of_verdict(word)
     [video] = tmp_path.glob("outputs/*/video.mp4")
     assert video.stat().st_size > 500
     if name == "cogvideox":

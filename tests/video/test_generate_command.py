@@ -25,7 +25,7 @@ from turbo_rcm_patch.cli.inputs import read_prompts
 from turbo_rcm_patch.cli.options import Generate
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError
-from turbo_rcm_patch.files import atomic
+from turbo_rcm_patch.files import atomic, lock_folder
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generation, store
 from turbo_rcm_patch.video.source import digest_of
@@ -316,7 +316,7 @@ def test_a_run_removes_what_a_killed_process_left_and_nothing_else(command, tmp_
 
 def test_two_runs_do_not_write_into_one_folder(command: list[str], tmp_path: Path, capsys) -> None:
     given = [*command, "--prompt", "a circle", "--out", str(tmp_path)]
-    with store.lock_folder(tmp_path):
+    with lock_folder(tmp_path):
         assert main(given) == 2
     assert "in use by another run" in capsys.readouterr().err and not list(tmp_path.glob("*"))
     assert main(given) == 0

@@ -33,10 +33,14 @@ def command(micro_folder: Path, tmp_path: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, *out]
 
 
+def set_ranks(monkeypatch: pytest.MonkeyPatch, world: str, rank: str, local: str) -> None:
+    for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, value)
+
+
 def test_the_environment_of_torchrun_says_who_this_is(monkeypatch) -> None:
-    def here(world: str, rank: str, local: str) -> Processes:
-        for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):
-            monkeypatch.setenv(name, value)
+    def here(*ranks: str) -> Processes:
+        set_ranks(monkeypatch, *ranks)
         return Processes.here()
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -55,8 +59,7 @@ def test_the_environment_of_torchrun_says_who_this_is(monkeypatch) -> None:
 
 
 def test_an_address_that_is_missing_is_told(command: list[str], monkeypatch, capsys) -> None:
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+    set_ranks(monkeypatch, "2", "0", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main(command) == 2
     error = capsys.readouterr().err
@@ -64,23 +67,17 @@ def test_an_address_that_is_missing_is_told(command: list[str], monkeypatch, cap
 
 
 def test_a_prompt_that_fails_costs_one_video_and_resume_makes_only_that(
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    real, made = generation.generate, []
+    generate, asked = generation.generate, []
 
-    def fails(pipe: Any, prompt: str, **options: Any) -> Any:
-        if prompt == PROMPTS[1]:
+    def fails_once(pipe: Any, prompt: str, **options: Any) -> Any:
+        asked.append((prompt, options["seed"]))
+        if len(asked) == 2:
             raise ValueError("no such colour")
-        return real(pipe, prompt, **options)
+        return generate(pipe, prompt, **options)
 
-    def counts(pipe: Any, prompt: str, **options: Any) -> Any:
-        made.append((prompt, options["seed"]))
-        return real(pipe, prompt, **options)
-
-    monkeypatch.setattr(generation, "generate", fails)
+    monkeypatch.setattr(generation, "generate", fails_once)
     assert main(command) == 2
     screen = capsys.readouterr().err
     assert "1 of 3 prompts failed" in screen and "no such colour" in screen
@@ -88,9 +85,8 @@ def test_a_prompt_that_fails_costs_one_video_and_resume_makes_only_that(
     videos = tmp_path / "out"
     before = {path: path.read_bytes() for path in videos.glob("*.mp4")}
     assert len(before) == 2
-    monkeypatch.setattr(generation, "generate", counts)
     assert main([*command, "--resume"]) == 0
-    assert made == [(PROMPTS[1], 1)], "its own seed, whatever was there"
+    assert asked[3:] == [(PROMPTS[1], 1)], "its own seed, whatever was there"
     assert len(list(videos.glob("*.mp4"))) == 3
     assert all(path.read_bytes() == bytes_ for path, bytes_ in before.items())
 
@@ -152,9 +148,10 @@ sys.exit(code)
 def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:
     """The one whose prompt fails waits for the other, which a launcher would end."""
     path = tmp_path / "made.txt"
-    both = processes.together(SCRIPT, *command, env={"MADE": str(path)}, cwd=ROOT)
-    assert both[0].code == 2 and "1 of 2 prompts failed" in both[0].err, both[0]
-    assert both[1].code == 0, both[1]
+    with processes.pair(SCRIPT, *command, env={"MADE": str(path)}, cwd=ROOT) as scripts:
+        first, second = (script.wait() for script in scripts)
+    assert first.code == 2 and "1 of 2 prompts failed" in first.err, first
+    assert second.code == 0, second
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ["0 2", "1 1"] and sorted(lines[2:]) == ["0 ends", "1 ends"]
     videos = sorted((tmp_path / "out").glob("*.mp4"))
@@ -162,8 +159,7 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
 
 
 def test_a_comparison_by_several_processes_is_refused(micro_folder, tmp_path, capsys, monkeypatch):
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+    set_ranks(monkeypatch, "2", "0", "0")
     command = ["compare", "--model", str(micro_folder), *QUICK, "--prompt", "a"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

@@ -93,7 +93,7 @@ def of_model(out: Path, lower: float = 3.0, **changes: Any) -> Judged:
     drifts = [one.patched for one in results], [one.control for one in results]
     return Judged(
         judgement=verdict.judge(*drifts, **{"ran": ran(asked=2)} | numbers | changes),
-        results=results, out=out, model=model, refused={}, places={},
+        results=results, out=out, model=model,
         command="turbo-rcm-patch compare --model /home/me/model --out='/home/me/my out' "
         "--image=file:///home/me/a.png --steps=4",
         versions={"torch": "2.13.0", "python": "3.12"},
@@ -241,7 +241,7 @@ def becomes(tab: Browser, expression: str, value: object) -> None:
     [("compare", 10, 1280, False), ("compare", 10, 400, True), ("frames", 3, 800, False)],
 )
 def test_the_page_fits_and_asks_the_network_for_nothing(
-    pages, tab, tmp_path, page: str, panes: int, width: int, dark: bool
+    pages, tab, page: str, panes: int, width: int, dark: bool
 ) -> None:
     tab.open(pages[page].report, width=width, dark=dark)
     tab.wait_for(f"{PLAYER}.video.readyState >= 2")
@@ -266,8 +266,6 @@ def test_the_page_fits_and_asks_the_network_for_nothing(
         "[...document.querySelectorAll('.scroll')].filter((e) => !e.querySelector('.map, pre'))"
         ".some((e) => e.scrollWidth > e.clientWidth)"
     )
-    shot = tmp_path / "page.png"
-    assert len(tab.screenshot(shot)) > 20_000, "not an empty page"
 
 
 @in_a_browser

@@ -187,8 +187,8 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bo
         int8, scale = (checkpoint.tensors.get(key) for key in name.their_int8)
         source: tuple[Tensor, ...]
         if int8 is None or scale is None or not name.linear:
-            own = checkpoint.tensors[name.theirs]
-            source, chosen = (own,), own.dtype
+            weight = checkpoint.tensors[name.theirs]
+            source, chosen = (weight,), weight.dtype
         elif int8_only:
             parts = zip(name.our_int8, (int8, scale_bits(scale)), strict=True)
             items += [_Item(key, (part,), part.dtype, part.shape) for key, part in parts]

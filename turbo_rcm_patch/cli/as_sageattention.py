@@ -38,19 +38,19 @@ def main(argv: Sequence[str], name: str) -> NoReturn:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_arguments(parser)
-    given = parser.parse_args(argv)
-    if not given.replace:
+    arguments = parser.parse_args(argv)
+    if not arguments.replace:
         refuse_installed(str(STAND_IN))
     paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    switches = {REPLACE: given.replace, REQUIRE: given.require}
+    switches = {REPLACE: arguments.replace, REQUIRE: arguments.require}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment |= {name: "1" for name, on in switches.items() if on}
     try:
-        os.execvpe(given.command[0], given.command, environment)
+        os.execvpe(arguments.command[0], arguments.command, environment)
     except OSError as error:
         raise ConfigError(
             "COMMAND", expected="a program that can be started",
-            got=f"{given.command[0]}: {error.strerror}",
+            got=f"{arguments.command[0]}: {error.strerror}",
             remedy="Give its path, or activate its environment",
         ) from error  # fmt: skip
 

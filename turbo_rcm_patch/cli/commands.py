@@ -12,26 +12,29 @@ from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.generate import generate as generate
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching import find_pairs
+from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.files import check_writable
+from turbo_rcm_patch.patching import find_pairs, patched
+from turbo_rcm_patch.patching.plan import worst
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.result import Judged
+from turbo_rcm_patch.video.source import Source
 
 
-def compare(given: options.Compare) -> int:
+def compare(command: options.Compare) -> int:
     """Compare, then print the verdict and the path of the report."""
-    return of_verdict(run_comparison(given).verdict)
+    return of_verdict(run_comparison(command).verdict)
 
 
-def run_comparison(given: options.Compare) -> Judged:
+def run_comparison(command: options.Compare) -> Judged:
     """Compare, and print the verdict and the path of the report.
 
     Raises:
         ConfigError: Among others: torchrun started several processes.
     """
-    prompts = read_prompts(given)
+    prompts = read_prompts(command)
     if (world := Processes.here().world) > 1:
         raise ConfigError(
             "compare under torchrun",
@@ -41,44 +44,81 @@ def run_comparison(given: options.Compare) -> Judged:
             "and give their folders to `judge`",
         )
     # What would fail at the end fails before a model is loaded.
-    store.check_out(given.out, fresh=given.fresh)
-    check_inputs(given)
-    pipe = load(given, given.device)
+    store.check_out(command.out, fresh=command.fresh)
+    check_inputs(command)
+    pipe = load(command, command.device)
     with bars() as progress:
         result = comparison.compare(
             pipe,
             prompts,
-            images=given.image,
-            out=given.out,
-            seed=given.seed,
-            config=given.config,
-            attention_backend=given.attention_backend,
-            settings=generation.settings_for(pipe, **given.settings),
-            network_number=given.network_number,
-            fresh=given.fresh,
+            images=command.image,
+            out=command.out,
+            seed=command.seed,
+            config=command.config,
+            attention_backend=command.attention_backend,
+            settings=generation.settings_for(pipe, **command.settings),
+            network_number=command.network_number,
+            fresh=command.fresh,
             progress=progress,
-            command=given.command_line,
+            command=command.command_line,
         )
     print(result)
     return result
 
 
-def judge(given: options.Judge) -> int:
+def judge(command: options.Judge) -> int:
     """Judge videos, then print the verdict; what could not be judged decides the exit code."""
-    assert given.baseline and given.candidate  # `Judge` has checked it
+    assert command.baseline and command.candidate  # `Judge` has checked it
     with bars() as progress:
         result = judging.judge_folders(
-            given.baseline,
-            given.candidate,
-            given.control,
-            out=given.out,
-            fps=given.fps,
-            fresh=given.fresh,
+            command.baseline,
+            command.candidate,
+            command.control,
+            out=command.out,
+            fps=command.fps,
+            fresh=command.fresh,
             progress=progress,
-            command=given.command_line,
+            command=command.command_line,
         )
     print(result)
     return USAGE if result.refused else of_verdict(result.verdict)
+
+
+def plan(command: options.Plan) -> int:
+    """Let the guard decide on a video of each prompt, and write the most exact decisions."""
+    prompts = read_prompts(command)
+    check_writable(command.out.expanduser())
+    check_inputs(command)
+    pipe = load(command, command.device)
+    settings = generation.settings_for(pipe, **command.settings)
+    image, plans = Source("", command.image).read(), []
+    with bars() as progress:
+        for index, prompt in enumerate(prompts):
+
+            def on_step(step: int, _: int, before: int = index * settings.steps) -> None:
+                progress("plan", before + step, len(prompts) * settings.steps)
+
+            with patched(pipe, command.config) as report:
+                generation.generate(
+                    pipe,
+                    prompt,
+                    image=image,
+                    seed=command.seed + index,
+                    settings=settings,
+                    on_step=on_step,
+                )
+                if report.plan is None:
+                    raise SamplingError(
+                        "no plan",
+                        expected="a guard that compares every block",
+                        got=str(report.guard) if command.config.guard else "--no-guard",
+                        remedy="Leave out what keeps a state inside of blocks",
+                    )
+                plans.append(report.plan)
+    chosen = worst(plans)
+    print(chosen)
+    print(chosen.save(command.out))
+    return OK
 
 
 def pairs(command: options.Pairs) -> int:

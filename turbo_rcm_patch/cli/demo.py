@@ -16,11 +16,11 @@ from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video.report import write_report
 
 
-def demo(given: Demo) -> int:
+def demo(command: Demo) -> int:
     """Compare a shipped model with its patched self over the demo prompts, and check the kernels.
 
     Args:
-        given: The options of the command.
+        command: The options of the command.
 
     Returns:
         The exit code of the verdict, or 1 if the kernels do not agree with their reference. Where
@@ -28,12 +28,12 @@ def demo(given: Demo) -> int:
     """
     start = time.perf_counter()
     comparison = Compare(
-        model=given.model,
+        model=command.model,
         prompt=prompts.DEMO_PROMPTS,
-        out=given.out,
-        config=PatchConfig(vae=given.vae),
-        fresh=not given.resume,
-        command_line=given.command_line,
+        out=command.out,
+        config=PatchConfig(vae=command.vae),
+        fresh=not command.resume,
+        command_line=command.command_line,
     )
     print(
         f"{len(comparison.prompt)} prompts: unpatched, patched, and unpatched under another exact "

@@ -17,9 +17,10 @@ from turbo_rcm_patch.cli.exit_codes import OK
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError, SamplingError
-from turbo_rcm_patch.files import check_writable, remove_leftovers
+from turbo_rcm_patch.files import check_writable, lock_folder, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.patching import patched
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import environment, generation, store
@@ -90,8 +91,8 @@ def name_videos(command: options.Generate, prompts: list[str]) -> list[Video]:
         return [*map(Video, prompts, seeds, paths)]
     if len(prompts) > 1 or out.suffix.lower() not in ENDINGS:
         many = f"a folder, because there are {len(prompts)} prompts"
-        one = f"a folder, or a file that ends in one of {ENDINGS}"
-        raise SamplingError("--out", expected=many if len(prompts) > 1 else one, got=str(out))
+        single = f"a folder, or a file that ends in one of {ENDINGS}"
+        raise SamplingError("--out", expected=many if len(prompts) > 1 else single, got=str(out))
     store.check_note(out)
     return [Video(prompts[0], command.seed, out)]
 
@@ -131,8 +132,10 @@ def _make_share(
     failed: list[str] = []
     times: list[tuple[float, float, int]] = []
     with (
-        store.lock_folder(out) if first and _is_folder(out) else nullcontext(),
-        patched(pipe, command.config) if command.patch else nullcontext() as report,
+        lock_folder(out) if first and _is_folder(out) else nullcontext(),
+        patched(pipe, command.config, plan=command.plan)
+        if command.patch
+        else nullcontext() as report,
         _together(pipe, command),
     ):
         with bars() if first else nullcontext(_show_nothing) as progress:
@@ -145,7 +148,7 @@ def _make_share(
 
                 try:
                     with reraise_interrupts():
-                        made = generation.generate(
+                        generated = generation.generate(
                             pipe,
                             video.prompt,
                             image=image,
@@ -153,9 +156,15 @@ def _make_share(
                             settings=settings,
                             on_step=on_step,
                         )
-                        times.append((made.seconds, made.decode_seconds, made.peak_bytes or 0))
+                        times.append(
+                            (
+                                generated.seconds,
+                                generated.decode_seconds,
+                                generated.peak_bytes or 0,
+                            )
+                        )
                         if writes:
-                            _write(made, video, records[video])
+                            _write(generated, video, records[video])
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
                     raise
                 except Exception as error:
@@ -188,6 +197,8 @@ def _record(
         "weights": "int8" if command.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
+    if command.plan is not None:
+        record["plan"] = str(Plan.load(command.plan))
     return record | ({} if image is None else {"inputs": digest_of(image)})
 
 
@@ -230,14 +241,14 @@ def _together(pipe: VideoPipeline, command: options.Generate) -> AbstractContext
     return parallel(pipe, cfg=2 if command.cfg_parallel else 1, ulysses=command.ulysses)
 
 
-def _write(made: generation.Generation, video: Video, record: dict[str, object]) -> None:
+def _write(generated: generation.Generation, video: Video, record: dict[str, object]) -> None:
     """Write a video, and beside it how it was made."""
     store.forget_made(video.path)  # A note never stands beside another video.
-    made.save(video.path)
-    frames = len(made.frames)
+    generated.save(video.path)
+    frames = len(generated.frames)
     store.note_made(video.path, {**record, "frames": frames})
-    print(f"{video.path}  {frames} frames, {made.seconds:.2f} s, and "
-          f"{made.decode_seconds:.2f} s to decode")  # fmt: skip
+    print(f"{video.path}  {frames} frames, {generated.seconds:.2f} s, and "
+          f"{generated.decode_seconds:.2f} s to decode")  # fmt: skip
 
 
 def _speed(times: list[tuple[float, float, int]], device: str, impl: str) -> str:

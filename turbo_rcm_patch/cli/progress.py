@@ -70,9 +70,11 @@ def bars() -> Iterator[Progress]:
                 printed[stage] = math.inf if done >= total else now
                 elapsed = display.tasks[tasks[stage]].elapsed or 0.0
                 timed = done - begun[stage]
-                left = timedelta(seconds=round(elapsed * (total - done) / max(1, timed)))
+                remaining = timedelta(seconds=round(elapsed * (total - done) / max(1, timed)))
                 after = f" after {timedelta(seconds=round(elapsed))}" if done >= total else ""
-                text = f"{label}: {done} of {total}" + (after or f", {left} left" * (timed > 0))
+                text = f"{label}: {done} of {total}" + (
+                    after or f", {remaining} left" * (timed > 0)
+                )
                 console.print(text, markup=False, highlight=False)
 
         yield update

@@ -70,9 +70,9 @@ def refuse_installed(stand_in: str) -> None:
         ConfigError: There is one.
     """
     elsewhere = [path for path in sys.path if path != stand_in]
-    found = PathFinder.find_spec("sageattention", elsewhere)
-    if found is not None:
+    spec = PathFinder.find_spec("sageattention", elsewhere)
+    if spec is not None:
         raise ConfigError(
-            "the package sageattention", expected="none to be installed", got=str(found.origin),
+            "the package sageattention", expected="none to be installed", got=str(spec.origin),
             remedy="Hide it with as-sageattention --replace -- COMMAND, or run COMMAND alone",
         )  # fmt: skip

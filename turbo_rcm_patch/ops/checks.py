@@ -74,14 +74,14 @@ def check_shape(name: str, x: torch.Tensor, shape: Sequence[int]) -> None:
         raise ShapeError(name, expected=str(list(shape)), got=_shape(x))
 
 
-def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Return True if a shape broadcasts to another with the same number of dimensions.
 
     Sizes may be symbols of a compiler, which compares them correctly with == but not with `in`.
     """
-    if len(own) != len(full):
+    if len(shape) != len(full):
         return False
-    return all(size == 1 or size == wide for size, wide in zip(own, full, strict=True))
+    return all(size == 1 or size == wide for size, wide in zip(shape, full, strict=True))
 
 
 def check_attention(

@@ -48,6 +48,9 @@ ERROR_STEPS: Final = 256
 #: log2 of the largest p. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_MAX_LOG2: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
+#: dtypes of probabilities and values by the name of their type.
+PV_DTYPES: Final = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 
 
@@ -222,19 +225,21 @@ class AttentionInputs(NamedTuple):
         return self.spec.scale_of(self.head_dim)
 
 
-class Queries(NamedTuple):
-    """Quantised q: int8 [B, H, n_padded, HEAD_PAD], scale and shift (or None) [B, H, n_padded]."""
+class QuantizedRows(NamedTuple):
+    """Quantised q or k.
+
+    Attributes:
+        int8: [B, H, n_padded, HEAD_PAD].
+        scale: fp32 [B, H, n_padded] of q, [B, H, n_padded / scale_block(D)] of k.
+        shift: fp32 [B, H, n_padded], which smoothing subtracts from every logit of a row of q, or
+            None.
+        n_padded: Padded number of tokens.
+    """
 
     int8: Tensor
     scale: Tensor
     shift: Tensor | None
-
-
-class Keys(NamedTuple):
-    """Quantised k: int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded / scale_block(D)]."""
-
-    int8: Tensor
-    scale: Tensor
+    n_padded: int
 
 
 class Values(NamedTuple):
@@ -256,8 +261,8 @@ class QuantizedOperands(NamedTuple):
     logits. The shift of q is sm_scale * q · mean(k). Masked keys are 0.
     """
 
-    queries: Queries
-    keys: Keys
+    queries: QuantizedRows
+    keys: QuantizedRows
     values: Values | None
     v: Tensor | None
     n_q: int
@@ -278,22 +283,6 @@ class AttentionOutput(NamedTuple):
     y_ptrs: tuple[Tensor, ...]
     lse_ptr: Tensor | None
     shift_ptr: Tensor | None
-
-
-class QuantizedRows(NamedTuple):
-    """Memory of quantised q or k, as a prologue's kernel takes it.
-
-    Attributes:
-        int8_ptr: [B, H, n_padded, HEAD_PAD].
-        scale_ptr: fp32 [B, H, n_padded] of q, [B, H, n_scales] of k.
-        shift_ptr: fp32 [B, H, n_padded] of q, or None.
-        n_padded: Padded number of tokens.
-    """
-
-    int8_ptr: Tensor
-    scale_ptr: Tensor
-    shift_ptr: Tensor | None
-    n_padded: int
 
 
 class TokenRows(NamedTuple):
@@ -367,8 +356,8 @@ class Prologue(NamedTuple):
     """
 
     inputs: AttentionInputs
-    queries: Queries
-    keys: Keys
+    queries: QuantizedRows
+    keys: QuantizedRows
     values: Values | None
     counters: Tensor | None
     counter_rows: int
@@ -386,15 +375,13 @@ class Prologue(NamedTuple):
 
     def query_rows(self, strides: tuple[int, int]) -> TokenRows:
         """Return q with the strides, its norm and the memory of its result."""
-        norms, (int8, scale, shift) = self.inputs.norms, self.queries
-        out = QuantizedRows(int8, scale, shift, int8.shape[2])
-        return TokenRows(self.inputs.q, strides, norms.q, norms.q_bias, out)
+        norms = self.inputs.norms
+        return TokenRows(self.inputs.q, strides, norms.q, norms.q_bias, self.queries)
 
     def key_rows(self, strides: tuple[int, int]) -> TokenRows:
         """Return k with the strides, its norm and the memory of its result."""
-        norms, (int8, scale) = self.inputs.norms, self.keys
-        out = QuantizedRows(int8, scale, None, int8.shape[2])
-        return TokenRows(self.inputs.k, strides, norms.k, norms.k_bias, out)
+        norms = self.inputs.norms
+        return TokenRows(self.inputs.k, strides, norms.k, norms.k_bias, self.keys)
 
     def value_rows(self, strides: tuple[int, int], stats: Tensor | None) -> ValueRows:
         """Return v with the strides, and with fp8 the memory of its statistics and its result."""

@@ -192,8 +192,8 @@ _OF_TARGETS: Final = {
 @cache
 def tile_for(kernel: str, variant: str, target: Target) -> Tile:
     """Return the tile of a kernel variant on a target: the target's own, or the safe default."""
-    own = _OF_TARGETS.get(target.key, {}).get(kernel, {})
-    return own.get(variant) or _DEFAULT[kernel][variant]
+    variants = _OF_TARGETS.get(target.key, {}).get(kernel, {})
+    return variants.get(variant) or _DEFAULT[kernel][variant]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -248,7 +248,7 @@ def coefficient(
     wide = value.expand(*shape)
     # For an extent of 1 `expand` keeps the original stride, which has no meaning.
     stride_b, stride_n, stride_c = (
-        0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
+        0 if size == 1 else stride for size, stride in zip(value.shape, wide.stride(), strict=True)
     )
     if stride_c * shape[2] >= 2**31:  # in a kernel, offsets of channels are 32 bits
         return coefficient(value.contiguous(), shape)

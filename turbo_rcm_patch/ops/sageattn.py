@@ -195,8 +195,8 @@ def _variant(
     def call(*args: Any, **named: Any) -> Result:
         if len(args) > len(names):
             raise TypeError(f"{name}() takes {len(names)} positional arguments; got {len(args)}")
-        given = dict(zip(names, args, strict=False))
-        return _sage(pv, **given, **named)
+        positional = dict(zip(names, args, strict=False))
+        return _sage(pv, **positional, **named)
 
     public: Any = call
     public.__name__ = public.__qualname__ = name

@@ -186,6 +186,7 @@ class Guard:
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
         self._seen: dict[Any, _Compared] = {}
+        self._trusted: dict[int, Shares] = {}
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
@@ -202,6 +203,21 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
 
+    def trust(self, shares: dict[int, Shares]) -> None:
+        """Take over what a plan measured, by the index of a block: no first forward compares."""
+        self._trusted = shares
+
+    def decided(self) -> tuple[dict[int, Shares], float | None]:
+        """Return what is known of the blocks that were compared on their first forward, by index,
+        and the predicted error of the network by that, None where nothing was measured; of the way
+        to run with the largest error."""
+        ways = [({**seen.shares}, way[0]) for way, seen in list(self._seen.items())]
+        measured = [
+            (shares, predicted(shares.values(), dtype) if any(map(any, shares.values())) else None)
+            for shares, dtype in ways
+        ]
+        return max(measured, key=lambda way: way[1] or 0.0, default=({}, None))
+
     def check_next(self) -> None:
         """Compare every block on the next forward."""
         self._asked = True
@@ -213,8 +229,7 @@ class Guard:
 
         It is the largest over all ways to run, and None before all blocks of one were compared.
         """
-        seen = [(list(seen.shares.values()), way[0]) for way, seen in list(self._seen.items())]
-        return max([predicted(*one) for one in seen if any(map(any, one[0]))], default=None)
+        return self.decided()[1]
 
     # --- which blocks ----------------------------------------------------------------------------
 
@@ -246,7 +261,8 @@ class Guard:
         x = block.streams(inputs)[0]
         one = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, one.attention, one.pv
-        here.shares = dict(self._seen.setdefault(here.way, _Compared()).shares)
+        seen = self._seen.setdefault(here.way, _Compared(dict(self._trusted)))
+        here.shares = dict(seen.shares)
         here.stopped = False
         now = None if self._pipe is None else self._step_of(self._pipe(), block.path)
         here.step = None if now is None else now[0]

@@ -13,7 +13,6 @@ from turbo_rcm_patch.video.measures import Drift, frame_drift
 from turbo_rcm_patch.video.store import CLIP_FILES, Store, reading
 from turbo_rcm_patch.video.video import (
     SEEK_EVERY,
-    amplified_difference,
     choose_gain,
     enlarge,
     pane_size,
@@ -87,56 +86,49 @@ class Clip:
         complete = all((store.folder(key) / file).is_file() for file in CLIP_FILES)
         return clip if complete else None
 
-    def record(self, store: Store, inputs: object) -> None:
-        """Write the record that marks a finished clip, once its files are written."""
-        record = self.as_dict() | {"inputs": inputs}
-        store.write_json(f"prompts/{self.key}/record.json", record)
-
 
 def measure(
     store: Store,
     clips: Mapping[str, torch.Tensor],
-    fps: float,
+    inputs: object,
     *,
     label: str = "patched",
     **identity: Any,
 ) -> Clip:
-    """Measure a clip, and write the videos that show it.
+    """Measure a clip, and write the videos that show it, and at last the record that marks it as
+    finished.
 
     Args:
         store: The folder; the files are panes.mp4 for the report's player, and side_by_side.mp4
             to look at.
         clips: "baseline", "patched" and perhaps "control" -> frames [F, H, W, 3] in 0..1.
-        fps: Frames a second.
+        inputs: What the clip was made from, as for `Clip.finished`.
         label: The word for "patched" in pictures.
-        **identity: The fields of the clip that say which one it is.
+        **identity: The fields of the clip that say which one it is, `fps` among them.
     """
-    truth = clips["baseline"]
+    truth, fps = clips["baseline"], identity["fps"]
     runs = {run: clips[run] for run in ("patched", "control") if run in clips}
-    drifts: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     missing = set()
     for run, clip in runs.items():
         score, why = vmaf(clip, truth, fps)
-        drifts[run] = replace(frame_drift(clip, truth), vmaf=score)
+        numbers[run] = replace(frame_drift(clip, truth), vmaf=score)
         missing |= {why} - {""}
-    gain = choose_gain([(clip - truth).abs() for clip in runs.values()])
+    differences = {run: (clip - truth).abs() for run, clip in runs.items()}
+    gain = choose_gain([*differences.values()])
     folder = store.folder(identity["key"])
     shown = {run: enlarge(clip) for run, clip in clips.items()}
     rows = {"baseline": shown["baseline"], label: shown["patched"]}
-    for run, clip in runs.items():
+    for run, difference in differences.items():
         name = label if run == "patched" else run
-        difference = enlarge(amplified_difference(clip, truth, gain), "nearest")
-        shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = difference
+        amplified = enlarge(difference * gain, "nearest")
+        shown[f"{run} difference"] = rows[f"{name} - baseline, x {gain}"] = amplified
     height, width = truth.shape[1:3]
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
     joined = panes(shown, pane_size(height, width))
     write_mp4(joined, folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
-    return Clip(
-        **identity,
-        **drifts,
-        height=height,
-        width=width,
-        fps=fps,
-        gain=gain,
-        unmeasured="; ".join(sorted(missing)),
-    )
+    numbers |= {"height": height, "width": width, "gain": gain}
+    measured = Clip(**identity, **numbers, unmeasured="; ".join(sorted(missing)))
+    record = measured.as_dict() | {"inputs": inputs}
+    store.write_json(f"prompts/{measured.key}/record.json", record)
+    return measured

@@ -7,6 +7,7 @@ where it was stopped. The model is changed during the second pass only.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +27,18 @@ from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
+from turbo_rcm_patch.files import lock_folder
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
 from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
-from turbo_rcm_patch.video.judged import BackendCalls, Forwards, check_judged, judged
+from turbo_rcm_patch.video.judged import (
+    BackendCalls,
+    check_judged,
+    judged,
+    watched_forwards,
+    with_skipped,
+)
 from turbo_rcm_patch.video.judging import FPS, conclude
 from turbo_rcm_patch.video.measures import CapturedCalls, NetworkNumber, OnStep, fusion_number
 from turbo_rcm_patch.video.measures import network_number as measure_network
@@ -44,7 +52,7 @@ from turbo_rcm_patch.video.pipelines import (
 from turbo_rcm_patch.video.result import Judged, ModelFacts
 from turbo_rcm_patch.video.settings import Settings, SettingsOptions
 from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder
+from turbo_rcm_patch.video.store import Store, check_out
 from turbo_rcm_patch.video.verdict import Ran
 
 #: Makes a video from a seed: frames [F, H, W, 3] in 0..1.
@@ -60,11 +68,12 @@ _BACKENDS: Final = {
 }
 #: The file of the network number.
 _NETWORK: Final = "runs/network.json"
-#: Of a video that holds NaN or infinity: `generate` raises in the place of returning it.
-_NO_FRAMES: Final = torch.empty(0, 1, 1, 3)
-#: Makes video i, and calls back after each step; returns frames, and how long that took.
-_MakeClip = Callable[[int, OnStep], tuple[torch.Tensor, dict[str, Any]]]
-_Watched = PatchReport | BackendCalls | None
+#: Stands for a video that holds NaN or infinity: `generate` raises in the place of returning it.
+_NO_FRAMES: Final = torch.tensor(torch.nan)
+#: Makes a video, and calls back after each step; returns frames, and how long that took.
+_MakeClip = Callable[["_Video", OnStep], tuple[torch.Tensor, dict[str, Any]]]
+#: Entered while videos are made; may yield what watches the blocks of the model.
+_Entered = AbstractContextManager[PatchReport | BackendCalls | None]
 
 
 def compare(
@@ -124,7 +133,7 @@ def compare(
     """
     require("report", "compare")
     config = config or PatchConfig()
-    progress = progress or (lambda *_: None)
+    make_clip: _MakeClip
     # Read once, so that all three videos are made from the same pixels.
     sources = [Source(source.prompt, source.read()) for source in sources_of(prompts, images)]
     check_seed(seed, len(sources))
@@ -132,6 +141,7 @@ def compare(
         chosen = settings_for(pipe, settings, **overrides)
         check_image(type(pipe).__name__, kind_of(pipe), sources[0].image is not None)
         how, fps, steps = chosen.as_dict(), chosen.fps, chosen.steps
+        make_clip = partial(_generate_clip, pipe, chosen)
     else:
         others = {**overrides, "images": images, "settings": settings}
         if wrong := [name for name, x in others.items() if x is not None and name != "fps"]:
@@ -144,50 +154,33 @@ def compare(
         asked = overrides.get("fps")
         fps, steps = Settings(fps=FPS if asked is None else asked).fps, 1
         how = {"fps": fps, "made by": "a function of the caller"}
-    check_out(out, fresh=fresh)
-    with lock_folder(out):
+        make_clip = partial(_call_clip, pipe, make)
+    with lock_folder(check_out(out, fresh=fresh)):
         check_judged(pipe, config, attention_backend)
-        digests = [source.digest for source in sources]
-        keys = [Store.key(source.prompt, seed + i) for i, source in enumerate(sources)]
+        videos = [_Video(source, seed + i) for i, source in enumerate(sources)]
         identity = identify(pipe, how, config) | {
-            "inputs": dict(zip(keys, digests, strict=True)),
+            "inputs": {video.key: video.source.digest for video in videos},
             "attention_backend": attention_backend,
         }
         store = Store(out, identity, fresh=fresh)
-        if make is None:
-            make_clip = _generating(pipe, sources, seed, chosen)
-        else:
-            make_clip = _calling(pipe, make, seed)
-        finished = [Clip.finished(store, *pair) for pair in zip(keys, digests, strict=True)]
-        missing = [i for i, clip in enumerate(finished) if clip is None]
-        passes = _Passes(store, keys, missing, make_clip, steps, pipe, progress)
-        networks = networks_of(pipe).values() if network_number else ()
-        calls = CapturedCalls(networks)
-        unpatched = partial(_unpatched, pipe, config)
-
-        passes.run("baseline", unpatched(), first_call=calls)
-        passes.run("patched", judged(pipe, config, attention_backend), first_call=nullcontext())
-        known = store.read_json("runs/control.json")
-        known = known or {"backend": _choose_control(passes, unpatched)}
-        store.write_json("runs/control.json", known)
-        control = str(known["backend"])
-        passes.run("control", unpatched(control))
-        network, why = None, ""
-        if network_number:
-            network, why = _network(passes, calls, pipe, config, attention_backend)
+        for video in videos:
+            video.clip = Clip.finished(store, video.key, video.source.digest)
+        given = (pipe, config, attention_backend, progress or (lambda *_: None))
+        comparison = _Comparison(store, videos, make_clip, steps, *given)
+        calls = CapturedCalls(networks_of(pipe).values()) if network_number else None
+        comparison.make("baseline", _unpatched(pipe, config), calls or nullcontext())
+        judged_model = judged(pipe, config, attention_backend)
+        comparison.make("patched", judged_model, nullcontext())
+        control = comparison.control()
+        comparison.make("control", _unpatched(pipe, config, control))
+        network, why = comparison.network(calls)
         fusion = None
         if attention_backend is None and config.attention != "sage":
             shape = network_of(pipe).config
             heads, head_dim = shape.num_attention_heads, shape.attention_head_dim
             device = pipe._execution_device
             fusion = fusion_number(config, device, heads=heads, head_dim=head_dim)
-        results = []
-        for i, clip in enumerate(finished):
-            progress("videos", i, len(keys))
-            prompt = sources[i].prompt
-            results.append(clip or _measure(store, keys[i], prompt, digests[i], seed + i, fps))
-            store.remove_clips(keys[i])
-        progress("videos", len(keys), len(keys))
+        clips = comparison.clips(fps)
         note = store.read_json("runs/patched.json") or {}
         model = ModelFacts(
             network=network,
@@ -198,151 +191,150 @@ def compare(
             patch_report=note.get("table")
             or f"nothing: the unpatched model, attention backend {attention_backend}",
             patch=note.get("report", {}),
-            times={run: _times(store, results, run) for run in RUNS[:2]},
+            times={run: _times(store, clips, run) for run in RUNS[:2]},
             identity=identity,
         )
         return conclude(
             store,
-            results,
+            clips,
             command=command,
             model=model,
-            network_ratio=network.ratio if network else None,
-            fusion=fusion,
-            missing=[f"the network number ({why})"] if why else [],
-            ran=_ran(results, config, attention_backend),
+            numbers={
+                "network_ratio": network and network.ratio,
+                "fusion": fusion,
+                "missing": [f"the network number ({why})"] if why else [],
+                "ran": comparison.ran(clips),
+            },
         )
 
 
-def _generating(
-    pipe: VideoPipeline,
-    sources: Sequence[Source],
-    seed: int,
-    settings: Settings,
-) -> _MakeClip:
-    """Return the function that makes video i with `generate`."""
+@dataclass(slots=True)
+class _Video:
+    """One video of a comparison.
 
-    def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
-        began, source = time.perf_counter(), sources[i]
-        try:
-            video = generate(
-                pipe,
-                source.prompt,
-                image=source.image,
-                seed=seed + i,
-                settings=settings,
-                on_step=on_step,
-            )
-        except SamplingError as error:
-            if "NaN or infinity" not in error.what:
-                raise
-            seconds = time.perf_counter() - began
-            return _NO_FRAMES, {"seconds": seconds, "decode_seconds": 0.0, "peak_bytes": None}
-        return video.frames, {
-            name: getattr(video, name) for name in ("seconds", "decode_seconds", "peak_bytes")
-        }
+    Attributes:
+        source: What it is made from.
+        seed: Its seed.
+        clip: Its numbers, if it is measured.
+    """
 
-    return make_clip
+    source: Source
+    seed: int
+    clip: Clip | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the folder."""
+        return Store.key(self.source.prompt, self.seed)
 
 
-def _calling(pipe: VideoPipeline, make: Make, seed: int) -> _MakeClip:
-    """Return the function that makes video i with a function of the caller."""
+def _generate_clip(
+    pipe: VideoPipeline, settings: Settings, video: _Video, on_step: OnStep
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Make a video with `generate`."""
+    began, source = time.perf_counter(), video.source
+    note = {"seconds": 0.0, "decode_seconds": 0.0, "peak_bytes": None}
+    given: dict[str, Any] = {"image": source.image, "seed": video.seed, "settings": settings}
+    try:
+        made = generate(pipe, source.prompt, on_step=on_step, **given)
+    except SamplingError as error:
+        if "NaN or infinity" not in error.what:
+            raise
+        return _NO_FRAMES, note | {"seconds": time.perf_counter() - began}
+    return made.frames, {name: getattr(made, name) for name in note}
 
-    def make_clip(i: int, on_step: OnStep) -> tuple[torch.Tensor, dict[str, Any]]:
-        with torch.no_grad(), Meter(pipe._execution_device) as meter:
-            frames = torch.as_tensor(make(seed + i))
-        if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
-            raise SamplingError(
-                "the result of make(seed)",
-                expected="frames [F, H, W, 3] in 0..1, as a tensor or an array of numpy",
-                got=f"{tuple(frames.shape)} in {frames.dtype}",
-                remedy='Call the pipeline with output_type="np", and return its .frames[0]',
-            )
-        on_step(1, 1)
-        note = {"seconds": meter.seconds, "decode_seconds": 0.0, "peak_bytes": meter.peak_bytes}
-        return frames.to("cpu", torch.float32), note
 
-    return make_clip
+def _call_clip(
+    pipe: VideoPipeline, make: Make, video: _Video, on_step: OnStep
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Make a video with a function of the caller."""
+    with torch.no_grad(), Meter(pipe._execution_device) as meter:
+        frames = torch.as_tensor(make(video.seed))
+    if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.is_floating_point():
+        raise SamplingError(
+            "the result of make(seed)",
+            expected="frames [F, H, W, 3] in 0..1, as a tensor or an array of numpy",
+            got=f"{tuple(frames.shape)} in {frames.dtype}",
+            remedy='Call the pipeline with output_type="np", and return its .frames[0]',
+        )
+    on_step(1, 1)
+    note = {"seconds": meter.seconds, "decode_seconds": 0.0, "peak_bytes": meter.peak_bytes}
+    return frames.to("cpu", torch.float32), note
 
 
 @dataclass(frozen=True, slots=True)
-class _Passes:
-    """The videos of a comparison that are not measured yet, made run by run.
+class _Comparison:
+    """The videos of a comparison, made run by run.
 
     Attributes:
         store: Where they are kept.
-        keys: The names of all prompts there.
-        missing: The numbers of those that are not measured.
+        videos: All of them.
         make_clip: Makes a video.
         steps: Steps of a video.
         pipe: The pipeline.
-        progress: As for `compare`.
+        config: As for `compare`.
+        attention_backend: The same.
+        progress: The same.
     """
 
     store: Store
-    keys: Sequence[str]
-    missing: Sequence[int]
+    videos: Sequence[_Video]
     make_clip: _MakeClip
     steps: int
     pipe: VideoPipeline
+    config: PatchConfig
+    attention_backend: str | None
     progress: Progress
 
-    def run(
-        self,
-        run: Run,
-        model: AbstractContextManager[_Watched],
-        *,
-        first_call: AbstractContextManager[object] | None = None,
-    ) -> None:
+    def make(self, run: Run, model: _Entered, first_call: _Entered | None = None) -> None:
         """Make the videos of one run that are not there.
 
         Args:
             run: The name of the run.
-            model: Entered for the run; yields what watches the blocks of the judged model.
+            model: Entered for the run: changes the model.
             first_call: Entered for a first call, which is timed separately and discarded. Without
                 it there is none, and no runs/RUN.json.
         """
-        missing = [i for i in self.missing if not self.store.has_clip(self.keys[i], run)]
-        total = len(self.keys) * self.steps
+        missing = [v for v in self.missing() if not self.store.has_clip(v.key, run)]
+        total = len(self.videos) * self.steps
         done = total - len(missing) * self.steps
         self.progress(run, done, total)
         if not missing:
             return
         with model as watched:
-            note: dict[str, Any] = {"table": "", "report": {}}
+            note: dict[str, Any] = {}
             if first_call is not None:
-                estimate = self._estimate() if run == "baseline" else _ignore
+                on_step = self._estimate() if run == "baseline" else _ignore
                 with first_call:
-                    note["first_call_seconds"] = self.make_clip(missing[0], estimate)[1]["seconds"]
-            for i in missing:
-                frames, made = self._clip(run, i, done, watched)
+                    note["first_call_seconds"] = self.make_clip(missing[0], on_step)[1]["seconds"]
+            for video in missing:
+                show_step = partial(self._show_step, run, done)
+                with watched_forwards(self.pipe, watched) as forwards:
+                    frames, made = self.make_clip(video, show_step)
                 done += self.steps
+                if run == "baseline" and not frames.isfinite().all():
+                    raise SamplingError(
+                        "the unpatched model gave NaN or infinity",
+                        got=video.key,
+                        remedy="Check the model's dtype and weights: there is nothing to compare "
+                        "with",
+                    )
+                if frames is _NO_FRAMES:
+                    frames = frames.expand_as(self.store.load_clip(video.key, "baseline")[0])
                 if isinstance(watched, PatchReport):
                     note |= {"table": str(watched), "report": watched.as_dict()}
                 if first_call is not None:
                     self.store.write_json(f"runs/{run}.json", note)
-                self.store.save_clip(self.keys[i], run, frames, made)
+                made["forms"] = with_skipped(forwards)
+                self.store.save_clip(video.key, run, frames, made)
         self.progress(run, total, total)
 
-    def _clip(
-        self, run: Run, i: int, done: int, watched: _Watched
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Make a video, and note how the blocks ran in each forward."""
+    def missing(self) -> list[_Video]:
+        """Return the videos that are not measured."""
+        return [video for video in self.videos if video.clip is None]
 
-        def on_step(step: int, _: int) -> None:
-            self.progress(run, done + step, len(self.keys) * self.steps)
-
-        with Forwards(self.pipe, watched) as forwards:
-            frames, note = self.make_clip(i, on_step)
-        if run == "baseline" and not _is_finite(frames):
-            raise SamplingError(
-                "the unpatched model gave NaN or infinity",
-                got=self.keys[i],
-                remedy="Check the model's dtype and weights: there is nothing to compare with",
-            )
-        if not len(frames):
-            baseline, _ = self.store.load_clip(self.keys[i], "baseline")
-            frames = torch.full_like(baseline, torch.nan)
-        return frames, note | {"forms": forwards.forms()}
+    def _show_step(self, run: Run, before: int, step: int, _: int) -> None:
+        self.progress(run, before + step, len(self.videos) * self.steps)
 
     def _estimate(self) -> OnStep:
         """Return the function that says, once a step is done, how long all will take if every
@@ -353,7 +345,7 @@ class _Passes:
             times.append(time.perf_counter())
             if step != min(2, steps):  # The prompt is encoded before the first step.
                 return
-            count, seconds = 3 * len(self.keys), times[-1] - times[-2]
+            count, seconds = 3 * len(self.videos), times[-1] - times[-2]
             device = self.pipe._execution_device
             left = timedelta(seconds=round(seconds * count * self.steps))
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -368,39 +360,102 @@ class _Passes:
 
         return on_step
 
+    def control(self) -> str:
+        """Return the exact attention backend of the control, chosen once."""
+        known = self.store.read_json("runs/control.json") or {"backend": self._choose_control()}
+        self.store.write_json("runs/control.json", known)
+        return str(known["backend"])
 
-def _choose_control(
-    passes: _Passes, unpatched: Callable[[str], AbstractContextManager[None]]
-) -> str:
-    """Choose the backend with the first video that is missing, and keep this video."""
-    i, refused = min(passes.missing, default=0), []
-    key = passes.keys[i]
-    baseline, _ = passes.store.load_clip(key, "baseline")
-    for name in candidates(passes.pipe._execution_device):
+    def _choose_control(self) -> str:
+        """Choose the backend with the first video that is missing, and keep this video."""
+        video = (self.missing() or self.videos)[0]
+        baseline, _ = self.store.load_clip(video.key, "baseline")
+        refused = []
+        for name in candidates(self.pipe._execution_device):
+            try:
+                with _unpatched(self.pipe, self.config, name):
+                    frames, note = self.make_clip(video, _ignore)
+            except torch.OutOfMemoryError:
+                refused.append(f"{name} runs out of memory")
+                continue
+            except RuntimeError as error:
+                # torch's messages on a GPU and on a CPU. Faults of the device name kernels, too.
+                if not re.search("No (available kernel|viable backend)", str(error)):
+                    raise
+                refused.append(f"{name} cannot run this model")
+                continue
+            if not frames.isfinite().all():
+                refused.append(f"{name} gives NaN or infinity")
+            elif torch.equal(frames, baseline):
+                refused.append(f"{name} is bit-equal to the baseline")
+            else:
+                self.store.save_clip(video.key, "control", frames, note)
+                return name
+        raise SamplingError(
+            "no exact attention backend differs from the one the model uses",
+            got="; ".join(refused),
+            remedy="Compare in bf16, and without a diffusers attention backend set on the model",
+        )
+
+    def network(self, calls: CapturedCalls | None) -> tuple[NetworkNumber | None, str]:
+        """Return the network number, measured once; or None and why, unless it was left out."""
+        if calls is None:
+            return None, ""
+        if known := self.store.read_json(_NETWORK):
+            return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
+        if why := why_no_network(self.pipe):
+            return None, why
+        if not any(calls.kept.values()):  # An earlier run has made the baseline.
+            with _unpatched(self.pipe, self.config), calls:
+                self.make_clip(self.videos[0], _ignore)
+        kept = {network: inputs for network, inputs in calls.kept.items() if inputs}
+        if not kept:
+            return None, "the videos were made without a call of it"
         try:
-            with unpatched(name):
-                frames, note = passes.make_clip(i, _ignore)
+            number = measure_network(
+                kept,
+                self.config,
+                attention_backend=self.attention_backend,
+                progress=partial(self.progress, "network"),
+            )
         except torch.OutOfMemoryError:
-            refused.append(f"{name} runs out of memory")
-            continue
-        except RuntimeError as error:
-            # torch's messages on a GPU and on a CPU. A fault of the device speaks of kernels, too.
-            if not any(w in str(error) for w in ("No available kernel", "No viable backend")):
-                raise
-            refused.append(f"{name} cannot run this model")
-            continue
-        if not _is_finite(frames):
-            refused.append(f"{name} gives NaN or infinity")
-        elif torch.equal(frames, baseline):
-            refused.append(f"{name} is bit-equal to the baseline")
-        else:
-            passes.store.save_clip(key, "control", frames, note)
-            return name
-    raise SamplingError(
-        "no exact attention backend differs from the one the model uses",
-        got="; ".join(refused),
-        remedy="Compare in bf16, and without a diffusers attention backend set on the model",
-    )
+            return None, "one call of it in fp32 does not fit the device's memory"
+        if number.unpatched == 0:
+            return None, "unpatched it has no error: it runs in fp32"
+        self.store.write_json(_NETWORK, asdict(number))
+        return number, ""
+
+    def clips(self, fps: int) -> list[Clip]:
+        """Measure all videos whose three runs are there, and return the numbers of every video."""
+        clips, total = [], len(self.videos)
+        for done, video in enumerate(self.videos):
+            self.progress("videos", done, total)
+            clip = video.clip
+            if clip is None:
+                runs = {run: self.store.load_clip(video.key, run) for run in RUNS}
+                clip = measure(
+                    self.store,
+                    {run: frames for run, (frames, _) in runs.items()},
+                    video.source.digest,
+                    key=video.key,
+                    prompt=video.source.prompt,
+                    seed=video.seed,
+                    fps=fps,
+                    runs={run: note for run, (_, note) in runs.items()},
+                )
+            clips.append(clip)
+            self.store.remove_clips(video.key)
+        self.progress("videos", total, total)
+        return clips
+
+    def ran(self, clips: Sequence[Clip]) -> Ran | None:
+        """Return in which form the blocks of the judged model ran; None if nobody counted."""
+        auto = self.config.attention == "auto" or self.attention_backend
+        asked = f"{'int8' if auto else self.config.attention} attention"
+        asked += " and int8 Linears" if self.config.linear != "as-is" else ""
+        part = ["length"] if self.attention_backend is None else []
+        part += ["wide-values"] if self.config.pv == "auto" else []
+        return Ran.of(asked, part, [clip.runs["patched"]["forms"] for clip in clips])
 
 
 @contextmanager
@@ -473,40 +528,6 @@ def _ignore(step: int, steps: int) -> None:
     """Do nothing after a step."""
 
 
-def _is_finite(frames: torch.Tensor) -> bool:
-    """Return True if there are frames without NaN and infinity."""
-    return len(frames) > 0 and bool(frames.isfinite().all())
-
-
-def _network(
-    passes: _Passes,
-    calls: CapturedCalls,
-    pipe: VideoPipeline,
-    config: PatchConfig,
-    attention_backend: str | None,
-) -> tuple[NetworkNumber | None, str]:
-    """Return the network number, measured once; or None and why."""
-    if known := passes.store.read_json(_NETWORK):
-        return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
-    if why := why_no_network(pipe):
-        return None, why
-    if not any(calls.kept.values()):  # An earlier run has made the baseline.
-        with _unpatched(pipe, config), calls:
-            passes.make_clip(0, _ignore)
-    kept = {network: inputs for network, inputs in calls.kept.items() if inputs}
-    if not kept:
-        return None, "the videos were made without a call of it"
-    show = partial(passes.progress, "network")
-    try:
-        number = measure_network(kept, config, attention_backend=attention_backend, progress=show)
-    except torch.OutOfMemoryError:
-        return None, "one call of it in fp32 does not fit the device's memory"
-    if number.unpatched == 0:
-        return None, "unpatched it has no error: it runs in fp32"
-    passes.store.write_json(_NETWORK, asdict(number))
-    return number, ""
-
-
 def why_no_network(pipe: VideoPipeline) -> str:
     """Return why the network number cannot be measured, or "".
 
@@ -521,22 +542,6 @@ def why_no_network(pipe: VideoPipeline) -> str:
     return ""
 
 
-def _measure(store: Store, key: str, prompt: str, digest: str, seed: int, fps: int) -> Clip:
-    """Measure a clip; the record marks the end."""
-    runs = {run: store.load_clip(key, run) for run in RUNS}
-    clip = measure(
-        store,
-        {run: frames for run, (frames, _) in runs.items()},
-        fps,
-        key=key,
-        prompt=prompt,
-        seed=seed,
-        runs={run: note for run, (_, note) in runs.items()},
-    )
-    clip.record(store, digest)
-    return clip
-
-
 def _times(store: Store, results: Sequence[Clip], run: Run) -> dict[str, float | None]:
     """Return seconds of the first call, of the median one and of the median decoding, and peak
     memory."""
@@ -548,18 +553,6 @@ def _times(store: Store, results: Sequence[Clip], run: Run) -> dict[str, float |
         "decode_seconds": statistics.median(note["decode_seconds"] for note in notes),
         "peak_bytes": max((n["peak_bytes"] for n in notes if n["peak_bytes"]), default=None),
     }
-
-
-def _ran(
-    results: Sequence[Clip], config: PatchConfig, attention_backend: str | None
-) -> Ran | None:
-    """Return in which form the blocks of the judged model ran; None if nobody counted."""
-    auto = config.attention == "auto" or attention_backend
-    asked = f"{'int8' if auto else config.attention} attention"
-    asked += " and int8 Linears" if config.linear != "as-is" else ""
-    part = ["length"] if attention_backend is None else []
-    part += ["wide-values"] if config.pv == "auto" else []
-    return Ran.of(asked, part, [clip.runs["patched"]["forms"] for clip in results])
 
 
 def _baseline(pipe: VideoPipeline, config: PatchConfig) -> str:

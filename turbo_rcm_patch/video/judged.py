@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -42,46 +42,41 @@ class BackendCalls(list[str]):
     forget = list.clear
 
 
-class Forwards:
-    """Context manager that notes in which form each block runs in each forward of a network.
+@contextmanager
+def watched_forwards(
+    model: object, watched: PatchReport | BackendCalls | None
+) -> Iterator[list[tuple[Any, dict[str, str]]]]:
+    """Yield a list that gets an entry for each forward inside the block: the network, and the form
+    in which each of its blocks ran.
 
     Args:
         model: A pipeline.
         watched: Says in which form the blocks ran; None if nothing does.
     """
+    forwards: list[tuple[Any, dict[str, str]]] = []
+    with ExitStack() as hooks:
+        if watched is not None:
 
-    def __init__(self, model: object, watched: PatchReport | BackendCalls | None) -> None:
-        self._watched, self._hooks = watched, ExitStack()
-        self._networks = [] if watched is None else [*networks_of(model).values()]
-        self._forwards: list[tuple[Any, dict[str, str]]] = []
+            def after(network: Any, *_: object) -> None:
+                # A VAE has no form that was asked for.
+                ran = watched.forms().items()
+                own = {block: form for block, form in ran if not block.startswith(f"{VAE}.")}
+                forwards.append((network, own))
 
-    def __enter__(self) -> Forwards:
-        for network in self._networks:
-            self._hooks.enter_context(network.register_forward_pre_hook(self._before))
-            self._hooks.enter_context(network.register_forward_hook(self._after))
-        return self
+            for network in networks_of(model).values():
+                forget = network.register_forward_pre_hook(lambda *_: watched.forget())
+                hooks.enter_context(forget)
+                hooks.enter_context(network.register_forward_hook(after))
+        yield forwards
 
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
 
-    def _before(self, *_: object) -> None:
-        assert self._watched is not None
-        self._watched.forget()
-
-    def _after(self, network: Any, *_: object) -> None:
-        assert self._watched is not None
-        # A VAE has no form that was asked for.
-        ran = self._watched.forms().items()
-        forms = {block: form for block, form in ran if not block.startswith(f"{VAE}.")}
-        self._forwards.append((network, forms))
-
-    def forms(self) -> list[dict[str, str]]:
-        """Return the forms of each forward. A block that did not run in one of them, but in
-        another of the same network, was skipped there."""
-        skipped: dict[Any, dict[str, str]] = {}
-        for network, forms in self._forwards:
-            skipped.setdefault(network, {}).update(dict.fromkeys(forms, "skipped"))
-        return [skipped[network] | forms for network, forms in self._forwards]
+def with_skipped(forwards: Sequence[tuple[Any, dict[str, str]]]) -> list[dict[str, str]]:
+    """Return the forms of each forward. A block that did not run in one of them, but in another of
+    the same network, was skipped there."""
+    skipped: dict[Any, dict[str, str]] = {}
+    for network, forms in forwards:
+        skipped.setdefault(network, {}).update(dict.fromkeys(forms, "skipped"))
+    return [skipped[network] | forms for network, forms in forwards]
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from turbo_rcm_patch.checkpoints.read import Progress
 from turbo_rcm_patch.errors import (
@@ -23,15 +23,15 @@ from turbo_rcm_patch.errors import (
     TurboRCMError,
 )
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.files import check_regular
+from turbo_rcm_patch.files import check_regular, lock_folder
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, versions
 from turbo_rcm_patch.video.measures import SSIM_SIDE
 from turbo_rcm_patch.video.report import without_places, write_report
-from turbo_rcm_patch.video.result import Judged, ModelFacts
+from turbo_rcm_patch.video.result import Judged
 from turbo_rcm_patch.video.source import read_image
-from turbo_rcm_patch.video.store import Store, check_out, lock_folder
+from turbo_rcm_patch.video.store import Store, check_out
 from turbo_rcm_patch.video.verdict import judge
 from turbo_rcm_patch.video.video import (
     MOST_VALUES,
@@ -100,8 +100,6 @@ def _stacked(frames: list[np.ndarray], path: Path) -> torch.Tensor:
 
 
 def _tensor(path: Path) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with reraise_interrupts(), safe_open(path, framework="pt") as file:
             if _FRAMES not in (names := list(file.keys())):
@@ -197,11 +195,10 @@ def judge_folders(
     places = {"baseline": baseline, "candidate": candidate}
     places |= {"control": control} if control is not None else {}
     clips = {name: clips_in(Path(place), f"--{name}") for name, place in places.items()}
-    check_out(out, fresh=fresh)
     progress = progress or (lambda *_: None)
     results: list[Clip] = []
     refused: dict[str, str] = {}
-    with lock_folder(out):
+    with lock_folder(check_out(out, fresh=fresh)):
         identity = {"command": "judge", "fps": fps, "versions": versions(), "code": code_digest()}
         for name in ("baseline", "candidate"):
             identity[name] = str(Path(places[name]).expanduser().resolve())
@@ -209,73 +206,60 @@ def judge_folders(
         names = list(dict.fromkeys(name for named in clips.values() for name in named))
         for done, name in enumerate(names):
             progress("judge", done, len(names))
-            with _refusing(refused, name):
+            try:
                 pair = _paired(name, clips)
                 inputs = {which: _digest(path) for which, path in pair.items()}
                 kept = Clip.finished(store, Store.key(name, 0), inputs)
                 results.append(kept or _measure(store, name, pair, inputs, fps))
+            except (OutputError, MissingPackageError):
+                raise  # of all clips
+            except TurboRCMError as error:  # The others are judged.
+                refused[name] = str(error)
+            except OSError as error:
+                refused[name] = f"{error.filename}: {error.strerror}"
         progress("judge", len(names), len(names))
         if not results:
             got = "; ".join(list(refused.values())[:3]) + "; ..." * (len(refused) > 3)
             raise SamplingError("no clip could be judged", got=got)
-        folders = {name: str(Path(place).absolute()) for name, place in places.items()}
         paths = [path for named in clips.values() for files in named.values() for path in files]
         coded = sorted({path.suffix.lower() for path in paths} & {*VIDEO_ENDINGS})
-        notes = [_CODED.format(", ".join(coded))] if coded else []
-        more: dict[str, Any] = {"places": folders, "refused": refused, "notes": notes}
-        return conclude(store, results, command=command, **more)
+        return conclude(
+            store,
+            results,
+            command=command,
+            places={
+                name: without_places(str(Path(place).absolute())) for name, place in places.items()
+            },
+            refused=refused,
+            notes=(_CODED.format(", ".join(coded)),) if coded else (),
+        )
 
 
 def conclude(
     store: Store,
     results: Sequence[Clip],
     *,
-    command: str,
-    model: ModelFacts | None = None,
-    places: Mapping[str, str] = MappingProxyType({}),
-    refused: Mapping[str, str] = MappingProxyType({}),
-    notes: Sequence[str] = (),
-    **numbers: Any,
+    numbers: Mapping[str, Any] = MappingProxyType({}),
+    **facts: Any,
 ) -> Judged:
     """Give the verdict on measured clips, and write the report.
 
     Args:
         store: The folder.
         results: One entry per clip, at least one.
-        command: The command line, for the report.
-        model: What `compare` knows of the model.
-        places: Where the clips of others came from.
-        refused: Name of each clip that could not be judged -> why.
-        notes: More that a reader has to know.
-        **numbers: What `verdict.judge` takes beside the drifts.
+        numbers: What `verdict.judge` takes beside the drifts.
+        **facts: The other fields of `Judged`.
     """
     controls = [clip.control for clip in results if clip.control] or None
     judged = Judged(
         judgement=judge([clip.patched for clip in results], controls, **numbers),
         results=tuple(results),
-        command=command,
         out=store.out,
         versions=versions(),
-        model=model,
-        refused=dict(refused),
-        places={name: without_places(place) for name, place in places.items()},
-        notes=tuple(notes),
+        **facts,
     )
     write_report(judged)
     return judged
-
-
-@contextmanager
-def _refusing(refused: dict[str, str], name: str) -> Iterator[None]:
-    """Note what is wrong with one clip, so that the others are judged."""
-    try:
-        yield
-    except (OutputError, MissingPackageError):
-        raise  # of all clips
-    except TurboRCMError as error:
-        refused[name] = str(error)
-    except OSError as error:
-        refused[name] = f"{error.filename}: {error.strerror}"
 
 
 def _paired(name: str, clips: Mapping[str, Mapping[str, list[Path]]]) -> dict[str, Path]:
@@ -320,10 +304,8 @@ def _measure(
             raise _wrong(paths["control"], "another rounding than the baseline's", got, remedy)
     fps = (first.suffix.lower() in VIDEO_ENDINGS and frame_rate(first)) or fps
     clips["patched"] = clips.pop("candidate")
-    key = Store.key(name, 0)
-    clip = measure(store, clips, fps, label="candidate", key=key, prompt=name)
-    clip.record(store, inputs)
-    return clip
+    identity = {"key": Store.key(name, 0), "prompt": name, "fps": fps}
+    return measure(store, clips, inputs, label="candidate", **identity)
 
 
 def _size(frames: torch.Tensor) -> str:

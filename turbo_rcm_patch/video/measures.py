@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
@@ -192,7 +193,8 @@ class CapturedCalls:
         if self._seen[network] % self._every[network] == 0:
             names = inspect.signature(network.forward).parameters
             call = dict(zip(names, args, strict=False)) | kwargs
-            kept.append(_with_tensors(lambda x: x.detach().to("cpu", copy=True), call))
+            copy = tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), call)
+            kept.append(copy)
             if len(kept) > CALLS:
                 del kept[1::2]
                 self._every[network] *= 2
@@ -224,8 +226,8 @@ def network_number(
         device, results = execution_device(network), []
         for call in inputs:
             progress(next(done), total)
-            call = {**_with_tensors(lambda x: x.to(device), call), "return_dict": False}
-            results.append(network(**call)[0].float().cpu())
+            on_device = tree_map_only(torch.Tensor, lambda x: x.to(device), dict(call))
+            results.append(network(**on_device | {"return_dict": False})[0].float().cpu())
         return results
 
     unpatched: list[float] = []
@@ -236,20 +238,11 @@ def network_number(
         with judged(network, config, attention_backend):
             changed = outputs(network, inputs)
         with highest_precision(), sla_as_defined(network, config.sla_topk), upcast(network):
-            truth = outputs(network, [_with_tensors(_fp32, call) for call in inputs])
+            truth = outputs(network, tree_map_only(torch.Tensor, _fp32, [*map(dict, inputs)]))
         unpatched += map(relative_l2, plain, truth)
         patched += map(relative_l2, changed, truth)
     progress(total, total)
     return NetworkNumber(fmean(unpatched), fmean(patched))
-
-
-def _with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a value with other tensors in the place of those in it."""
-    if isinstance(value, Mapping):
-        return {name: _with_tensors(change, entry) for name, entry in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(change, entry) for entry in value)
-    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,9 +99,9 @@ def precompile(
         "kernels": {key: name for key, (name, _) in seen.items()},
     }
     write_json(folder / NOTE, note)
-    found = sum(hit for _, hit in seen.values())
+    cached = sum(hit for _, hit in seen.values())
     return (
-        f"{len(seen) - found} kernels compiled, {found} were there, in {folder}, "
+        f"{len(seen) - cached} kernels compiled, {cached} were there, in {folder}, "
         f"for Triton {ahead.VERSION}"
     )
 
@@ -112,12 +112,12 @@ def cached_models() -> dict[str, str]:
     from turbo_rcm_patch.ops import ahead
 
     models = {}
-    for name, made in try_json(ahead.cache_folder() / NOTE).items():
-        there = [ahead.is_cached(*kernel) for kernel in made["kernels"].items()]
+    for name, entry in try_json(ahead.cache_folder() / NOTE).items():
+        there = [ahead.is_cached(*kernel) for kernel in entry["kernels"].items()]
         models[name] = f"{sum(there)} of {len(there)} kernels"
-        if made["triton"] != ahead.VERSION:
-            models[name] = f"compiled by Triton {made['triton']}"
-        elif made["code"] != code_digest():
+        if entry["triton"] != ahead.VERSION:
+            models[name] = f"compiled by Triton {entry['triton']}"
+        elif entry["code"] != code_digest():
             models[name] = "compiled by another release of this package"
     return models
 
@@ -128,8 +128,8 @@ def _calls(
     """Yield calls of a pipeline's parts, of which each launches kernels."""
     folder = config_folder(model)
     kind = PIPELINES[pipeline_class(folder)]
-    given = {name: size for name, size in sizes.items() if size is not None}
-    settings = Settings.for_model(folder, kind.usual, kind.with_scheduler, **given)
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    settings = Settings.for_model(folder, kind.usual, kind.with_scheduler, **chosen)
     config = replace(config, guard=False)  # It compares results, and there are none.
     latent = _latent_size(_empty_vae(folder).config, settings)
     pipe = load_skeleton(folder)

@@ -199,7 +199,7 @@ def _scale(check: verdict.Check, room: float, control: float | None = None) -> d
         "patched": place(check.value),
         "control": None if control is None else place(control),
         "good": (limit, 100) if check.at_least else (0, limit),
-        "alt": f"{_value(check)}{other}; unchanged: {check.accepted}",
+        "alt": f"{_value(check)}{other}; unchanged: {check.accepted(check.limit)}",
     }
 
 

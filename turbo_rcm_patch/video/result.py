@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,8 +153,8 @@ class Judged:
     out: Path
     versions: dict[str, str]
     model: ModelFacts | None = None
-    refused: Mapping[str, str]
-    places: Mapping[str, str]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -202,22 +202,17 @@ class Judged:
         return self.out / "metrics.json"
 
     @property
-    def sizes(self) -> str:
-        """The lengths and sizes of the clips, in words."""
+    def facts(self) -> dict[str, str]:
+        """How the videos were made, or where they came from, without the folders of this
+        machine."""
         sizes = {
             f"{clip.frames} frames of {clip.width} × {clip.height}, {clip.fps:g} fps"
             for clip in self.results
         }
         several = f"clips of {len(sizes)} lengths, sizes or frame rates"
-        return sizes.pop() if len(sizes) == 1 else several
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """How the videos were made, or where they came from, without the folders of this
-        machine."""
         facts = {"command": self.command or "called from Python"}
         facts |= self.model.facts if self.model else self.places
-        facts["video" if self.model else "clips"] = self.sizes
+        facts["video" if self.model else "clips"] = min(sizes) if len(sizes) == 1 else several
         facts["versions"] = ", ".join(f"{name} {text}" for name, text in self.versions.items())
         return {name: without_places(text) for name, text in facts.items()}
 
@@ -231,7 +226,10 @@ class Judged:
             "schema": 1,
             **{name: getattr(self, name) for name in names},
             **(self.model.as_dict() if self.model else {}),
-            "checks": self.judgement.numbers,
+            "checks": [
+                asdict(check) | {"passed": check.passed, "similar": check.similar}
+                for check in self.judgement.checks
+            ],
             "missing": self.judgement.missing,
             "ran": ran and ran.as_dict(),
             "median_interval": {run: interval(values) for run, values in psnrs.items()},

@@ -244,14 +244,14 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     from turbo_rcm_patch.checkpoints.pipeline import stored_settings  # imports torch
 
     known = {field.name for field in fields(Settings)} - {"lora"}
-    found = stored_settings(folder)
-    if schedule := [name for name in ("times", "shift", "form") if name in found]:
+    written = stored_settings(folder)
+    if schedule := [name for name in ("times", "shift", "form") if name in written]:
         _log.warning(
             "%s: %s in turbo_rcm.json are not read: set pipe.scheduler = RCMScheduler(times=...)",
             folder,
             ", ".join(schedule),
         )
-    stored = {name: it for name, it in found.items() if name in known}
+    stored = {name: it for name, it in written.items() if name in known}
     if "sampler" in stored or folder is None:
         return stored
     index = Path(folder) / "model_index.json"

@@ -14,13 +14,14 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from turbo_rcm_patch import files
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.files import (
     atomic,
@@ -44,6 +45,11 @@ _PATTERNS: Final = (
     *(f"prompts/*/{name}" for name in (*CLIP_FILES, "record.json")),
 )
 _MADE_BY: Final = {"made by": "turbo_rcm_patch"}
+#: What reading a file of a comparison raises if somebody has changed it.
+_DAMAGE: Final = (
+    *(OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError),
+    SafetensorError,
+)
 _AGAIN: Final = "Start again with `fresh=True`, or choose another folder"
 
 
@@ -51,7 +57,7 @@ class Store:
     """Files of one comparison.
 
     Args:
-        out: The folder; made if it does not exist.
+        out: The folder, which `check_out` accepts; made if it does not exist.
         identity: Everything that decides what the results are, prompts and seeds aside. A folder
             that was started with another identity is refused. Its "inputs", a digest for each
             prompt, may grow: prompts that were there keep theirs.
@@ -61,17 +67,20 @@ class Store:
         out: As given.
 
     Raises:
-        OutputExistsError: The folder is not one of a comparison and holds such files; nothing was
-            touched.
         SamplingError: The folder belongs to a comparison with another identity.
     """
 
     def __init__(self, out: str | Path, identity: Mapping[str, object], *, fresh: bool) -> None:
-        self.out = check_out(out, fresh=fresh)
+        self.out = Path(out).expanduser()
         for folder in (self.out, *(self.out / name for name in _FOLDERS)):
             remove_leftovers(folder)
         if fresh:
-            self._remove_all()
+            for pattern in _PATTERNS:  # The mark stays, and is replaced then.
+                for path in self.out.glob(pattern):
+                    path.unlink(missing_ok=True)
+            for folder in (*self.out.glob("prompts/*"), *(self.out / name for name in _FOLDERS)):
+                with suppress(OSError):  # It is not there, or holds something else.
+                    folder.rmdir()
         wanted = json.loads(json.dumps(to_json({**_MADE_BY, **identity})))
         earlier = None if fresh else self.read_json(_SETTINGS)
         if earlier is not None:
@@ -80,14 +89,6 @@ class Store:
                 wanted["inputs"] = earlier["inputs"] = there | new
             _refuse_other(f"{self.out} holds a comparison", earlier, wanted, _AGAIN)
         self.write_json(_SETTINGS, wanted)
-
-    def _remove_all(self) -> None:
-        for pattern in _PATTERNS:  # The mark stays, and is replaced then.
-            for path in self.out.glob(pattern):
-                path.unlink(missing_ok=True)
-        for folder in (*self.out.glob("prompts/*"), *(self.out / name for name in _FOLDERS)):
-            with suppress(OSError):  # It is not there, or holds something else.
-                folder.rmdir()
 
     @staticmethod
     def key(prompt: str, seed: int) -> str:
@@ -109,17 +110,13 @@ class Store:
 
     def save_clip(self, key: str, run: str, frames: torch.Tensor, note: dict[str, Any]) -> None:
         """Keep frames, and how they were made, until they are measured."""
-        from safetensors.torch import save_file
-
         with atomic(self._clip(key, run)) as path:
             save_file({"frames": frames.contiguous()}, path, {"note": json.dumps(note)})
 
     def load_clip(self, key: str, run: str) -> tuple[torch.Tensor, dict[str, Any]]:
         """Read frames, and how they were made."""
-        from safetensors import SafetensorError, safe_open
-
         path = self._clip(key, run)
-        with reading(path, SafetensorError), safe_open(path, framework="pt") as file:
+        with reading(path), safe_open(path, framework="pt") as file:
             return file.get_tensor("frames"), json.loads(file.metadata()["note"])
 
     def remove_clips(self, key: str) -> None:
@@ -178,25 +175,13 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     return folder
 
 
-def lock_folder(out: str | Path) -> AbstractContextManager[None]:
-    """Lock a folder against other runs, on file systems that support locks.
-
-    Raises:
-        OutputExistsError: Another process does.
-    """
-    folder = Path(out).expanduser()
-    return files.lock_folder(folder, f"{folder} is in use by another run")
-
-
 @contextmanager
-def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Turn a failure to read a file of a comparison into an error that says so."""
-    damage: tuple[type[Exception], ...] = (OSError, ValueError, LookupError, TypeError)
-    damage += (AssertionError, RecursionError, *more)
     try:
         with reraise_interrupts():
             yield
-    except damage as error:
+    except _DAMAGE as error:
         what, got = f"{path} was changed since it was written", f"{type(error).__name__}: {error}"
         raise SamplingError(what, got=got, remedy=_AGAIN) from error
 

@@ -7,7 +7,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, Literal
 
@@ -61,9 +61,7 @@ NO_CONTROL: Final = (
     "exact attention, which differ from the baseline by rounding alone"
 )
 
-#: Names of the conditions.
-MEDIAN: Final = "median PSNR"
-WORST: Final = "worst frame"
+#: Names of two conditions, which the page looks up.
 NETWORK: Final = "error of the network, patched / unpatched"
 FUSION: Final = "fused against unfused, relative L2"
 
@@ -98,25 +96,16 @@ class Check:
         """True if the value is accepted as "similar"."""
         return self._within(self.similar_limit)
 
-    @property
-    def accepted(self) -> str:
-        """The values that "unchanged" admits, in words."""
-        return self._words(self.limit)
-
-    @property
-    def accepted_similar(self) -> str:
-        """The values that "similar" admits, in words."""
-        return self._words(self.similar_limit)
-
     def _within(self, limit: float) -> bool:
         return self.value >= limit if self.at_least else self.value <= limit
 
-    def _words(self, limit: float) -> str:
+    def accepted(self, limit: float) -> str:
+        """Return the values that one of the limits admits, in words."""
         return f"{'at least' if self.at_least else 'at most'} {limit:.4g}{self.unit}"
 
     def __str__(self) -> str:
         beyond = f"{'below' if self.at_least else 'above'} {self.limit:.4g}{self.unit}"
-        words = self.accepted if self.passed else beyond
+        words = self.accepted(self.limit) if self.passed else beyond
         return f"{self.name} {self.value:.4g}{self.unit}, {words}"
 
 
@@ -212,14 +201,6 @@ class Verdict:
     ran: Ran | None = None
 
     @property
-    def numbers(self) -> list[dict[str, object]]:
-        """The conditions as plain data for JSON."""
-        return [
-            asdict(check) | {"passed": check.passed, "similar": check.similar}
-            for check in self.checks
-        ]
-
-    @property
     def reasons(self) -> tuple[str, ...]:
         """Why nothing was judged, the failed conditions and the missing numbers, as text; empty if
         unchanged."""
@@ -272,9 +253,10 @@ def judge(
         )
     margins, floors, counted = [], [], []
     for name, how, of, margin, wider, floor in (
-        (MEDIAN, median, "psnr", MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
-        (WORST, lowest, "worst_psnr", WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB,
-         WORST_FRAME_FLOOR_DB),
+        ("median PSNR", median, "psnr",
+         MEDIAN_MARGIN_DB, SIMILAR_MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        ("worst frame", lowest, "worst_psnr",
+         WORST_FRAME_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB, WORST_FRAME_FLOOR_DB),
     ):  # fmt: skip
         value, other = (how([getattr(drift, of) for drift in run]) for run in (patched, control))
         margins.append(Check(name, value, other - margin, other - wider, True, " dB"))

@@ -56,11 +56,6 @@ INK: Final = (32, 36, 44)
 PAPER: Final = (255, 255, 255)
 
 
-def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: float) -> torch.Tensor:
-    """Return |a - b| * gain, clipped to 0..1; both [F, H, W, 3]."""
-    return ((a - b).abs() * gain).clamp(0, 1)
-
-
 def choose_gain(differences: Sequence[torch.Tensor]) -> int:
     """Choose the amplification at which nearly all of these differences stay below full
     brightness.
@@ -75,7 +70,7 @@ def choose_gain(differences: Sequence[torch.Tensor]) -> int:
 
 
 def as_bytes(frames: torch.Tensor) -> np.ndarray:
-    """Return frames [F, H, W, 3], float in 0..1, as uint8; NaN becomes black."""
+    """Return frames [F, H, W, 3], float, as uint8: clipped to 0..1, and NaN becomes black."""
     bytes_of = (frames.clamp(0, 1).nan_to_num() * 255).round().to(torch.uint8)
     return bytes_of.cpu().numpy()
 
@@ -84,7 +79,7 @@ def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth
     """Enlarge frames by a whole factor to at least `MIN_SIDE` pixels on the shorter side.
 
     Args:
-        frames: [F, H, W, 3], float in 0..1.
+        frames: [F, H, W, 3], float; clipped to 0..1.
         method: "smooth" (Lanczos) for pictures, "nearest" where single pixels matter.
 
     Returns:

@@ -49,13 +49,13 @@ from turbo_rcm_patch.ops.dispatch import (
 from turbo_rcm_patch.ops.formats import (
     NO_NORMS,
     NO_SKIP,
+    PV_DTYPES,
     QMAX,
     AttentionInputs,
-    Keys,
     Norms,
     Prologue,
     QuantizedOperands,
-    Queries,
+    QuantizedRows,
     Rotary,
     Skip,
     Values,
@@ -164,12 +164,9 @@ def norm_rotate_to(
         to: The ranks' tensors [B, N, H*D / P], which may lie on other GPUs.
         x: [B, N, H*D]. The other arguments are those of `norm_rotate`.
     """
-    on = resolve_impl(cast("Any", impl), x.device)
+    on = resolve_impl(impl, x.device)
     if on == "triton" and _in_one_pass(x, weight, bias, heads):
-        from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
-
-        cos, sin = rotary or (None, None)
-        launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, to=to)
+        _rotated(x, weight, bias, rotary, heads, eps, to=to)
         return
     if weight is not None or rotary is not None:
         x = _norm_rotated(x, weight, bias, rotary, heads, eps, impl)
@@ -265,10 +262,10 @@ def attend_checked(a: AttentionInputs) -> tuple[Tensor, Tensor]:
         Output [B, Nq, H*D] and, with `want_lse`, natural-log logsumexp fp32 [B, H, Nq], -inf where
         a query sees no key; else an empty tensor.
     """
-    a = _checked(a)
+    a = checked(a)
     if not a.q.shape[0]:  # the kernels do not take an empty batch
         return _empty_attention(a)
-    registered = needs_registered(a.q, a.k, a.v, *_tensors_of(a).values())
+    registered = needs_registered(a.q, a.k, a.v, *tensors_of(a).values())
     return (_registered_attention if registered else _attention)(a)
 
 
@@ -291,7 +288,6 @@ def attend_and_project(
         [B, Nq, Cout], contiguous.
     """
     check_choice("form", form, CHOICES["form"])
-    check_attention(*a[:4])
     if form == "one-launch" and not quantises(a.spec.attention):
         raise ConfigError(
             'form="one-launch"',
@@ -299,24 +295,33 @@ def attend_and_project(
             got=repr(a.spec.attention),
             remedy='Use form="two-launch"',
         )
-    check_weight(a.q, weight, bias)
-    a = _checked(a, features=weight.shape[0])
+    a = checked(a, weight=weight, bias=bias)
     refuse_gradient("attention_project_skip", (weight, bias))
     if not a.q.shape[0]:
         return _empty_projected(a, weight, bias, form)
-    registered = needs_registered(a.q, a.k, a.v, weight, bias, *_tensors_of(a).values())
+    registered = needs_registered(a.q, a.k, a.v, weight, bias, *tensors_of(a).values())
     return (_registered_projected if registered else _projected)(a, weight, bias, form)
 
 
-def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInputs:
+def checked(
+    a: AttentionInputs,
+    operation: str = "attention",
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> AttentionInputs:
     """Check the arguments of an attention, and return them as launchers take them.
 
     Args:
         a: The arguments.
-        features: Channels of the residual if a projection comes between; those of q by default.
+        operation: The name of the operation that refuses a gradient.
+        weight: [Cout, H*D] of a projection before the skip, or None.
+        bias: [Cout] of the projection, or None.
     """
     q, k, v, spec = a[:4]
     check_attention(q, k, v, spec)
+    if weight is not None:
+        check_weight(q, weight, bias)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
     check_norm("norm_q", a.norms.q, channels, spec.heads)
@@ -330,12 +335,12 @@ def _checked(a: AttentionInputs, *, features: int | None = None) -> AttentionInp
             remedy='Use attention="int8"',
         )
     check_out_dtype(a.out_dtype)
-    skip_shape = (batch, n_q, channels if features is None else features)
+    skip_shape = (batch, n_q, channels if weight is None else weight.shape[0])
     skip = None if a.skip is None else _checked_skip(a.skip, skip_shape)
     a = a._replace(rotary=None if cos is None or sin is None else (cos, sin), skip=skip)
-    tensors = _tensors_of(a)
+    tensors = tensors_of(a)
     check_same_device(q.device, **tensors)
-    refuse_gradient("attention", (q, k, v, *tensors.values()))
+    refuse_gradient(operation, (q, k, v, *tensors.values()))
     return a
 
 
@@ -347,7 +352,7 @@ def _checked_skip(skip: Skip, shape: tuple[int, int, int]) -> Skip | None:
     return Skip(skip.residual, c_skip, c_out)
 
 
-def _tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
+def tensors_of(a: AttentionInputs) -> dict[str, Tensor | None]:
     """Return the tensors beside q, k and v by the names of the arguments."""
     cos, sin = a.rotary or (None, None)
     residual, *factors = a.skip or NO_SKIP
@@ -487,12 +492,15 @@ def launch_projected(inputs: AttentionInputs, weight: Tensor, bias: Tensor | Non
 
     The projection has a weight [Cout, H*D] and a bias [Cout].
     """
-    from turbo_rcm_patch.ops.attention import one_launch_triton as one_launch
+    from turbo_rcm_patch.ops.attention.one_launch_triton import launch_kernel
+    from turbo_rcm_patch.ops.attention.online_softmax import tile_of
 
-    tile = one_launch.tile_of(inputs)
-    counters = one_launch.empty_counters(inputs, tile)
+    tile, (batch, n_q, _) = tile_of(inputs), inputs.q.shape
+    # A counter for each block of rows, which the prologue zeroes.
+    blocks = -(-n_q // tile.block_m)
+    counters = torch.empty(batch, blocks, dtype=torch.int32, device=inputs.q.device)
     operands = quantize(inputs, counters=counters, counter_rows=tile.block_m)
-    return one_launch.launch_kernel(inputs, operands, counters, weight, bias, tile=tile)
+    return launch_kernel(inputs, operands, counters, weight, bias, tile=tile)
 
 
 @replayed
@@ -525,14 +533,17 @@ def quantize(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(batch, heads, *shape, dtype=dtype, device=device)
 
-    queries = Queries(
+    queries = QuantizedRows(
         empty(n_q_padded, head_pad, dtype=torch.int8),
         empty(n_q_padded),
         empty(n_q_padded) if a.want_lse and a.spec.smooth_k else None,
+        n_q_padded,
     )
-    keys = Keys(
+    keys = QuantizedRows(
         empty(n_kv_padded, head_pad, dtype=torch.int8),
         empty(n_kv_padded // scale_block(a.head_dim)),
+        None,
+        n_kv_padded,
     )
     values = None
     if fp8:
@@ -541,7 +552,7 @@ def quantize(
         )
     job = Prologue(a, queries, keys, values, counters, counter_rows)
     choose(PROLOGUE_KERNELS, device, a)(job)
-    wide = None if fp8 else a.v.to(torch.bfloat16 if a.spec.pv == "bf16" else torch.float16)
+    wide = None if fp8 else a.v.to(PV_DTYPES[a.spec.pv])
     return QuantizedOperands(queries, keys, values, wide, n_q, n_kv, a.kv_lengths)
 
 
@@ -593,8 +604,12 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     if spec.impl != "triton" or not one_pass or a.want_lse:
         qh, kh = prepared(a)
     elif a.rotary is None and (norms.q is None or norms.k is None):
-        qh = _rotated(a.q, *of_q, None, heads, norms.eps)
-        kh = _rotated(a.k, *of_k, None, heads, norms.eps)
+        qh, kh = (
+            split_heads(x, heads)
+            if norm[0] is None
+            else _rotated(x, *norm, None, heads, norms.eps, by_head=True)
+            for x, norm in ((a.q, of_q), (a.k, of_k))
+        )
     else:
         # Exact attention takes q and k in their own dtype, so one kernel makes each in one pass.
         from turbo_rcm_patch.ops.residual.triton import norm_rotate_both
@@ -638,19 +653,13 @@ def _rotated(
     rotary: Rotary | None,
     heads: int,
     eps: float,
-    *,
-    by_head: bool = True,
+    **more: Any,
 ) -> Tensor:
-    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, in the dtype of x.
-
-    The result is [B, H, N, D] with `by_head`, else [B, N, H*D].
-    """
-    if weight is None and rotary is None:
-        return split_heads(x, heads) if by_head else x
+    """Apply norm and rotary embedding to x [B, N, H*D] in one kernel, with more of its options."""
     from turbo_rcm_patch.ops.residual.triton import norm_rotate as launch
 
     cos, sin = rotary or (None, None)
-    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
+    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, **more)
 
 
 def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
@@ -672,11 +681,11 @@ def _norm_rotated(
     eps: float,
     impl: str,
 ) -> Tensor:
-    if resolve_impl(cast("Any", impl), x.device) == "triton" and _in_one_pass(
-        x, weight, bias, heads
-    ):
-        y = _rotated(x, weight, bias, rotary, heads, eps, by_head=False)
-        return y.clone() if y is x else y
+    on = resolve_impl(impl, x.device)
+    if on == "triton" and _in_one_pass(x, weight, bias, heads):
+        if weight is None and rotary is None:
+            return x.clone()
+        return _rotated(x, weight, bias, rotary, heads, eps)
     cos, sin = rotary or (None, None)
     y = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
     return y.transpose(1, 2).flatten(2).to(x.dtype)

@@ -34,6 +34,7 @@ from turbo_rcm_patch.ops.formats import (
     MEAN_ROWS,
     MEAN_SAMPLES,
     P_MAX_LOG2,
+    PV_DTYPES,
     TINY,
     hadamard_width,
     scale_block,
@@ -67,8 +68,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
     half = 1
     while half < width:
-        one, other = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
-        x = torch.stack((one + other, one - other), -2).flatten(-3)
+        first, second = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
         half *= 2
     return x
 
@@ -100,11 +101,6 @@ def quantized_q_and_k(
     return (q_int, q_scale * factor), (k_int.flatten(2, 3), k_scale.flatten(2))
 
 
-def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tensor:
-    dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[pv]
-    return p.to(dtype).float()
-
-
 def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
     """Sum v [B, H, N, D] fp32 over its tokens: [B, H, D].
 
@@ -116,8 +112,8 @@ def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
     for rows in padded.reshape(*padded.shape[:2], -1, MEAN_ROWS, padded.shape[3]).unbind(2):
         total = total + rows
     while total.shape[2] > 1:
-        one, other = total.chunk(2, 2)
-        total = one + other
+        first, second = total.chunk(2, 2)
+        total = first + second
     return total.squeeze(2)
 
 
@@ -164,11 +160,10 @@ def rounded_v(
     output is (weights · rounded v) * scale + offset.
     """
     if kv_lengths is not None:
-        seen = torch.arange(v.shape[2], device=v.device) < kv_lengths.unsqueeze(1)
-        seen = seen[:, None, :, None]
-        v = v.masked_fill(~seen, 0.0)
+        unseen = unseen_keys(v.shape[2], kv_lengths)
+        v = v.masked_fill(unseen, 0.0)
     if pv != "fp8":
-        return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None, None
+        return v.to(PV_DTYPES[pv]).float(), None, None
     v = v.float()
     step = max(1, -(-v.shape[2] // MEAN_SAMPLES))
     count = torch.tensor(v.shape[2], dtype=torch.float32, device=v.device).expand(v.shape[0])
@@ -178,7 +173,7 @@ def rounded_v(
     mean, amax = value_levels(sample_sum_of_v(v[:, :, ::step]) / sampled, v.abs().amax(2))
     exact = scaled_v(v, mean, amax)
     if kv_lengths is not None:
-        exact = exact.masked_fill(~seen, 0.0)
+        exact = exact.masked_fill(unseen, 0.0)
     rounded = exact.to(torch.float8_e4m3fn).float()
     scale = amax / E4M3_MAX
     errors = value_errors(exact, rounded)
@@ -231,7 +226,7 @@ def emulated_attention(
 
     (q_int, q_scale), (k_int, k_scale) = quantized_q_and_k(q, k, qmax, sm_scale)
 
-    mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
+    mask = key_mask(n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if mask is None and blocks * block != n_kv:
         mask = torch.ones(n_kv, dtype=torch.bool, device=q.device)[None, None, None]
     if mask is not None:
@@ -281,7 +276,7 @@ def softmax_pv(
     running = (logits.amax(-1) * scale).cummax(1).values
     finite = running.masked_fill(running == float("-inf"), 0.0)
     p = torch.addcmul((shift - finite).unsqueeze(-1), logits, scale.unsqueeze(-1), out=logits)
-    p = _round_p(p.exp2_(), pv)
+    p = p.exp2_().to(PV_DTYPES[pv]).float()
     final = finite[:, -1:]
     p *= torch.exp2(running - final).unsqueeze(-1)
     total = p.sum((1, 2))

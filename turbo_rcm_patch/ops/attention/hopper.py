@@ -80,6 +80,7 @@ _GROUPS = gl.constexpr(3)  # groups of four warps that compute
 _BLOCK_M = gl.constexpr(64)  # rows of a group
 _BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
 _ONES = gl.constexpr(8)  # columns of the product that sums rows: the fewest possible
+_STAGES = gl.constexpr(4)  # slots of shared memory
 #: Registers per thread. Three groups with 160 and the loading warp with 24 fill a multiprocessor
 #: that runs 16 warps. The compiler gives the first group the rest, 168.
 _REGISTERS = gl.constexpr(160)
@@ -122,7 +123,6 @@ _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 _LAYOUT_S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N.value, 32]))
 #: Rows of a program.
 ROWS = _GROUPS.value * _BLOCK_M.value
-STAGES = 4
 _WIDE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -154,15 +154,11 @@ class Form(NamedTuple):
     Attributes:
         P_MAX_LOG2: log2 of the largest p.
         HEAD_DIM: D.
-        STAGES: Slots of shared memory.
-        RANKS: Number of outputs.
         FP8: True if p and v are e4m3.
     """
 
     P_MAX_LOG2: float
     HEAD_DIM: int
-    STAGES: int
-    RANKS: int
     FP8: bool
 
 
@@ -195,7 +191,6 @@ def _producer(q_desc, k_desc, v_desc, shared, place, operands, FORM: gl.constexp
     the last are not used.
     """
     HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
-    STAGES: gl.constexpr = FORM.STAGES
     bh = place.b * operands.heads + place.h
     blocks = (place.limit + _BLOCK_N - 1) // _BLOCK_N
     mbarrier.expect(shared.q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
@@ -203,10 +198,10 @@ def _producer(q_desc, k_desc, v_desc, shared, place, operands, FORM: gl.constexp
         row = bh * operands.n_q_padded + place.start_m + group * _BLOCK_M
         tma_load(q_desc, [row, 0], shared.q_ready, shared.q.index(group))
     for j in range(0, blocks + 1):
-        slot = j % STAGES
+        slot = j % _STAGES
         ready = shared.ready.index(slot)
         # The phase before the first counts as complete, so the first round does not wait.
-        mbarrier.wait(shared.empty.index(slot), ((j // STAGES) % 2) ^ 1)
+        mbarrier.wait(shared.empty.index(slot), ((j // _STAGES) % 2) ^ 1)
         mbarrier.expect(ready, (2 if FORM.FP8 else 3) * _BLOCK_N * HEAD_DIM)
         k_row = bh * operands.n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
         tma_load(k_desc, [k_row, 0], ready, shared.k.index(slot))
@@ -286,9 +281,8 @@ def _over_block(
 
     rows: scales of q [64], and the pointer to the scales of this head's keys.
     """
-    STAGES: gl.constexpr = FORM.STAGES
     q_scale, k_scales = rows
-    slot = i % STAGES
+    slot = i % _STAGES
     k_tile = shared.k.index(slot).permute((1, 0))  # [HEAD_DIM, 128] int8
     no_logits = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, _LAYOUT_S)
     qk = warpgroup_mma(q_tile, k_tile, no_logits, use_acc=False, is_async=True)
@@ -299,8 +293,8 @@ def _over_block(
     # both.
     mbarrier.arrive(shared.empty.index(slot), count=1)
     p, alpha, m_i = _softmax(qk, scale, m_i, seen, FORM, SHARE)
-    slot = (i + 1) % STAGES
-    mbarrier.wait(shared.ready.index(slot), ((i + 1) // STAGES) % 2)
+    slot = (i + 1) % _STAGES
+    mbarrier.wait(shared.ready.index(slot), ((i + 1) // _STAGES) % 2)
     acc, l_i = _accumulate(acc, l_i, p, alpha, shared.v.index(slot), shared.ones, FORM.FP8)
     return acc, l_i, m_i
 
@@ -309,7 +303,7 @@ def _over_block(
 def _consumer(out, shared, place, operands, n_q, n_rank, GROUP: gl.constexpr, FORM: gl.constexpr):
     """Compute 64 rows of one head."""
     HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
-    RANKS: gl.constexpr = FORM.RANKS
+    RANKS: gl.constexpr = len(out.y_ptrs)
     keys: gl.constexpr = 32 if FORM.FP8 else 16  # of one instruction
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, keys])
     layout_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, keys])
@@ -392,7 +386,6 @@ def hopper_kernel(out, q_desc, k_desc, v_desc, operands, n_q, n_rank, n_kv, FORM
     descriptors have blocks [64, D] of q, [128, D] of k and [D, 128] of v (16 bits: [1, 128, D]).
     """
     HEAD_DIM: gl.constexpr = FORM.HEAD_DIM
-    STAGES: gl.constexpr = FORM.STAGES
     FP8: gl.constexpr = FORM.FP8
     h = gl.program_id(1)
     b = gl.program_id(2)
@@ -401,26 +394,28 @@ def hopper_kernel(out, q_desc, k_desc, v_desc, operands, n_q, n_rank, n_kv, FORM
     if operands.lengths_ptr is not None:
         limit = gl.maximum(0, gl.minimum(gl.load(operands.lengths_ptr + b), n_kv)).to(gl.int32)
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
+    k_smem = gl.allocate_shared_memory(gl.int8, [_STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    slots: gl.constexpr = [STAGES, HEAD_DIM, _BLOCK_N] if FP8 else [STAGES, 1, _BLOCK_N, HEAD_DIM]
+    slots: gl.constexpr = (
+        [_STAGES, HEAD_DIM, _BLOCK_N] if FP8 else [_STAGES, 1, _BLOCK_N, HEAD_DIM]
+    )
     v_smem = gl.allocate_shared_memory(v_desc.dtype, slots, v_desc.layout)
     if FP8:
         # The bits of 1.0, because ptxas of CUDA 13.0 converts a constant to e4m3 wrongly.
-        one = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True)
+        ones = gl.full([_ONES, _BLOCK_N], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True)
     else:
-        one = gl.full([_ONES, _BLOCK_N], 1.0, v_desc.dtype, registers)
+        ones = gl.full([_ONES, _BLOCK_N], 1.0, v_desc.dtype, registers)
     ones = gl.allocate_shared_memory(
         v_desc.dtype,
         [_ONES, _BLOCK_N],
         gl.NVMMASharedLayout(128, v_desc.dtype.primitive_bitwidth, rank=2),
-        one,
+        ones,
     )
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(_STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=_GROUPS)
     fence_async_shared()
@@ -457,11 +452,10 @@ def launch_kernel(
 ) -> None:
     """Write softmax(q k^T) v into ys, as `triton.launch_kernel` does, and the logsumexp into lse
     [B, H, Nq] fp32."""
-    (q, q_scale, shift), (k, k_scale), values, wide = operands[:4]
+    (q, q_scale, shift, n_q_padded), (k, k_scale, _, n_kv_padded), values, wide = operands[:4]
     n_q = operands.n_q
     rows, keys = _BLOCK_M.value, _BLOCK_N.value
-    batch, heads, n_q_padded, head_dim = q.shape
-    n_kv_padded = k.shape[2]
+    batch, heads, _, head_dim = q.shape
     if values is not None:
         v_desc = _descriptor(values.e4m3.view(-1, n_kv_padded), (head_dim, keys), "float8e4nv")
     else:
@@ -489,7 +483,7 @@ def launch_kernel(
         n_q=n_q,
         n_rank=n_q // len(ys),
         n_kv=operands.n_kv,
-        FORM=Form(P_MAX_LOG2[a.spec.pv], head_dim, STAGES, len(ys), FP8=values is not None),
+        FORM=Form(P_MAX_LOG2[a.spec.pv], head_dim, FP8=values is not None),
         num_warps=4,
         launch_pdl=True,  # after the prologue
     )

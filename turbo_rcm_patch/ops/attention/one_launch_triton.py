@@ -20,16 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.ops.attention.online_softmax import attend, attention_arguments, variant_of
+from turbo_rcm_patch.ops.attention.online_softmax import attend, attention_arguments
 from turbo_rcm_patch.ops.formats import NO_SKIP, AttentionInputs, QuantizedOperands
 from turbo_rcm_patch.ops.launch import (
     LENGTHS,
     Tile,
-    cdiv,
     launch,
     skip_arguments,
-    target_of,
-    tile_for,
 )
 from turbo_rcm_patch.ops.numerics import close_skip
 
@@ -58,9 +55,7 @@ class ProjectionForm(NamedTuple):
 
 
 @triton.jit
-def project_tile(
-    x_ptr, c_in, mask_m, projection, start_c, FORM: tl.constexpr, CACHE: tl.constexpr
-):
+def project_tile(x_ptr, c_in, mask_m, projection, start_c, FORM: tl.constexpr):
     """Compute x W^T + bias for the rows of mask_m and BLOCK_C columns, in fp32.
 
     x_ptr: the first of dense rows of c_in channels; projection: `Projection`; FORM:
@@ -81,7 +76,7 @@ def project_tile(
         if not FORM.EVEN_K:
             mask_k = (start_k + offs_k < c_in)[None, :]
             mask_x, mask_w = mask_x & mask_k, mask_w & mask_k
-        x = tl.load(x_ptrs + start_k, mask=mask_x, other=0.0, cache_modifier=CACHE)
+        x = tl.load(x_ptrs + start_k, mask=mask_x, other=0.0, cache_modifier=".cg")
         w = tl.load(w_ptrs + start_k, mask=mask_w, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if projection.bias_ptr is not None:
@@ -141,7 +136,7 @@ def one_launch_kernel(
         c_out = projection.c_out
         for start_c in range(0, c_out, PROJECTION.BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended, c_in, mask_m, projection, start_c, PROJECTION, ".cg"
+                attended, c_in, mask_m, projection, start_c, PROJECTION
             )
             y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_c), KINDS)
             tl.store(
@@ -149,17 +144,6 @@ def one_launch_kernel(
                 y.to(out.y_ptr.dtype.element_ty),
                 mask=mask_m[:, None] & mask_c[None, :],
             )
-
-
-def tile_of(a: AttentionInputs) -> Tile:
-    """Return the tile of the table."""
-    return tile_for("attention", variant_of(a), target_of(a.q.device))
-
-
-def empty_counters(a: AttentionInputs, tile: Tile) -> torch.Tensor:
-    """Allocate a counter for each block of rows, which the prologue zeroes."""
-    batch, n_q, _ = a.q.shape
-    return torch.empty(batch, cdiv(n_q, tile.block_m), dtype=torch.int32, device=a.q.device)
 
 
 def launch_kernel(
@@ -191,11 +175,7 @@ def launch_kernel(
             weight, weight.stride(0), None if bias is None else bias.contiguous(), features
         ),
         **skip_arguments(*(a.skip or NO_SKIP), y.shape),
-        PROJECTION=ProjectionForm(
-            BLOCK_C=64,
-            BLOCK_K=block_k,
-            EVEN_K=channels % block_k == 0,
-        ),
+        PROJECTION=ProjectionForm(BLOCK_C=64, BLOCK_K=block_k, EVEN_K=channels % block_k == 0),
         **arguments,
     )
     return y

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.ops import formats
 from turbo_rcm_patch.ops.formats import P_MAX_LOG2, AttentionInputs, QuantizedOperands, scale_block
-from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of
+from turbo_rcm_patch.ops.launch import Tile, descriptor, pad_head, target_of, tile_for
 from turbo_rcm_patch.ops.numerics import kv_limit
 from turbo_rcm_patch.ops.replay import keep_for_replay
 
@@ -100,20 +100,6 @@ def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
     p = tl.permute(p, [0, 1, 2, 4, 3, 5])
     return tl.reshape(p, [BLOCK_M, BLOCK_N])
-
-
-@triton.jit
-def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Return [BLOCK_N, 16] e4m3 ones, the right operand of a product that sums rows.
-
-    Where products read shared memory, one load puts the ones there. Elsewhere they are a constant
-    in registers, because a load would be repeated in every block.
-    """
-    if DESCRIPTORS:
-        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
-    else:
-        ones = tl.full([BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
-    return ones
 
 
 @triton.jit
@@ -240,7 +226,13 @@ def begin(q_src, k_src, v_src, operands, b, h, start_m, FORM: tl.constexpr):
     ones = m_i  # not used without FP8, and None cannot be returned
     if FORM.FP8:
         l_i = tl.full([FORM.BLOCK_M, 16], 0.0, tl.float32)
-        ones = row_sum_operand(operands.ones_ptr, FORM.BLOCK_N, FORM.DESCRIPTORS)
+        # Where products read shared memory, one load puts the ones there. Elsewhere they are a
+        # constant in registers, because a load would be repeated in every block.
+        if FORM.DESCRIPTORS:
+            offs_n = tl.arange(0, FORM.BLOCK_N)
+            ones = tl.load(operands.ones_ptr + offs_n[:, None] * 16 + tl.arange(0, 16)[None, :])
+        else:
+            ones = tl.full([FORM.BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
         v_head = v_src
     else:
         l_i = tl.full([FORM.BLOCK_M], 0.0, tl.float32)
@@ -308,9 +300,10 @@ def ones_for(device: torch.device) -> torch.Tensor:
     return kept
 
 
-def variant_of(a: AttentionInputs) -> str:
-    """Return the variant of an attention in the tables of tiles."""
-    return f"{'fp8' if a.spec.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+def tile_of(a: AttentionInputs) -> Tile:
+    """Return the tile of an attention from the table."""
+    variant = f"{'fp8' if a.spec.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+    return tile_for("attention", variant, target_of(a.q.device))
 
 
 def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:
@@ -332,8 +325,7 @@ def attention_arguments(
     block_n = min(tile.block_n, keys_a_scale)
     # Only in the e4m3 path does the prologue lay out every operand.
     q_src, k_src = queries.int8, keys.int8
-    _, heads, n_q_padded, head_pad = q_src.shape
-    n_kv_padded = k_src.shape[2]
+    n_q_padded, n_kv_padded, head_pad = queries.n_padded, keys.n_padded, q_src.shape[3]
     descriptors = values is not None and target_of(q_src.device).descriptors
     v_src = values.e4m3 if values is not None else v
     assert v_src is not None
@@ -357,7 +349,7 @@ def attention_arguments(
             lengths_ptr=operands.lengths,
             n_q_padded=n_q_padded,
             n_kv_padded=n_kv_padded,
-            heads=heads,
+            heads=a.spec.heads,
         ),
         "n_q": operands.n_q,
         "n_kv": operands.n_kv,

@@ -169,11 +169,11 @@ def keep_tables(rotary, at, count, stride, tables, T: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def rotated(x, rms, rows, h, left, tables, eps, NORM: gl.constexpr):
+def rotated(x, rms, rows, h, rows_left, tables, eps, NORM: gl.constexpr):
     """Normalise and rotate x [T, D], one head, in fp32.
 
     rows: `TokenRows`; rms [T] (NORM 1); tables: cos and sin in shared memory, or None. Rows from
-    `left` on, 0 in x and in the tables, stay 0. NORM as in `formats.norm_kind`.
+    `rows_left` on, 0 in x and in the tables, stay 0. NORM as in `formats.norm_kind`.
     """
     T: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
@@ -192,7 +192,7 @@ def rotated(x, rms, rows, h, left, tables, eps, NORM: gl.constexpr):
             x = x + gl.load(rows.bias_ptr + offs_d).to(gl.float32)[None, :]
             if tables is None:
                 offs_t = gl.arange(0, T, gl.SliceLayout(1, layout))
-                x = gl.where((offs_t < left)[:, None], x, 0.0)
+                x = gl.where((offs_t < rows_left)[:, None], x, 0.0)
     if tables is not None:
         even, odd = x.reshape([T, D // 2, 2]).split()
         cos = tables[0].slice(0, T).load(even.type.layout)
@@ -225,8 +225,10 @@ def _larger(x, y):
 
 
 @gluon.jit
-def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
+def _mean(mean_ptr, bh, count, OPTIONS: gl.constexpr, layout: gl.constexpr):
     """Compute the mean of a head of k, [D] in `layout`, from MEANS sums over `count` tokens."""
+    D: gl.constexpr = OPTIONS.D
+    MEANS: gl.constexpr = OPTIONS.MEANS
     at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
     total = gl.load(at)
     for i in gl.static_range(1, MEANS):
@@ -261,63 +263,61 @@ def token_block(
     mean_ptr = common.mean_ptr
     D: gl.constexpr = OPTIONS.D
     QMAX: gl.constexpr = OPTIONS.QMAX
-    MEANS: gl.constexpr = OPTIONS.MEANS
     heads: gl.constexpr = OPTIONS.CHANNELS // D
     wide: gl.constexpr = coalesced_layout(D, 2)
-    own: gl.constexpr = row_per_thread_layout(D)
+    row_layout: gl.constexpr = row_per_thread_layout(D)
     narrow: gl.constexpr = coalesced_layout(D, 1)
     tile = memory[0].slice(0, T)
     int8_tile = memory[1].slice(0, T)
     offs_t = gl.arange(0, T, gl.SliceLayout(1, wide))
-    own_offs_t = gl.arange(0, T, gl.SliceLayout(1, own))
+    row_offs_t = gl.arange(0, T, gl.SliceLayout(1, row_layout))
     start = block * T
-    left = limit - start
+    rows_left = limit - start
     out_offs = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
     out_offs += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
     base = rows.ptr + b.to(gl.int64) * rows.strides[0] + start.to(gl.int64) * rows.strides[1]
     first = part * group
     last = gl.minimum(first + group, heads) - 1
-    copy_rows(tile, base + first * D, offs_t, left, rows.strides[1], D)
+    copy_rows(tile, base + first * D, offs_t, rows_left, rows.strides[1], D)
     tables = None
     if common.rotary is not None:
         tables = (memory[2], memory[3])
-        keep_tables(common.rotary, start.to(gl.int64) * D, left, D, tables, T, D)
+        keep_tables(common.rotary, start.to(gl.int64) * D, rows_left, D, tables, T, D)
     rms = 0.0
     if NORM == 1:
-        rms = row_rms(base, offs_t, left, rows.strides[1], factors.eps, OPTIONS, wide)
-        rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
-    if (KEYS and mean_ptr is not None) or out.shift_ptr is not None:
-        grid_dependency_wait()  # for the mean
+        rms = row_rms(base, offs_t, rows_left, rows.strides[1], factors.eps, OPTIONS, wide)
+        rms = gl.convert_layout(rms, gl.SliceLayout(1, row_layout))
+    MEAN: gl.constexpr = (KEYS and mean_ptr is not None) or out.shift is not None
+    if MEAN:
+        grid_dependency_wait()
     for h in range(first, last + 1):
         async_copy.wait_group(0)
-        x = tile.load(own)
+        x = tile.load(row_layout)
         # The next head is copied while this one is computed.
-        following = gl.where(h < last, left, 0)
+        following = gl.where(h < last, rows_left, 0)
         copy_rows(tile, base + (h + 1) * D, offs_t, following, rows.strides[1], D)
-        x = rotated(x, rms, rows, h, left, tables, factors.eps, NORM)
+        x = rotated(x, rms, rows, h, rows_left, tables, factors.eps, NORM)
         bh = b.to(gl.int64) * heads + h
-        if KEYS and mean_ptr is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            x = gl.where((own_offs_t < left)[:, None], x - mean[None, :], 0.0)
-        if out.shift_ptr is not None:
-            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
-            shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
-            gl.store(out.shift_ptr + bh * out.n_padded + start + own_offs_t, shift)
+        if MEAN:
+            mean = _mean(mean_ptr, bh, count, OPTIONS, gl.SliceLayout(0, row_layout))
+            if KEYS:
+                x = gl.where((row_offs_t < rows_left)[:, None], x - mean[None, :], 0.0)
+            else:
+                shift = gl.sum(x * mean[None, :], axis=1) * factors.shift
+                gl.store(out.shift + bh * out.n_padded + start + row_offs_t, shift)
         x = _hadamard(x, T, D)
         amax = gl.reduce(gl.abs(x), 1, _larger)
         if KEYS:
             amax = gl.reduce(amax, 0, _larger)
-            amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(out.scale_ptr + bh * (out.n_padded // T) + block, amax / QMAX)
+        amax = gl.where(amax <= _TINY, 1.0, amax)
+        if KEYS:
+            gl.store(out.scale + bh * (out.n_padded // T) + block, amax / QMAX)
             x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
         else:
-            amax = gl.where(amax <= _TINY, 1.0, amax)
-            gl.store(
-                out.scale_ptr + bh * out.n_padded + start + own_offs_t, amax / QMAX * factors.q
-            )
+            gl.store(out.scale + bh * out.n_padded + start + row_offs_t, amax / QMAX * factors.q)
             x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
         int8_tile.store((x + _ROUNDER).to(gl.int32, bitcast=True).to(gl.int8))
-        gl.store(out.int8_ptr + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
+        gl.store(out.int8 + (bh * out.n_padded + start) * D + out_offs, int8_tile.load(narrow))
     async_copy.wait_group(0)
 
 
@@ -350,8 +350,8 @@ def _values(part, h, b, limit, v, sizes, OPTIONS: gl.constexpr):
     start = part * (tiles * T)
     base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D
     base += start.to(gl.int64) * v.strides[1]
-    left = limit - start
-    following = read_rows(base, token, left, v.strides[1], D, layout)
+    rows_left = limit - start
+    following = read_rows(base, token, rows_left, v.strides[1], D, layout)
     grid_dependency_wait()  # for the maxima and the mean
     offs_c = gl.arange(0, _CHUNKS, gl.SliceLayout(1, partial_layout))
     stats = v.stats_ptr + bh * ((1 + chunks) * D)
@@ -376,14 +376,14 @@ def _values(part, h, b, limit, v, sizes, OPTIONS: gl.constexpr):
     out_at = offs_d[:, None] * n_padded + offs_p[None, :]
     for i in range(0, tiles):
         x = (following.to(gl.float32) - mean[None, :]) * factor[None, :]
-        x = gl.where((token < left)[:, None], x, 0.0)
+        x = gl.where((token < rows_left)[:, None], x, 0.0)
         y = x.to(gl.float8e4nv)
         error = (x - y.to(gl.float32)) * _ERROR_STEPS
         error = (error + _ROUNDER).to(gl.int32, bitcast=True) - _ROUNDER_BITS
         errors += gl.sum(error.reshape([T // each, each, D]), axis=1)
         # Load the next tile while this one is written, because earlier there is no room for it.
         token += T
-        more = gl.where(i < tiles - 1, left, 0)
+        more = gl.where(i < tiles - 1, rows_left, 0)
         following = read_rows(base, token, more, v.strides[1], D, layout)
         if start + i * T < n_padded:
             gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
@@ -458,28 +458,28 @@ def _sample_sum(place, limit, step, rows, common, eps, OPTIONS: gl.constexpr):
     part, h, b = place
     D: gl.constexpr = OPTIONS.D
     T: gl.constexpr = _TILE // D
-    own: gl.constexpr = row_per_thread_layout(D)
+    row_layout: gl.constexpr = row_per_thread_layout(D)
     tile, _, cos, sin = allocate(rows.ptr.dtype.element_ty, T, D, common.rotary is not None)
     offs_t = gl.arange(0, T, gl.SliceLayout(1, coalesced_layout(D, 2)))
     start = part * T * step
-    left = (limit - start + step - 1) // step
+    rows_left = (limit - start + step - 1) // step
     base = rows.ptr + b.to(gl.int64) * rows.strides[0] + start.to(gl.int64) * rows.strides[1]
     stride = gl.to_tensor(step).to(gl.int64) * rows.strides[1]
-    copy_rows(tile, base + h * D, offs_t, left, stride, D)
+    copy_rows(tile, base + h * D, offs_t, rows_left, stride, D)
     tables = None
     if common.rotary is not None:
         tables = (cos, sin)
-        keep_tables(common.rotary, start.to(gl.int64) * D, left, step * D, tables, T, D)
+        keep_tables(common.rotary, start.to(gl.int64) * D, rows_left, step * D, tables, T, D)
     rms = 0.0
     if OPTIONS.K_NORM == 1:
-        rms = row_rms(base, offs_t, left, stride, eps, OPTIONS, coalesced_layout(D, 2))
-        rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
+        rms = row_rms(base, offs_t, rows_left, stride, eps, OPTIONS, coalesced_layout(D, 2))
+        rms = gl.convert_layout(rms, gl.SliceLayout(1, row_layout))
     async_copy.wait_group(0)
-    x = tile.load(own)
-    x = rotated(x, rms, rows, h, left, tables, eps, OPTIONS.K_NORM)
+    x = tile.load(row_layout)
+    x = rotated(x, rms, rows, h, rows_left, tables, eps, OPTIONS.K_NORM)
     bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     at = common.mean_ptr + (bh * OPTIONS.MEANS + part) * D
-    gl.store(at + gl.arange(0, D, gl.SliceLayout(0, own)), gl.sum(x, axis=0))
+    gl.store(at + gl.arange(0, D, gl.SliceLayout(0, row_layout)), gl.sum(x, axis=0))
 
 
 @gluon.jit
@@ -490,13 +490,13 @@ def _channel_amax(chunk, h, b, limit, v, chunk_tokens, chunks, OPTIONS: gl.const
     layout: gl.constexpr = coalesced_layout(D, 2)
     start = chunk * chunk_tokens
     base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D + start.to(gl.int64) * v.strides[1]
-    left = gl.minimum(limit - start, chunk_tokens)
+    rows_left = gl.minimum(limit - start, chunk_tokens)
     amax = gl.zeros([T, D], gl.float32, layout)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
     for _ in range(0, gl.cdiv(chunk_tokens, T)):
-        x = read_rows(base, rows, left, v.strides[1], D, layout)
+        x = read_rows(base, rows, rows_left, v.strides[1], D, layout)
         base += T * v.strides[1]
-        left -= T
+        rows_left -= T
         amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
     bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -510,17 +510,17 @@ def _value_mean(h, b, limit, step, samples, v, chunks, OPTIONS: gl.constexpr):
     D: gl.constexpr = OPTIONS.D
     layout: gl.constexpr = coalesced_layout(D, 2)
     base = v.ptr + b.to(gl.int64) * v.strides[0] + h * D
-    left = (limit + step - 1) // step
+    rows_left = (limit + step - 1) // step
     stride = gl.to_tensor(step).to(gl.int64) * v.strides[1]
     rows = gl.arange(0, _MEAN_ROWS, gl.SliceLayout(1, layout))
     total = gl.zeros([_MEAN_ROWS, D], gl.float32, layout)
     for start in range(0, samples, _MEAN_ROWS):
-        x = read_rows(base, start + rows, left, stride, D, layout)
+        x = read_rows(base, start + rows, rows_left, stride, D, layout)
         total += x.to(gl.float32)
     for i in gl.static_range(5):
         total = gl.sum(total.reshape([2, _MEAN_ROWS >> (i + 1), D]), axis=0)
     total = total.reshape([D])
-    mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, left).to(gl.float32))
+    mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, rows_left).to(gl.float32))
     bh = b.to(gl.int64) * (OPTIONS.CHANNELS // D) + h
     offs_d = gl.arange(0, D, total.type.layout)
     gl.store(v.stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
@@ -612,8 +612,7 @@ def run_prologue(job: Prologue) -> None:
             eps=a.norms.eps,
             **arguments,
         )
-    n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
-    q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
+    q_blocks, kv_blocks = queries.n_padded // q_rows, keys.n_padded // _K_ROWS.value
     q_group, k_group = (
         # A norm over all channels reads whole rows first.
         _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))

@@ -205,9 +205,9 @@ def token_block(
             mean = tl.load(common.mean_ptr + bh * FORM.HEAD_PAD + offs_d)[None, :]
             if KEYS:
                 x = tl.where(mask_t[:, None], x - mean, 0.0)
-            if out.shift_ptr is not None:
+            if out.shift is not None:
                 shift = tl.sum(x * mean, axis=1) * factors.shift
-                tl.store(out.shift_ptr + bh * out.n_padded + offs_t, shift)
+                tl.store(out.shift + bh * out.n_padded + offs_t, shift)
         x = hadamard(x)
         # A maximum drops NaN but a sum keeps it, so a NaN in x makes the scale NaN.
         if KEYS:
@@ -218,13 +218,13 @@ def token_block(
         inverse = tl.div_rn(tl.zeros_like(amax) + FORM.QMAX, amax)
         if KEYS:
             scale = tl.where(total == total, amax / FORM.QMAX, total)
-            scales = out.scale_ptr + bh * (out.n_padded // FORM.BLOCK_T)
+            scales = out.scale + bh * (out.n_padded // FORM.BLOCK_T)
             tl.store(scales + block, scale)
         else:
             scale = tl.where(total == total, amax / FORM.QMAX * factors.q, total)
-            tl.store(out.scale_ptr + bh * out.n_padded + offs_t, scale)
+            tl.store(out.scale + bh * out.n_padded + offs_t, scale)
             inverse = inverse[:, None]
-        out_ptr = out.int8_ptr + (bh * out.n_padded + block * FORM.BLOCK_T) * FORM.HEAD_PAD
+        out_ptr = out.int8 + (bh * out.n_padded + block * FORM.BLOCK_T) * FORM.HEAD_PAD
         tl.store(out_ptr + offs_out, nearest_int8(x, inverse))
 
 
@@ -387,11 +387,6 @@ def prologue_kernel(q, k, v, common, n_q, n_kv, n_counters, chunks, factors, FOR
             value_block(block, h, b, limit, v, k.out.n_padded, chunks, FORM)
 
 
-def _heads_a_program(heads: int, programs: int) -> int:
-    """Return the heads per program: all, unless that leaves a large GPU idle."""
-    return max(1, min(heads, heads * programs // 512))
-
-
 def run_prologue(job: Prologue) -> None:
     """Compute the operands of a job into its memory."""
     a, queries, keys, values, counters, counter_rows = job
@@ -400,7 +395,7 @@ def run_prologue(job: Prologue) -> None:
     fp8, smooth = values is not None, a.spec.smooth_k
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     tile = tile_for("prologue", str(head_pad), target_of(device))
-    blocks = queries.int8.shape[2] // rows + keys.int8.shape[2] // rows * (1 + fp8)
+    blocks = queries.n_padded // rows + keys.n_padded // rows * (1 + fp8)
     # A thread holds 32 values of a head, so a block of few tokens has work for few warps.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     form = Form(
@@ -409,7 +404,8 @@ def run_prologue(job: Prologue) -> None:
         HEAD_PAD=head_pad,
         BLOCK_T=rows,
         BLOCK_C=min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        GROUP=_heads_a_program(heads, blocks * batch),
+        # All heads, unless that leaves a large GPU idle.
+        GROUP=max(1, min(heads, heads * blocks * batch // 512)),
         QMAX=QMAX[a.spec.attention],
         Q_NORM=job.q_norm,
         K_NORM=job.k_norm,

@@ -64,23 +64,15 @@ def norm_rope(
 
 
 def key_mask(
-    batch: int,
-    n_q: int,
-    n_kv: int,
-    *,
-    causal: bool,
-    kv_lengths: torch.Tensor | None,
-    device: torch.device,
+    n_q: int, n_kv: int, *, causal: bool, kv_lengths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
     """Return a boolean mask of the keys that a query sees, [B or 1, 1, Nq or 1, Nk].
 
     Return None if every query sees every key.
     """
-    mask = None
-    columns = torch.arange(n_kv, device=device)
-    if kv_lengths is not None:
-        mask = (columns < kv_lengths.unsqueeze(1)).view(batch, 1, 1, n_kv)
+    mask = None if kv_lengths is None else ~unseen_keys(n_kv, kv_lengths).mT
     if causal:
+        columns = torch.arange(n_kv, device=device)
         below = (columns <= torch.arange(n_q, device=device).view(-1, 1)).view(1, 1, n_q, n_kv)
         mask = below if mask is None else mask & below
     return mask
@@ -116,7 +108,7 @@ def exact_attention(
         (-inf there).
     """
     batch, heads, n_q, _ = q.shape
-    mask = key_mask(batch, n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
+    mask = key_mask(n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
         unseen = unseen_keys(k.shape[2], kv_lengths)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
@@ -170,16 +162,14 @@ def sdpa_attention(
 
     The masks are those of `exact_attention`.
     """
-    q, k, v = without_overlap(q), without_overlap(k), without_overlap(v)
     if kv_lengths is None:
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
-    mask = key_mask(
-        q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
-    )
+    n_q, n_kv = q.shape[2], k.shape[2]
+    mask = key_mask(n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     assert mask is not None
-    unseen = unseen_keys(k.shape[2], kv_lengths)
+    unseen = unseen_keys(n_kv, kv_lengths)
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    mask = mask.expand(-1, -1, q.shape[2], -1)
+    mask = mask.expand(-1, -1, n_q, -1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
 

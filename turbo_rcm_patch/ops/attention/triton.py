@@ -15,7 +15,7 @@ from turbo_rcm_patch.ops.attention.online_softmax import (
     attend,
     attention_arguments,
     register_limit,
-    variant_of,
+    tile_of,
 )
 from turbo_rcm_patch.ops.formats import (
     NO_SKIP,
@@ -28,8 +28,6 @@ from turbo_rcm_patch.ops.launch import (
     cdiv,
     launch,
     skip_arguments,
-    target_of,
-    tile_for,
 )
 from turbo_rcm_patch.ops.numerics import close_skip
 
@@ -37,7 +35,7 @@ from turbo_rcm_patch.ops.numerics import close_skip
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
     out, q_src, k_src, v_src, operands, skip, n_q, n_rank, n_kv,
-    FORM: tl.constexpr, KINDS: tl.constexpr, RANKS: tl.constexpr,
+    FORM: tl.constexpr, KINDS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = c_skip * residual + c_out * softmax(q k^T) v.
 
@@ -60,6 +58,7 @@ def attention_kernel(
         tl.store(out.lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
     y = close_skip(branch, skip, b, (offs_m, offs_c), (mask_m, mask_d), KINDS)
     y = y.to(out.y_ptrs[0].dtype.element_ty)
+    RANKS: tl.constexpr = len(out.y_ptrs)
     for rank in tl.static_range(RANKS):  # A tile may have rows of two of them.
         offs_rank = offs_m - rank * n_rank
         row = b.to(tl.int64) * n_rank + offs_rank.to(tl.int64)
@@ -85,14 +84,13 @@ def launch_kernel(
         lse: The logsumexp, fp32 [B, H, Nq], or None.
     """
     batch, n_q, _ = a.q.shape
-    tile = tile_for("attention", variant_of(a), target_of(a.q.device))
+    tile = tile_of(a)
     launch(
         attention_kernel,
         (cdiv(n_q, tile.block_m), a.spec.heads, batch),
         a.q.device,
         out=AttentionOutput(ys, lse, operands.queries.shift),
         n_rank=n_q // len(ys),
-        RANKS=len(ys),
         **skip_arguments(*(a.skip or NO_SKIP), a.q.shape),
         **attention_arguments(a, operands, tile),
         **(register_limit(a, tile) if a.spec.pv == "fp8" else {}),

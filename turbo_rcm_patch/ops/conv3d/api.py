@@ -57,7 +57,7 @@ def pack_phases(packed: Tensor) -> Tensor:
     """
     phases = [packed.float().permute(0, 4, 1, 2, 3)]
     for dim in (3, 4):
-        taps = [one.unbind(dim) for one in phases]
+        taps = [phase.unbind(dim) for phase in phases]
         pairs = [pair for a, b, c in taps for pair in ((a, b + c), (a + b, c))]
         phases = [torch.stack(pair, dim) for pair in pairs]
     return pack_weight(torch.cat(phases), packed.dtype)

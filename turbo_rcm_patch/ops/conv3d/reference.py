@@ -20,21 +20,21 @@ def conv3d(
     """
     x, weight = call.x, call.weight.permute(0, 4, 1, 2, 3)
     product = weight.shape[2:] == (1, 1, 1) and call.stride == (1, 1, 1)
-    own = None  # the bias that torch adds
+    torch_bias = None  # the bias that torch adds
     if (residual is None and out_dtype == x.dtype) if product else not on_gpu(x.device):
-        own, bias = None if bias is None else bias.to(x.dtype), None
+        torch_bias, bias = None if bias is None else bias.to(x.dtype), None
     if product:
-        y = F.linear(x, call.weight.flatten(1), own)
+        y = F.linear(x, call.weight.flatten(1), torch_bias)
     elif weight.shape[2] == 1 and call.stride[0] == 1:  # cuDNN has more kernels in 2D
         y = F.conv2d(
-            x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(2), own, call.stride[1:],
+            x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(2), torch_bias, call.stride[1:],
             call.padding,
         )  # fmt: skip
         y = y.permute(0, 2, 3, 1)
         y = y.reshape(*x.shape[:2], *y.shape[1:])
     else:
         y = F.conv3d(
-            x.permute(0, 4, 1, 2, 3), weight, own, call.stride, (0, *call.padding)
+            x.permute(0, 4, 1, 2, 3), weight, torch_bias, call.stride, (0, *call.padding)
         ).permute(0, 2, 3, 4, 1)
     y = y.contiguous()  # A no-op where torch kept the format.
     if bias is None and residual is None and out_dtype == y.dtype:

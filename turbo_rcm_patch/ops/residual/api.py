@@ -175,14 +175,9 @@ def _empty_skip_norm(
 _registered_skip_norm = register("skip_norm", _skip_norm, _empty_skip_norm, Norm)
 
 
-def _empty_skip(
-    residual: Tensor | None, branch: Tensor, c_skip: object, c_out: object, impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return branch.new_empty(branch.shape, dtype=out_dtype)
-
-
-_registered_skip = register("skip", close_skip, _empty_skip)
+_registered_skip = register(
+    "skip", close_skip, lambda _, branch, *rest: branch.new_empty(branch.shape, dtype=rest[-1])
+)
 
 
 # --- public functions ----------------------------------------------------------------------------
@@ -258,9 +253,7 @@ def norm_modulate(
         GradientError: A gradient is wanted.
     """
     check_out_dtype(out_dtype)
-    norm = _norm(x, scale, shift, eps)
-    compute = _registered_skip_norm if needs_registered(x, scale, shift) else _skip_norm
-    return compute(x, None, None, norm, x.dtype, out_dtype or x.dtype, impl)[0]
+    return _modulated(x, scale, shift, eps, out_dtype, impl)[0]
 
 
 def norm_modulate_rows(
@@ -289,13 +282,18 @@ def norm_modulate_rows(
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
         GradientError: A gradient is wanted.
     """
-    norm = _norm(x, scale, shift, eps)
-    compute = _registered_skip_norm if needs_registered(x, scale, shift) else _skip_norm
-    return int8_rows(*compute(x, None, None, norm, x.dtype, torch.int8, impl))
+    return int8_rows(*_modulated(x, scale, shift, eps, torch.int8, impl))
 
 
-def _norm(x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float) -> Norm:
-    """Check all arguments of a norm, and return it; scale and shift get three dimensions each."""
+def _modulated(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    norm_dtype: torch.dtype | None,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """Check all arguments of a norm, and compute it as `_skip_norm` does."""
     check_tokens("x", x)
     parts: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
@@ -309,4 +307,6 @@ def _norm(x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float) -> 
         parts.append(part)
     check_same_device(x.device, scale=parts[0], shift=parts[1])
     refuse_gradient("norm_modulate", (x, *parts))
-    return Norm(scale=parts[0], shift=parts[1], eps=eps)
+    compute = _registered_skip_norm if needs_registered(x, scale, shift) else _skip_norm
+    norm = Norm(scale=parts[0], shift=parts[1], eps=eps)
+    return compute(x, None, None, norm, x.dtype, norm_dtype or x.dtype, impl)

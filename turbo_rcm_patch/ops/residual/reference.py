@@ -87,16 +87,16 @@ def skip_norm(
         )
     if norm_dtype is None:
         return sums
-    made = []
+    results = []
     for i, stream in enumerate(streams):
-        scale, shift, own = factor, offset, one
+        scale, shift, base = factor, offset, one
         if isinstance(factor, tuple) and isinstance(offset, tuple):
             scale, shift = one + factor[i].float(), offset[i].float()
             shift = shift if bias is None else torch.addcmul(shift, scale, bias)
-            scale, own = (scale if weight is None else scale * weight), 0.0
+            scale, base = (scale if weight is None else scale * weight), 0.0
         assert not isinstance(scale, tuple) and not isinstance(shift, tuple)
-        made.append(layer_norm(stream, scale, shift, own, eps))
-    normed = made[0] if len(made) == 1 else torch.cat(made, dim=1)
+        results.append(layer_norm(stream, scale, shift, base, eps))
+    normed = results[0] if len(results) == 1 else torch.cat(results, dim=1)
     if norm_dtype != torch.int8:
         return *sums, normed.to(norm_dtype).contiguous()
     int8, scales = quantized_rows(normed)

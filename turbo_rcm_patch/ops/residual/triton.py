@@ -424,7 +424,6 @@ class NormRotateForm(NamedTuple):
         HEAD_PAD: D up to a power of two.
         BLOCK_C: H*D up to a power of two.
         NORM: Kind of the norm, see `formats.norm_kind`.
-        RANKS: Number of outputs.
     """
 
     HEADS: int
@@ -433,7 +432,6 @@ class NormRotateForm(NamedTuple):
     HEAD_PAD: int
     BLOCK_C: int
     NORM: int
-    RANKS: int
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -470,7 +468,7 @@ def norm_rotate_kernel(
         tables = load_rotary(rotary, n * FORM.HEAD_DIM + offs_d, mask_d)
     x = norm_rotate_tile(x, inverse_rms, weight, bias, tables, eps, FORM.HEAD_DIM, FORM.NORM)
     x = x.to(y_ptrs[0].dtype.element_ty)
-    RANKS: tl.constexpr = FORM.RANKS
+    RANKS: tl.constexpr = len(y_ptrs)
     WIDTH: tl.constexpr = CHANNELS // RANKS
     for rank in tl.static_range(RANKS):
         offs_rank = offs_c - rank * WIDTH
@@ -516,7 +514,6 @@ def norm_rotate(
         HEAD_PAD=triton.next_power_of_2(channels // heads),
         BLOCK_C=triton.next_power_of_2(channels),
         NORM=norm_kind(weight, bias, channels),
-        RANKS=len(to) or 1,
     )
     launch(
         norm_rotate_kernel,
@@ -547,13 +544,10 @@ def norm_rotate_both(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Apply `norm_rotate` by heads to q and k, in one replay; a norm is (weight, bias)."""
-    return (
-        norm_rotate(
-            q, heads, weight=norm_q[0], bias=norm_q[1], cos=cos, sin=sin, eps=eps, by_head=True
-        ),
-        norm_rotate(
-            k, heads, weight=norm_k[0], bias=norm_k[1], cos=cos, sin=sin, eps=eps, by_head=True
-        ),
+    rest = {"cos": cos, "sin": sin, "eps": eps, "by_head": True}
+    return tuple(
+        norm_rotate(x, heads, weight=weight, bias=bias, **rest)
+        for x, (weight, bias) in ((q, norm_q), (k, norm_k))
     )

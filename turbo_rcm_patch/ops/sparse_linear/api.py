@@ -18,17 +18,10 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import check_fields, is_number
 from turbo_rcm_patch.errors import ConfigError, ShapeError
-from turbo_rcm_patch.ops.attention.api import prepared, quantize
+from turbo_rcm_patch.ops.attention.api import checked, prepared, quantize, tensors_of
 from turbo_rcm_patch.ops.attention.reference import split_heads
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
-from turbo_rcm_patch.ops.checks import (
-    check_attention,
-    check_norm,
-    check_out_dtype,
-    check_same_device,
-    check_shape,
-    rotary_parts,
-)
+from turbo_rcm_patch.ops.checks import check_same_device, check_shape
 from turbo_rcm_patch.ops.dispatch import Implementation, always, capability_of, choose, resolved
 from turbo_rcm_patch.ops.formats import NO_NORMS, QMAX, AttentionInputs, Norms, Rotary
 from turbo_rcm_patch.ops.register import needs_registered, refuse_gradient, register
@@ -149,8 +142,8 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
     out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
     of_keys: Any = {"sm_scale": a.sm_scale, "block_q": block_q, "block_k": block_k}
     for head in range(spec.heads):  # One at a time: all of a video's in fp32 take gigabytes.
-        one = slice(head, head + 1)
-        qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
+        this_head = slice(head, head + 1)
+        qf, kf, vf = (x[:, this_head].float() for x in (qh, kh, vh))
         chosen = reference.block_map(
             qf, kf, count=count, block_q=block_q, block_k=block_k, dtype=dtype
         )
@@ -161,7 +154,7 @@ def _in_torch(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tensor:
                 qf, kf, vf, chosen, pv=cast("Any", spec.pv), qmax=QMAX[spec.attention],
                 smooth_k=spec.smooth_k, **of_keys,
             )  # fmt: skip
-        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, *proj_l, dtype=dtype)
+        out[:, this_head] = sparse + reference.linear_branch(qf, kf, vf, *proj_l, dtype=dtype)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -184,10 +177,10 @@ def _copied_on_hopper(target: Target, call: tuple[Tensor, Tensor, int, int]) -> 
     from turbo_rcm_patch.ops.launch import in_whole_copies
 
     k, v, heads, block_k = call  # k and v [B, N, H*D], with contiguous channels
-    own = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
+    has_kernel = target == ("cuda", 90) and k.shape[2] // heads in (64, 128) and block_k >= 64
     # Within a chunk offsets have 32 bits.
     near = all(in_whole_copies(x) and x.stride(1) * x.shape[1] < 2**31 for x in (k, v))
-    return own and near and k.dtype == v.dtype
+    return has_kernel and near and k.dtype == v.dtype
 
 
 #: The pass over the keys.
@@ -221,17 +214,16 @@ def launch_sparse(a: AttentionInputs, proj_l: ProjL, sparsity: Sparsity) -> Tens
     from turbo_rcm_patch.ops.sparse_linear import triton as kernels
 
     block_q, block_k = sparsity.block_q, sparsity.block_k
-    tokens = kernels.prepare_tokens(a, block_q=block_q)
     # q and k are normalised and rotated once for all kernels that read them.
-    a = a._replace(
-        q=tokens.q, k=tokens.k, v=dense_rows(a.v), norms=NO_NORMS._replace(eps=0.0), rotary=None
-    )
-    sums = launch_key_sums(a.k, a.v, tokens.k_mean, heads=a.spec.heads, block_k=block_k)
-    branch = kernels.linear_branch(sums, *proj_l, n_kv=a.k.shape[1], dtype=a.v.dtype)
+    q, k, q_pooled, k_sums = kernels.prepare_tokens(a, block_q)
+    k_mean = (k_sums.sum(1) / k.shape[1]).to(k.dtype)
+    a = a._replace(q=q, k=k, v=dense_rows(a.v), norms=NO_NORMS._replace(eps=0.0), rotary=None)
+    sums = launch_key_sums(k, a.v, k_mean, heads=a.spec.heads, block_k=block_k)
+    branch = kernels.linear_branch(sums, *proj_l, n_kv=k.shape[1], dtype=a.v.dtype)
     # Round at every step as the author's code does (thu-ml/TurboDiffusion, SLA/utils.py), because
     # the rounding decides among blocks whose scores are nearly equal.
-    scores = torch.matmul(tokens.q_pooled, sums.k_pooled.transpose(-1, -2))
-    lut = kernels.largest_scores(scores, sparsity.count(a.k.shape[1]))
+    scores = torch.matmul(q_pooled, sums.k_pooled.transpose(-1, -2))
+    lut = kernels.largest_scores(scores, sparsity.count(k.shape[1]))
     return _launch_attended(a, lut, branch, block_q=block_q, block_k=block_k)
 
 
@@ -291,34 +283,25 @@ def sparse_linear_attention(
         GradientError: A gradient is wanted.
         ShapeError: D is over 128, or shapes do not fit together.
     """
-    check_attention(q, k, v, spec)
+    dtype = cast("Any", getattr(q, "dtype", None) if out_dtype is None else out_dtype)
+    norms = Norms(norm_q, norm_k, eps=spec.eps)
+    a = checked(AttentionInputs(q, k, v, spec, dtype, norms, rotary), "sparse_linear_attention")
     if spec.attention == "sage" or spec.causal:
         raise ConfigError(
             "spec of sparse_linear_attention",
             expected='attention="int8", "int4" or "exact", causal=False',
             got=f"attention={spec.attention!r}, causal={spec.causal}",
         )
-    batch, n_q, channels = q.shape
-    dim = channels // spec.heads
+    dim = a.head_dim
     if dim > MAX_SPARSE_HEAD_DIM:
         raise ShapeError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
     check_shape("weight of proj_l", weight, (dim, dim))
     if bias is not None:
         check_shape("bias of proj_l", bias, (dim,))
-    check_norm("norm_q", norm_q, channels, spec.heads)
-    check_norm("norm_k", norm_k, channels, spec.heads)
-    cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
-    check_out_dtype(out_dtype)
-    check_same_device(
-        q.device, weight=weight, bias=bias, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin
-    )
-    refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k, cos, sin))
-    if not batch:
-        return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
-    a = AttentionInputs(
-        q, k, v, spec, q.dtype if out_dtype is None else out_dtype,
-        Norms(norm_q, norm_k, eps=spec.eps), None if cos is None or sin is None else (cos, sin),
-    )  # fmt: skip
+    check_same_device(q.device, weight=weight, bias=bias)
+    refuse_gradient("sparse_linear_attention", (weight, bias))
     proj_l = ProjL(weight, bias)
-    registered = needs_registered(q, k, v, *proj_l, norm_q, norm_k, cos, sin)
+    if not q.shape[0]:
+        return _empty(a, proj_l, sparsity)
+    registered = needs_registered(q, k, v, *proj_l, *tensors_of(a).values())
     return (_registered if registered else _run)(a, proj_l, sparsity)

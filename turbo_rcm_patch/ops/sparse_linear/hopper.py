@@ -47,16 +47,17 @@ from turbo_rcm_patch.ops.launch import LENGTHS, launch
 from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 _PROGRAMS = 132  # one per multiprocessor of an H100 or H200
-_STAGES = 4
+_STAGES = gl.constexpr(4)
+_T = gl.constexpr(64)  # keys of a step
 _LOG2_E = gl.constexpr(formats.LOG2_E)
 _ONES = gl.constexpr(8)  # columns of a product that sums: the fewest possible
 
 
 @gluon.jit
-def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.constexpr):
-    """Start to copy keys and values, with 0 from row `left` on."""
+def _copy(rings, slot, pointers, strides, rows, rows_left, D: gl.constexpr, wide: gl.constexpr):
+    """Start to copy keys and values, with 0 from row `rows_left` on."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
-    mask = (rows < left)[:, None]
+    mask = (rows < rows_left)[:, None]
     for i in gl.static_range(2):
         at = pointers[i] + (rows[:, None] * strides[i] + offs_d)
         copy_async(rings[i].index(slot), at, mask=mask)
@@ -75,7 +76,7 @@ def _store_pooled(pooled, out_ptr, block, n_kv, BLOCK_K: gl.constexpr):
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_key_value_kernel(
     sums, keys, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
-    D: gl.constexpr, BLOCK_K: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Compute phi(k)^T v and the sum of phi(k) over a chunk of keys, and the means of k's blocks.
 
@@ -88,43 +89,43 @@ def hopper_key_value_kernel(
     dtype: gl.constexpr = keys.k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
     # As `prologue_hopper.row_per_thread_layout`, for fewer warps.
-    own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
+    row_layout: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     layout_ones: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, D], dtype)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, D], dtype)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, T, D], swizzled)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, T, D], tile)
-    phi_tile = gl.allocate_shared_memory(dtype, [T, D], tile)
-    smooth_tile = gl.allocate_shared_memory(dtype, [T, D], tile)
-    registers: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // T, T // 8], [warps, 1], [1, 0])
+    k_ring = gl.allocate_shared_memory(dtype, [_STAGES, _T, D], swizzled)
+    v_ring = gl.allocate_shared_memory(dtype, [_STAGES, _T, D], tile)
+    phi_tile = gl.allocate_shared_memory(dtype, [_T, D], tile)
+    smooth_tile = gl.allocate_shared_memory(dtype, [_T, D], tile)
+    registers: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // _T, _T // 8], [warps, 1], [1, 0])
     ones = gl.allocate_shared_memory(
-        dtype, [_ONES, T], gl.NVMMASharedLayout.get_default_for([_ONES, T], dtype),
-        gl.full([_ONES, T], 1.0, dtype, registers),
+        dtype, [_ONES, _T], gl.NVMMASharedLayout.get_default_for([_ONES, _T], dtype),
+        gl.full([_ONES, _T], 1.0, dtype, registers),
     )  # fmt: skip
 
     bh = b.to(gl.int64) * heads + h
     first = chunk * blocks_a_chunk
     last = gl.minimum(first + blocks_a_chunk, k_blocks)
-    per_block: gl.constexpr = BLOCK_K // T
+    per_block: gl.constexpr = BLOCK_K // _T
     begin = first * BLOCK_K
     end = gl.minimum(last * BLOCK_K, n_kv)
-    rows = gl.arange(0, T, gl.SliceLayout(1, wide))
-    own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
+    rows = gl.arange(0, _T, gl.SliceLayout(1, wide))
+    layout_rows = gl.arange(0, _T, gl.SliceLayout(1, row_layout))
     k_rows = keys.k_ptr + b.to(gl.int64) * keys.k_strides[0] + h * D
     v_rows = keys.v_ptr + b.to(gl.int64) * keys.v_strides[0] + h * D
     k_rows += begin.to(gl.int64) * keys.k_strides[1]
     v_rows += begin.to(gl.int64) * keys.v_strides[1]
-    left = end - begin
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+    rows_left = end - begin
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, row_layout))
     mean = gl.load(keys.k_mean_ptr + bh * D + offs_d).to(gl.float32)
     rings, pointers, strides = (
         (k_ring, v_ring),
         (k_rows, v_rows),
         (keys.k_strides[1], keys.v_strides[1]),
     )
-    for i in gl.static_range(STAGES - 1):
-        _copy(rings, i, pointers, strides, i * T + rows, left, D, wide)
+    for i in gl.static_range(_STAGES - 1):
+        _copy(rings, i, pointers, strides, i * _T + rows, rows_left, D, wide)
     matrix = warpgroup_mma_init(gl.zeros([D, D], gl.float32, layout))
     total = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
     pooled = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, layout_ones))
@@ -132,10 +133,10 @@ def hopper_key_value_kernel(
     step = 0
     for block in range(first, last):
         for part in gl.static_range(per_block):
-            stage = step % STAGES
-            async_copy.wait_group(STAGES - 2)
-            x = k_ring.index(stage).load(own).to(gl.float32)
-            inside = step * T + own_rows < left
+            stage = step % _STAGES
+            async_copy.wait_group(_STAGES - 2)
+            x = k_ring.index(stage).load(row_layout).to(gl.float32)
+            inside = step * _T + layout_rows < rows_left
             smooth = (x - gl.where(inside[:, None], mean[None, :], 0.0)).to(dtype)
             peak = gl.max(x, axis=1)
             e = gl.exp2(x * _LOG2_E - (peak * _LOG2_E)[:, None])
@@ -149,9 +150,9 @@ def hopper_key_value_kernel(
             cta_barrier()
             phi_tile.store(phi)
             smooth_tile.store(smooth)
-            ahead = step + STAGES - 1
-            slot = ahead % STAGES
-            _copy(rings, slot, pointers, strides, ahead * T + rows, left, D, wide)
+            ahead = step + _STAGES - 1
+            slot = ahead % _STAGES
+            _copy(rings, slot, pointers, strides, ahead * _T + rows, rows_left, D, wide)
             fence_async_shared()
             cta_barrier()
             features = phi_tile.permute((1, 0))
@@ -189,8 +190,6 @@ def launch_key_sums(
         **arguments,
         D=head_dim,
         BLOCK_K=block_k,
-        T=64,
-        STAGES=_STAGES,
         num_warps=head_dim // 16,
     )
     return sums

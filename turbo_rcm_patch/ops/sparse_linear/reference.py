@@ -29,12 +29,9 @@ LINEAR_EPS: Final = 1e-5
 
 def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
     """Average x [B, H, N, D] over blocks of tokens; the last block may be shorter."""
-    batch, heads, n, dim = x.shape
-    blocks = -(-n // block)
-    padded = F.pad(x, (0, 0, 0, blocks * block - n))
-    sums = padded.view(batch, heads, blocks, block, dim).sum(3)
-    counts = torch.full((blocks, 1), block, dtype=x.dtype, device=x.device)
-    counts[-1] = n - (blocks - 1) * block
+    sums = _blocks_of(x, block).sum(2).view(*x.shape[:2], -1, x.shape[3])
+    counts = torch.full((sums.shape[2], 1), block, dtype=x.dtype, device=x.device)
+    counts[-1] -= -x.shape[2] % block
     return sums / counts
 
 
@@ -110,11 +107,10 @@ def exact_sparse_attention(
     step = max(1, _GATHERED // (width * max(dim, block_q)))
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
-        own, which = head[here, None], chosen[here]
-        logits = rows[here] @ k[own, which].flatten(1, 2).mT * sm_scale
-        keys = which[..., None] * block_k + torch.arange(block_k, device=q.device)
-        logits.masked_fill_(keys.flatten(1)[:, None] >= n_kv, float("-inf"))
-        out[here] = logits.softmax(-1) @ v[own, which].flatten(1, 2)
+        head_index, which = head[here, None], chosen[here]
+        logits = rows[here] @ k[head_index, which].flatten(1, 2).mT * sm_scale
+        logits.masked_fill_(_keys_of(which, block_k)[:, None] >= n_kv, float("-inf"))
+        out[here] = logits.softmax(-1) @ v[head_index, which].flatten(1, 2)
     return out.view(*q.shape[:2], -1, dim)[:, :, :n_q]
 
 
@@ -125,8 +121,8 @@ def _blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _keys_of(blocks: torch.Tensor, block_k: int) -> torch.Tensor:
-    """Return the indices of the keys in blocks [count]; some may lie past the end of k."""
-    return (blocks[:, None] * block_k + torch.arange(block_k, device=blocks.device)).flatten()
+    """Return the indices of the keys in blocks [..., count]; some may lie past the end of k."""
+    return (blocks[..., None] * block_k + torch.arange(block_k, device=blocks.device)).flatten(-2)
 
 
 def linear_branch(

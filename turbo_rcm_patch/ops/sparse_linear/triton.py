@@ -22,9 +22,9 @@ from turbo_rcm_patch.ops.attention.online_softmax import (
     over_keys,
     register_limit,
     row_sums,
+    tile_of,
     times_v_scale,
     v_correction,
-    variant_of,
 )
 from turbo_rcm_patch.ops.formats import AttentionInputs, QuantizedOperands, TokenRows, norm_kind
 from turbo_rcm_patch.ops.launch import (
@@ -34,34 +34,17 @@ from turbo_rcm_patch.ops.launch import (
     launch,
     pad_head,
     target_of,
-    tile_for,
 )
 from turbo_rcm_patch.ops.numerics import load_rotary, norm_rotate_tile
 from turbo_rcm_patch.ops.replay import replayed
 from turbo_rcm_patch.ops.sparse_linear.key_sums import KeySums, key_pass
 
 #: Number of tokens of k that a program sums.
-_K_TOKENS = 32
+_K_TOKENS = tl.constexpr(32)
 #: Most tokens that are loaded or computed at a time, and the most shared memory for them.
 _STAGES = 6
 _SHARED = 48 * 1024
 _WARPS = 4
-
-
-class Tokens(NamedTuple):
-    """Normalised and rotated tokens with their means, all in the model's dtype.
-
-    Attributes:
-        q: [B, Nq, H*D].
-        k: [B, Nk, H*D].
-        q_pooled: Means of blocks of q, [B, H, q_blocks, HEAD_PAD].
-        k_mean: Mean of k over all tokens, [B, H, HEAD_PAD].
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    q_pooled: torch.Tensor
-    k_mean: torch.Tensor
 
 
 class TokensForm(NamedTuple):
@@ -73,7 +56,6 @@ class TokensForm(NamedTuple):
         HEAD_DIM: D.
         HEAD_PAD: D up to a power of two, at least 32.
         Q_TOKENS: Tokens of q that a program averages.
-        K_TOKENS: Tokens of k that a program sums.
         Q_NORM: Kind of the norm of q, see `formats.norm_kind`.
         K_NORM: Kind of the norm of k.
         STAGES: Tokens that are loaded or computed at a time.
@@ -84,7 +66,6 @@ class TokensForm(NamedTuple):
     HEAD_DIM: int
     HEAD_PAD: int
     Q_TOKENS: int
-    K_TOKENS: int
     Q_NORM: int
     K_NORM: int
     STAGES: int
@@ -155,23 +136,22 @@ def prepare_tokens_kernel(
     else:
         part = program - q_blocks
         total = _sum_of_tokens(
-            k, b, rotary, part * FORM.K_TOKENS, n_kv, eps, FORM, FORM.K_TOKENS, NORM=FORM.K_NORM
+            k, b, rotary, part * _K_TOKENS, n_kv, eps, FORM, _K_TOKENS, NORM=FORM.K_NORM
         )
         row = (b * k_parts + part) * FORM.HEADS + offs_h
         tl.store(k_sums_ptr + row * FORM.HEAD_PAD + offs_d, total, mask=mask)
 
 
-def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
-    """Normalise and rotate q and k, and compute their means; norms are RMSNorms or None."""
-    q, k, q_pooled, k_sums = _prepared(a, block_q)
-    return Tokens(q, k, q_pooled, (k_sums.sum(1) / k.shape[1]).to(k.dtype))
-
-
 @replayed
-def _prepared(
+def prepare_tokens(
     a: AttentionInputs, block_q: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, q_pooled of `Tokens`, and sums of parts of k, fp32 [B, parts, H, HEAD_PAD]."""
+    """Normalise and rotate q and k, and compute what their means need; norms are RMSNorms or None.
+
+    Returns:
+        In the model's dtype q [B, Nq, H*D], k [B, Nk, H*D] and means of blocks of q
+        [B, H, q_blocks, HEAD_PAD]; and sums of parts of k, fp32 [B, parts, H, HEAD_PAD].
+    """
     target_of(a.q.device)
     q, k, heads, head_dim = dense_rows(a.q), dense_rows(a.k), a.spec.heads, a.head_dim
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
@@ -179,7 +159,7 @@ def _prepared(
     q_norm, k_norm = (norm_kind(weight, None, channels) for weight in weights)
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     token_bytes = heads_pad * head_pad * q.element_size()
-    q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
+    q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS.value)
     rotary = None if a.rotary is None else tuple(table.contiguous() for table in a.rotary)
     q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
     k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
@@ -191,7 +171,6 @@ def _prepared(
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
         Q_TOKENS=block_q,
-        K_TOKENS=_K_TOKENS,
         Q_NORM=q_norm,
         K_NORM=k_norm,
         STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
@@ -219,8 +198,9 @@ def _prepared(
 
 #: Programs of `key_value_kernel`: twice the multiprocessors of a large GPU.
 _PROGRAMS = 264
-#: Keys that a program reads at a time.
+#: Keys that a program reads at a time, and rows of its partial sums.
 _STEP = 64
+_ROWS = tl.constexpr(16)
 #: Added to the denominator by the author's code (thu-ml/TurboDiffusion, SLA/core.py).
 _EPS = 1e-5
 
@@ -249,12 +229,12 @@ def _softmax_features(x, offs_d, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Sum every ROWS-th row of x [STEP, HEAD_PAD]: [ROWS, HEAD_PAD].
+def _by_rows(x):
+    """Sum every _ROWS-th row of x [STEP, HEAD_PAD]: [_ROWS, HEAD_PAD].
 
     A thread holds all rows of such a sum, so threads exchange no data.
     """
-    return tl.sum(tl.reshape(x, [STEP // ROWS, ROWS, HEAD_PAD]), axis=0)
+    return tl.sum(tl.reshape(x, [x.shape[0] // _ROWS, _ROWS, x.shape[1]]), axis=0)
 
 
 class KeyForm(NamedTuple):
@@ -265,7 +245,6 @@ class KeyForm(NamedTuple):
         HEAD_PAD: D up to a power of two, at least 32.
         BLOCK_K: Keys of a block.
         STEP: Keys that are read at a time.
-        ROWS: Rows of partial sums.
         PRECISION: That of the product.
     """
 
@@ -273,7 +252,6 @@ class KeyForm(NamedTuple):
     HEAD_PAD: int
     BLOCK_K: int
     STEP: int
-    ROWS: int
     PRECISION: str
 
 
@@ -290,7 +268,6 @@ def key_value_kernel(
     HEAD_PAD: tl.constexpr = FORM.HEAD_PAD
     BLOCK_K: tl.constexpr = FORM.BLOCK_K
     STEP: tl.constexpr = FORM.STEP
-    ROWS: tl.constexpr = FORM.ROWS
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = b.to(tl.int64) * heads + h
     offs_d = tl.arange(0, HEAD_PAD)
@@ -299,10 +276,10 @@ def key_value_kernel(
     v_rows = keys.v_ptr + b.to(tl.int64) * keys.v_strides[0] + offs_c
     mean = tl.load(keys.k_mean_ptr + bh * HEAD_PAD + offs_d).to(tl.float32)[None, :]
     matrix = tl.zeros([HEAD_PAD, HEAD_PAD], tl.float32)
-    total = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    total = tl.zeros([_ROWS, HEAD_PAD], tl.float32)
     first = chunk * blocks_a_chunk
     for block in tl.range(first, tl.minimum(first + blocks_a_chunk, k_blocks)):
-        pooled = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        pooled = tl.zeros([_ROWS, HEAD_PAD], tl.float32)
         for step in tl.static_range(BLOCK_K // STEP):
             offs_t = block * BLOCK_K + step * STEP + tl.arange(0, STEP)
             mask_t = (offs_t < n_kv)[:, None]
@@ -311,11 +288,11 @@ def key_value_kernel(
             k = tl.load(k_rows + tokens * keys.k_strides[1], mask=mask, other=0.0)
             v = tl.load(v_rows + tokens * keys.v_strides[1], mask=mask, other=0.0)
             smooth = (k.to(tl.float32) - mean).to(k.dtype).to(tl.float32)
-            pooled += _by_rows(tl.where(mask_t, smooth, 0.0), STEP, ROWS, HEAD_PAD)
+            pooled += _by_rows(tl.where(mask_t, smooth, 0.0))
             phi = _softmax_features(k.to(tl.float32), offs_d, HEAD_DIM)
             phi = tl.where(mask_t, phi, 0.0).to(v.dtype)
             matrix = tl.dot(tl.trans(phi), v, matrix, input_precision=FORM.PRECISION)
-            total += _by_rows(phi.to(tl.float32), STEP, ROWS, HEAD_PAD)
+            total += _by_rows(phi.to(tl.float32))
         count = tl.minimum(BLOCK_K, n_kv - block * BLOCK_K)
         out = sums.k_pooled + (bh * k_blocks + block) * HEAD_PAD + offs_d
         tl.store(out, (tl.sum(pooled, axis=0) / count).to(keys.k_ptr.dtype.element_ty))
@@ -348,7 +325,6 @@ def launch_key_sums(
             HEAD_PAD=head_pad,
             BLOCK_K=block_k,
             STEP=min(_STEP // 2 if wide else _STEP, block_k),
-            ROWS=16,
             # fp32 in three parts spills little on Hopper; elsewhere it spills more than plain
             # fp32.
             PRECISION="tf32x3" if target_of(k.device) == ("cuda", 90) else "ieee",
@@ -623,7 +599,7 @@ def launch_kernel(
         block_k: Keys in a block.
     """
     batch, n_q, channels = a.q.shape
-    tile = tile_for("attention", variant_of(a), target_of(a.q.device))
+    tile = tile_of(a)
     # The rows of a program share their blocks of keys, and a step stays within one block.
     tile = tile._replace(block_m=min(tile.block_m, block_q), block_n=min(tile.block_n, block_k))
     arguments = attention_arguments(a, operands, tile)
