@@ -286,15 +286,12 @@ class Guard:
             return None
         config = getattr(pipe, "config", None)
         ratio = getattr(config, "boundary_ratio", None)
-        if ratio is None or path.partition(".")[0] != "transformer":
+        if self._steps[0] is not timesteps:
             steps = len(timesteps)
-        elif self._steps[0] is timesteps:
-            steps = self._steps[1]
-        else:
-            least = ratio * scheduler.config.num_train_timesteps
-            steps = int((timesteps >= least).sum())
+            if ratio is not None and path.partition(".")[0] == "transformer":
+                steps = int((timesteps >= ratio * scheduler.config.num_train_timesteps).sum())
             self._steps = timesteps, steps
-        return int(getattr(scheduler, "_step_index", None) or 0), steps
+        return int(getattr(scheduler, "_step_index", None) or 0), self._steps[1]
 
     # --- comparing -------------------------------------------------------------------------------
 
@@ -358,12 +355,18 @@ class Guard:
         if off > BUDGET:
             attempt.reason = f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
         elif call.first and self._target is not None:
-            attempt.share, attempt.reason = self._share(call, attempt.level, fast, notes)
+            limit = _TARGET_SHARE * self._target
+            attempt.share, prediction = self._share(call, fast, notes)
+            higher = _level_above(block, attempt.level, *here.way[2:])
+            if prediction > limit and higher != Level.ORIGINAL:
+                attempt.reason = (
+                    f"the network's predicted error would be {prediction:.3g}, over {limit:.3g} "
+                    f"({_TARGET_SHARE} of fidelity={self._target:g})"
+                )
         return attempt
 
-    def _share(self, call: _Call, level: Level, fast: Stages, notes: Notes) -> tuple[Shares, str]:
-        """Return the shares of a block, and why it has to run more exactly for the target, or
-        ""."""
+    def _share(self, call: _Call, fast: Stages, notes: Notes) -> tuple[Shares, float]:
+        """Return the shares of a block, and the network's predicted error with them."""
         block, here = call.block, call.forward
         int8, dtype = any(forward.on for forward in block.int8), here.way[0]
         last = getattr(block.proj_out, "weight", None)
@@ -373,17 +376,8 @@ class Guard:
         measured = shares(fast, call.original, notes.errors, last, dtype, int8)
         share = Shares(*self._agree(block, [*measured]))
         if not math.isfinite(share.original + share.fast):
-            return _NOTHING, ""
-        error = predicted([*here.shares.values(), share], dtype)
-        higher = _level_above(block, level, *here.way[2:])
-        if self._target is None or error <= _TARGET_SHARE * self._target:
-            return share, ""
-        if higher == Level.ORIGINAL:
-            return share, ""
-        limit = (
-            f"{_TARGET_SHARE * self._target:.3g} ({_TARGET_SHARE} of fidelity={self._target:g})"
-        )
-        return share, f"the network's predicted error would be {error:.3g}, over {limit}"
+            return _NOTHING, 0.0
+        return share, predicted([*here.shares.values(), share], dtype)
 
     def _runs_again(self, call: _Call, attempt: _Attempt) -> bool:
         """Return True if a block has to run again, at the higher level that it has then."""
@@ -429,13 +423,12 @@ class Guard:
 
     def _refuse_non_finite(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
         """Raise NonFiniteInputError if the first block was given an input that is not finite."""
-        if block.index == 0:
-            bad = [x for x in inputs if isinstance(x, Tensor) and not bool(x.isfinite().all())]
-            if bad:
+        for x in inputs if block.index == 0 else ():
+            if isinstance(x, Tensor) and not bool(x.isfinite().all()):
                 raise NonFiniteInputError(
                     f"the input of {block.path}",
                     expected="finite numbers",
-                    got=f"a tensor {list(bad[0].shape)} with NaN or infinity",
+                    got=f"a tensor {list(x.shape)} with NaN or infinity",
                     remedy="Look at latents, text embedding and timestep",
                 )
 
