@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec
+from turbo_rcm_patch.ops.attention.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.ops.checks import FLOATS
 from turbo_rcm_patch.ops.dispatch import INT8_AUTO_TOKENS
 from turbo_rcm_patch.ops.sageattn import attention_of_heads
 
@@ -24,8 +26,6 @@ _log = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"
 #: Where the last of these nodes leaves its `Settings` for the functions of earlier ones.
 SETTINGS = "turbo_rcm_settings"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_DIM = 256
 #: Keywords of ComfyUI's attention that say nothing about what is computed.
 _NEUTRAL = {"transformer_options", "_inside_attn_wrapper", "low_precision_attention", "enable_gqa"}
 
@@ -207,8 +207,8 @@ def _int8(
     heads_at, tokens_at = (1, 2) if skip_reshape else (2, 1)
     if q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[:-1] != v.shape[:-1]:
         return "shapes"
-    if q.shape[heads_at] % k.shape[heads_at] or q.shape[-1] > _MAX_HEAD_DIM:
-        return "the number of heads, or heads of more than 256 channels"
+    if q.shape[heads_at] % k.shape[heads_at] or q.shape[-1] > MAX_HEAD_DIM:
+        return f"the number of heads, or heads of more than {MAX_HEAD_DIM} channels"
     if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return "values of another number of channels"
     lengths = None
@@ -234,13 +234,12 @@ def _visible_keys(mask: Tensor, k: Tensor, tokens_at: int) -> tuple[Tensor, Tens
     """Return the indices [B, keys] of the keys that a mask shows, and how many each sample has:
     int32 [B], or None where all have as many. None for a mask that differs from query to query or
     from head to head, that weights keys, or that hides all of them. It waits for the device."""
-    mask = mask[(None,) * (3 - mask.dim())] if mask.dim() < 3 else mask
+    mask = mask[(None,) * (3 - mask.dim())]
     mask = mask[:, None] if mask.dim() == 3 else mask
     batch, n_kv = k.shape[0], k.shape[tokens_at]
     if mask.dim() != 4 or mask.shape[1:] != (1, 1, n_kv) or mask.shape[0] not in (1, batch):
         return None
-    mask = mask[:, 0, 0]
-    seen = mask
+    seen = mask = mask[:, 0, 0]
     if mask.dtype != torch.bool:
         seen = mask == 0
         if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):

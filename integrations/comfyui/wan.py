@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError, OpError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
+from turbo_rcm_patch.ops.checks import FLOATS
 
-from .attention import FLOATS, OVERRIDE, SETTINGS, Override, Settings
+from .attention import OVERRIDE, SETTINGS, Override, Settings
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,8 @@ class WanSelfAttention:
         q, k, v = attn.q(x), attn.k(x), attn.v(x)
         weights = _norm_weights(attn, q)
         if weights is None:
-            q, k, eps, weights = attn.norm_q(q), attn.norm_k(k), 1e-6, (None, None)
-        else:
-            eps = 1e-6 if weights[0] is None else attn.norm_q.eps
+            q, k, weights = attn.norm_q(q), attn.norm_k(k), (None, None)
+        eps = 1e-6 if weights[0] is None else attn.norm_q.eps
         norms = {"norm_q": weights[0], "norm_k": weights[1]}
         if self.sparse is None:
             spec = settings.spec(attn.num_heads, k.shape[1], k.device, eps=eps)

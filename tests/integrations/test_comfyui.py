@@ -386,6 +386,17 @@ def test_weights_that_the_node_cannot_load_are_refused(name, options, text, tmp_
 # --- TurboRCM Sampler --------------------------------------------------------------------------
 
 
+def rcm_run(sigmas: torch.Tensor, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Sample with a network whose velocity is t tanh(x)."""
+
+    def model(latents: torch.Tensor, t: torch.Tensor, seed: int) -> torch.Tensor:
+        assert t.shape == x.shape[:1] and latents.dtype == x.dtype
+        t = t.double().view(-1, 1, 1, 1, 1)
+        return latents.double() - t * torch.tanh(latents).double() * t
+
+    return sampler.sample_rcm(model, x, sigmas, {"seed": 7}, disable=True, **more)
+
+
 @pytest.mark.parametrize("kind", ["sde", "ode"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_sampler_is_that_of_the_scheduler(kind: str, steps: int) -> None:
@@ -399,24 +410,10 @@ def test_the_sampler_is_that_of_the_scheduler(kind: str, steps: int) -> None:
         velocity = torch.tanh(expected.float()).double() * float(t)
         expected = scheduler.step(velocity, time, expected, generator=stream).prev_sample
 
-    def model(given: torch.Tensor, t: torch.Tensor, seed: int) -> torch.Tensor:
-        assert t.shape == (2,) and given.dtype == torch.float32
-        times = t.double().view(-1, 1, 1, 1, 1)
-        return given.double() - times * torch.tanh(given).double() * times
-
     seen: list[dict[str, Any]] = []
-    out = sampler.sample_rcm(
-        model, x, scheduler.sigmas.float(), {"seed": 7}, seen.append, True, sampler=kind
-    )
+    out = rcm_run(scheduler.sigmas.float(), x, callback=seen.append, sampler=kind)
     assert [one["i"] for one in seen] == list(range(steps))
     assert relative_l2(out, expected) < 1e-6
-
-
-def rcm_run(sigmas: torch.Tensor, x: torch.Tensor, **more: Any) -> torch.Tensor:
-    def model(given: torch.Tensor, t: torch.Tensor, seed: int) -> torch.Tensor:
-        return given.double() - (t * torch.tanh(given)).double()
-
-    return sampler.sample_rcm(model, x, sigmas, {"seed": 7}, disable=True, **more)
 
 
 @pytest.mark.parametrize(("steps", "sigma_max"), [(4, 80.0), (3, 200.0)])

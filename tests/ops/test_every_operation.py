@@ -88,11 +88,6 @@ HAVE = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_the_arguments_that_are_changed_below_are_good(call: str) -> None:
-    CALLS[call]()
-
-
 # --- refusals ------------------------------------------------------------------------------------
 
 SHAPE, DTYPE, CONFIG, MASK = (

@@ -1,4 +1,4 @@
-"""Calls whose arguments are written as source text, because Python evaluates that fastest.
+"""Functions that are written as source text, because Python evaluates that fastest.
 
 A kernel takes some fifty values, many of them in nested tuples. From call to call only addresses
 change. A recorded launch evaluates all values in one expression that `eval` compiles once. For 26
@@ -12,16 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-class GeneratedCall:
-    """The call of a function, written value by value."""
+class Source:
+    """The source text of a function, and the constants that it names."""
 
     def __init__(self) -> None:
-        self._values: list[str] = []
         self._constants: dict[str, Any] = {}
-
-    def add(self, expression: str) -> None:
-        """Add the next argument."""
-        self._values.append(expression)
 
     def constant(self, value: Any) -> str:
         """Return an expression for a value that does not change."""
@@ -29,18 +24,10 @@ class GeneratedCall:
         self._constants[name] = value
         return name
 
-    def address(self, slot: int, offset: int) -> str:
-        """Return an expression for the address of a slot plus an offset."""
-        return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
-
-    def compiled(self, function: Any) -> Callable[[list[int], int], None]:
-        """Return a function of the addresses of all slots and a stream, which makes the call.
-
-        Besides `at`, the addresses, an argument may be `stream`.
-        """
-        source = f"lambda at, stream: {self.constant(function)}({', '.join(self._values)})"
-        call: Callable[[list[int], int], None] = eval(source, self._constants)
-        return call
+    def function(self, parameters: str, expression: str) -> Callable[..., Any]:
+        """Return a function of these parameters that returns an expression."""
+        function: Callable[..., Any] = eval(f"lambda {parameters}: {expression}", self._constants)
+        return function
 
 
 def tuple_of(expressions: Iterable[str]) -> str:

@@ -135,11 +135,8 @@ _FIELDS: Final[dict[type, tuple[str, ...]]] = {}
 _CONSTANTS: Final = {"None": None, "True": True, "False": False}
 
 
-class _Place:
-    """The place of a tensor in what a key describes."""
-
-
-_TENSOR: Final = _Place()
+#: The place of a tensor in what a key describes.
+_TENSOR: Final = object()
 
 
 def split(args: tuple[Any, ...]) -> tuple[list[Tensor], list[float], str]:

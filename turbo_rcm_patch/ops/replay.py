@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.ops.attention.spec import AttentionSpec
-from turbo_rcm_patch.ops.generated_calls import GeneratedCall, tuple_of
+from turbo_rcm_patch.ops.generated_calls import Source, tuple_of
 
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
@@ -136,11 +136,6 @@ def _raw_stream(index: int | None) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def _current_device() -> int:
-    """Return `torch.cuda.current_device()`, without its check that CUDA is initialised."""
-    return torch._C._cuda_getDevice()
-
-
 class _Unrepeatable(Exception):
     """A recorded call cannot be repeated: it uses memory that nothing here names."""
 
@@ -247,13 +242,13 @@ class _Memory:
         self._owners = {_storage(x): i for i, x in enumerate(allocated) if x.numel()}
         if 0 in self._arguments:
             raise _Unrepeatable
-        returned: set[int] = set()
-        source = self._source(result, returned)
+        returned = {self._owners.get(_storage(tensor)) for tensor in _tensors(result)}
         self.buffers, self._slots = _buffers(allocated, returned)
-        self.result = _builder(source, self._slots)
+        source = Source()
+        self.result = source.function("inputs, buffers", self._result(result, source))
 
-    def slot_of(self, tensor: torch.Tensor) -> tuple[int | None, int]:
-        """Return the slot of a tensor and its offset; for a constant None and its address.
+    def address_of(self, tensor: torch.Tensor) -> str:
+        """Return an expression for the address of a tensor: `at` holds those of all slots.
 
         Raises:
             _Unrepeatable: It is neither an argument, nor an allocation, nor a constant.
@@ -261,15 +256,17 @@ class _Memory:
         storage, address = _storage(tensor), tensor.data_ptr()
         if storage in self._owners:
             allocation = self._owners[storage]
-            slot, offset = self._slots[allocation]
-            inside = address - self._allocated[allocation].data_ptr()
-            return len(self._inputs) + slot, offset + inside
-        if storage in self._arguments:
+            buffer, offset = self._slots[allocation]
+            slot = len(self._inputs) + buffer
+            offset += address - self._allocated[allocation].data_ptr()
+        elif storage in self._arguments:
             slot = self._arguments[storage][0]
-            return slot, address - self._inputs[slot].data_ptr()
-        if storage in _kept:
-            return None, address
-        raise _Unrepeatable
+            offset = address - self._inputs[slot].data_ptr()
+        elif storage in _kept:
+            return str(address)
+        else:
+            raise _Unrepeatable
+        return f"at[{slot}] + {offset}" if offset else f"at[{slot}]"
 
     def aliases(self) -> tuple[tuple[int, int, int], ...]:
         """Return pairs of arguments that share memory, and the distance of their addresses."""
@@ -280,23 +277,24 @@ class _Memory:
             for other in others
         )
 
-    def _source(self, value: Any, returned: set[int]) -> tuple[Any, ...]:
-        """Return the source of a result: a constant, an argument, a whole allocation, which is
-        added to `returned`, or a tuple of these."""
+    def _result(self, value: Any, source: Source) -> str:
+        """Return an expression for a result: a constant, an argument, a whole allocation, or a
+        tuple of these."""
         if isinstance(value, tuple):
-            return "tuple", type(value), [self._source(part, returned) for part in value]
+            parts = tuple_of([self._result(part, source) for part in value])
+            make = getattr(value, "_make", None)  # of a NamedTuple
+            return f"{source.constant(make)}({parts})" if make else parts
         if not isinstance(value, torch.Tensor):
             if type(value) not in _PLAIN:
                 raise _Unrepeatable
-            return "constant", value
+            return source.constant(value)
         for i, tensor in enumerate(self._inputs):
             if tensor is value:
-                return "input", i
+                return f"inputs[{i}]"
         index = self._owners.get(_storage(value))
         if index is None or _layout(value) != _layout(self._allocated[index]):
             raise _Unrepeatable
-        returned.add(index)
-        return "allocated", index
+        return f"buffers[{self._slots[index][0]}]"
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:
@@ -307,43 +305,39 @@ def _start(launch: _Launch, memory: _Memory) -> Callable[[list[int], int], None]
     """Return a function that starts a recorded kernel, given the addresses and the stream."""
     from turbo_rcm_patch.ops.triton36_launcher import descriptors_like, starter_of
 
-    starter, call = starter_of(launch.compiled), GeneratedCall()
+    starter, source = starter_of(launch.compiled), Source()
     layouts = iter(starter.layouts)
-    for size in (*launch.grid, 1, 1)[:3]:
-        call.add(str(size))
-    call.add("stream")
-    for value in starter.head:
-        call.add(call.constant(value))
+    arguments = [*map(str, (*launch.grid, 1, 1)[:3]), "stream"]
+    arguments += map(source.constant, starter.head)
     for name in launch.kernel.arg_names:
         value = launch.arguments[name]
         base = getattr(value, "base", None)
-        if isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
-            call.add(_expression(value, memory, call))
+        if not isinstance(base, torch.Tensor):
+            arguments.append(_expression(value, memory, source))
             continue
-        slot, offset = memory.slot_of(base)
-        if slot is None:
-            raise _Unrepeatable  # No constant is read through a descriptor.
-        descriptors = descriptors_like(value, next(layouts, None))
-        call.add(f"{call.constant(descriptors.at)}({call.address(slot, offset)})")
-        for number in descriptors.numbers:
-            call.add(call.constant(number))
-    return call.compiled(starter.function)
+        descriptor_at, numbers = descriptors_like(value, next(layouts, None))
+        arguments.append(f"{source.constant(descriptor_at)}({memory.address_of(base)})")
+        arguments += map(source.constant, numbers)
+    call = f"{source.constant(starter.function)}({', '.join(arguments)})"
+    return source.function("at, stream", call)
 
 
-def _expression(value: Any, memory: _Memory, call: GeneratedCall) -> str:
-    """Return an argument without descriptors as an expression of a call."""
-    if isinstance(value, tuple) and _holds_tensor(value):
-        return tuple_of([_expression(part, memory, call) for part in value])
-    if not isinstance(value, torch.Tensor):
-        return call.constant(value)
-    slot, offset = memory.slot_of(value)
-    return call.constant(offset) if slot is None else call.address(slot, offset)
+def _expression(value: Any, memory: _Memory, source: Source) -> str:
+    """Return an argument without descriptors as an expression."""
+    if isinstance(value, torch.Tensor):
+        return memory.address_of(value)
+    if any(True for _ in _tensors(value)):
+        return tuple_of([_expression(part, memory, source) for part in value])
+    return source.constant(value)
 
 
-def _holds_tensor(value: Any) -> bool:
-    """Return True for a tensor, and for a tuple that holds one at any depth."""
-    inside = isinstance(value, tuple) and any(map(_holds_tensor, value))
-    return inside or isinstance(value, torch.Tensor)
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Return a tensor, or those in a tuple at any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
 
 
 @functools.cache
@@ -359,7 +353,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _buffers(
-    allocated: list[torch.Tensor], returned: set[int]
+    allocated: list[torch.Tensor], returned: set[int | None]
 ) -> tuple[tuple[_Buffer, ...], list[tuple[int, int]]]:
     """Assign the recorded allocations to buffers; small scratch shares the last one.
 
@@ -381,23 +375,6 @@ def _buffers(
     if any(shares):
         buffers.append(((shared,), (1,), torch.uint8))
     return tuple(buffers), slots
-
-
-def _builder(
-    source: tuple[Any, ...], slots: list[tuple[int, int]]
-) -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
-    """Return a function that builds a launcher's result from arguments and buffers."""
-    kind, value = source[:2]
-    if kind == "constant":
-        return lambda inputs, buffers: value
-    if kind == "input":
-        return lambda inputs, buffers: inputs[value]
-    if kind == "allocated":
-        index = slots[value][0]
-        return lambda inputs, buffers: buffers[index]
-    parts = [_builder(part, slots) for part in source[2]]
-    make = getattr(value, "_make", value)  # of a NamedTuple; it takes an iterable, as tuple does
-    return lambda inputs, buffers: make([part(inputs, buffers) for part in parts])
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -507,7 +484,8 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
             if not program.fits(addresses):
                 continue
             index = program.index
-            if index is not None and index != _current_device():
+            # As torch.cuda.current_device(), without its check that CUDA is initialised.
+            if index is not None and index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return launch(*args, **kwargs)
             allocate = tensors[0].new_empty_strided  # the fastest of torch's allocating functions

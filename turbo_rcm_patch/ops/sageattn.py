@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -254,16 +255,15 @@ def sageattn_varlen(
         ConfigError: See `sageattn`.
         OpError: See `sageattn`; `ShapeError` where the lengths do not end with the tokens.
     """
-    bounds = [cu_seqlens_q.tolist(), cu_seqlens_k.tolist()]
-    if len(bounds[0]) != len(bounds[1]) or [b[-1] for b in bounds] != [len(q), len(k)]:
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if len(bounds_q) != len(bounds_k) or (bounds_q[-1], bounds_k[-1]) != (len(q), len(k)):
         raise ShapeError(
             "cu_seqlens_q and cu_seqlens_k",
             expected=f"as many sequences of q as of k, up to {len(q)} and {len(k)} tokens",
-            got=f"{bounds[0]} and {bounds[1]}",
+            got=f"{bounds_q} and {bounds_k}",
         )
     out = torch.empty_like(q)
-    for i, (q0, k0) in enumerate(zip(bounds[0][:-1], bounds[1][:-1], strict=True)):
-        q1, k1 = bounds[0][i + 1], bounds[1][i + 1]
+    for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
         if q1 > q0:
             sequence = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
             options: Any = neutral
@@ -299,15 +299,12 @@ def _sage(
         check_tensor(name, x)
     if attn_mask is not None and return_lse:
         raise MaskError("attn_mask", expected="no mask", got=f"{return_lse=}")
-    reason = reason_for_torch(
-        q, k, v, layout, mask=attn_mask, causal=bool(is_causal), sm_scale=sm_scale,
-        dropout_p=dropout_p,
-    )  # fmt: skip
+    options: Any = {"mask": attn_mask, "causal": bool(is_causal), "sm_scale": sm_scale}
+    options["dropout_p"] = dropout_p
+    reason = reason_for_torch(q, k, v, layout, **options)
     if reason is not None and not return_lse:
-        out = _through_torch(
-            q, k, v, layout, mask=attn_mask, dropout_p=dropout_p, causal=bool(is_causal),
-            sm_scale=sm_scale, enable_gqa=bool(neutral.get("enable_gqa")),
-        )  # fmt: skip
+        options["enable_gqa"] = bool(neutral.get("enable_gqa"))
+        out = _through_torch(q, k, v, layout, **options)
         if not torch.compiler.is_compiling():  # A compiled graph would break here.
             warnings.warn(TORCH_WARNING.format(reason), stacklevel=3)
         return out

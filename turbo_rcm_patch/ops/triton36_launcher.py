@@ -10,7 +10,7 @@ Other kernels, and all kernels with other releases, are started by `run`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import triton
@@ -72,42 +72,23 @@ class _Descriptor:
         self.base = _Address(address)
 
 
-class Descriptors(NamedTuple):
-    """The descriptors of one argument of one launch.
-
-    Attributes:
-        make: Makes a descriptor for an address.
-        numbers: The numbers after the descriptor among the kernel's arguments.
-        kept: Address -> descriptor that was made for it.
-    """
-
-    make: Callable[[int], Any]
-    numbers: list[Any]
-    kept: dict[int, Any]
-
-    def at(self, address: int) -> Any:
-        """Return the descriptor of memory that begins at an address, made once."""
-        descriptor = self.kept.get(address)
-        if descriptor is None:
-            if len(self.kept) >= _MOST_DESCRIPTORS:
-                self.kept.clear()
-            descriptor = self.kept[address] = self.make(address)
-        return descriptor
-
-
-def descriptors_like(recorded: Any, layout: Any | None) -> Descriptors:
-    """Return descriptors like a recorded one.
+def descriptors_like(recorded: Any, layout: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
+    """Return a function that makes descriptors like a recorded one, and keeps them by address.
 
     Args:
         recorded: The descriptor. Its memory is not kept, because it would live as long as these.
         layout: Its layout in `Starter.layouts`, or None for the public launcher.
+
+    Returns:
+        The function, and the numbers after the descriptor among the kernel's arguments.
     """
+    kept = lru_cache(_MOST_DESCRIPTORS)
     like = _Descriptor(recorded, recorded.base.data_ptr())
     if layout is None:
-        return Descriptors(partial(_Descriptor, like), [], {})
+        return kept(partial(_Descriptor, like)), []
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     def make(address: int) -> Any:
         return make_tensordesc_arg(_Descriptor(like, address), layout)[0]
 
-    return Descriptors(make, make_tensordesc_arg(like, layout)[1:], {})
+    return kept(make), make_tensordesc_arg(like, layout)[1:]

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
 #: Rows and columns of a block of the weight that share a scale.
 GROUP: Final = 128
-#: Rows of a weight that are held in fp32 at once; a multiple of `GROUP`.
+#: Rows of a weight that are held in fp32 at once.
 _ROWS_AT_ONCE: Final = 1024
 
 Activation = Literal["gelu-tanh"]
@@ -97,8 +97,7 @@ def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.ops.numerics import quantize_rows as launch
 
-        data, scale = launch(x)
-        return data, scale
+        return launch(x)
     data, scale = quantized_rows(x)
     return F.pad(data, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
@@ -265,8 +264,9 @@ def launch_linear(
 
 
 def _scales_of_rows(scale: Tensor, rows: int) -> Tensor:
-    """Expand scales of blocks [ceil(Cout / 128), ceil(K / 128)] to each of Cout rows."""
-    return scale.repeat_interleave(GROUP, 0)[:rows]
+    """Return the scales of each of Cout rows: [Cout] as they are, or those of blocks
+    [ceil(Cout / 128), ceil(K / 128)] as [Cout, ceil(K / 128)]."""
+    return scale if scale.dim() == 1 else scale.repeat_interleave(GROUP, 0)[:rows]
 
 
 def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -278,11 +278,10 @@ def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """Multiply an int8 weight by its scales: fp32 [Cout, K]."""
-    if weight_scale.dim() == 1:
-        return weight.float() * weight_scale.unsqueeze(1)
-    scales = _scales_of_rows(weight_scale, weight.shape[0])
+def _multiplied_weight(weight: Tensor, scales: Tensor) -> Tensor:
+    """Multiply an int8 weight by the scales of its rows: fp32 [Cout, K]."""
+    if scales.dim() == 1:
+        return weight.float() * scales.unsqueeze(1)
     return weight.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
@@ -298,14 +297,13 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
         [Cout, K].
     """
     rows = weight.shape[0]
+    scales = _scales_of_rows(weight_scale, rows)
     if dtype == torch.float32 or rows <= _ROWS_AT_ONCE or torch.compiler.is_compiling():
-        return _multiplied_weight(weight, weight_scale).to(dtype)
-    by_row = weight_scale.dim() == 1
+        return _multiplied_weight(weight, scales).to(dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
-        blocks = slice(start // GROUP, (start + _ROWS_AT_ONCE) // GROUP)
-        out[part] = _multiplied_weight(weight[part], weight_scale[part if by_row else blocks])
+    parts = (x.split(_ROWS_AT_ONCE) for x in (out, weight, scales))
+    for out_part, weight_part, scales_part in zip(*parts, strict=True):
+        out_part.copy_(_multiplied_weight(weight_part, scales_part))
     return out
 
 
