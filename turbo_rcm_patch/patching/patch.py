@@ -260,7 +260,7 @@ def is_patched(model: object) -> bool:
     """Return True if a model, or any network in a pipeline, is patched.
 
     Raises:
-        NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
+        NotAModelError: `model` is neither a torch module nor a pipeline that holds one.
     """
     return any(map(holds_patch, parts_of(model).values()))
 
