@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Version of the file.
 _SCHEMA: Final = 1
-_REMEDY: Final = "Make one for this model: run a video, then `report.plan.save(path)`"
+_REMEDY: Final = "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`"
 
 
 @dataclass(frozen=True, slots=True)
