@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -55,6 +56,13 @@ def enable_parallelism(model: Any, **degrees: Any) -> None:
     count = max(2, torch.accelerator.device_count())
     with mock.patch.object(torch.accelerator, "device_count", return_value=count):
         model.enable_parallelism(config=ContextParallelConfig(**degrees))
+
+
+def on_two_gpus(function: Callable[..., None], *args: object, **options: Any) -> None:
+    """Run function(rank, *args) in two processes, each with a GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    on_ranks(2, function, *args, backend="cpu:gloo,cuda:nccl", **options)
 
 
 def on_ranks(

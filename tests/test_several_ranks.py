@@ -31,7 +31,7 @@ from tests.patching.models import mapped, named, run, wan
 from tests.patching.test_symmetric import mapped as mapped_memory
 from tests.patching.test_vae import FUSION
 from tests.patching.vae import VAE, WAN, WAN_RESIDUAL, conv_in_float64, decode, encode
-from tests.ranks import enable_parallelism, on_ranks
+from tests.ranks import enable_parallelism, on_ranks, on_two_gpus
 from tests.video.micro import SMALL, micro_pipe, micro_video_pipe, skyreels
 from tests.video.micro_cogvideox import micro_cogvideox
 from tests.video.test_sources import CASES, UNUSUAL, film
@@ -56,7 +56,6 @@ from turbo_rcm_patch.patching.vae import share
 from turbo_rcm_patch.video import generate
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-NCCL = "cpu:gloo,cuda:nccl"
 #: fp32 sums in another order, through two blocks.
 NEAR = 2e-5
 #: int8's scales are those of blocks of keys and of tokens, so they are the same on every rank.
@@ -598,9 +597,7 @@ def test_ranks_compute_what_one_rank_does(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_two_gpus_compute_what_one_does(name: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    on_ranks(2, try_each, name, True, os.fspath(tmp_path), backend=NCCL)
+    on_two_gpus(try_each, name, True, os.fspath(tmp_path))
 
 
 def test_every_pipeline_of_the_list_is_tried() -> None:

@@ -16,6 +16,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +79,12 @@ def _run(argv: Sequence[str]) -> int:
     if issubclass(cls, Run):
         values["settings"] = given_fields(arguments, Settings, _SETTINGS_NAMES)
     if issubclass(cls, Patched):
-        values["config"] = PatchConfig(**given_fields(arguments, PatchConfig, _PATCH_NAMES))
+        config = PatchConfig()
+        if path := values.get("plan"):
+            from turbo_rcm_patch.patching.plan import Plan  # imports torch
+
+            config = Plan.load(path).config
+        values["config"] = replace(config, **given_fields(arguments, PatchConfig, _PATCH_NAMES))
     command = cls(command_line=f"{_PROGRAM} {shlex.join(argv)}", **values)
     if name in ("compare", "demo", "judge"):  # Else the first import would name another extra.
         require("report", name)

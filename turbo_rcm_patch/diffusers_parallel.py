@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching import symmetric
-from turbo_rcm_patch.patching.agreement import agree, gather_objects, sample
+from turbo_rcm_patch.patching.agreement import agree, gather_objects, on, sample
 from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qualified_name
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup
 from turbo_rcm_patch.patching.patch import is_patched, report_of
@@ -122,6 +122,7 @@ def parallel(
     anything = ulysses > 1 and (uneven if ulysses_anything is None else ulysses_anything)
     kind = execution_device(next(iter(networks.values()))).type
     mesh = init_device_mesh(kind, (cfg, 1, ulysses), mesh_dim_names=("cfg", "ring", "ulysses"))
+    group = mesh["cfg"].get_group() if cfg > 1 else None
     result, negative = Parallel(cfg, ulysses), None
     result._undo.callback(symmetric.release)
     try:
@@ -129,8 +130,7 @@ def parallel(
             negative = _NegativePrompt(pipe)
             _set_attribute(pipe, "encode_prompt", negative, result._undo)
         for name, network in networks.items():
-            groups = mesh if cfg > 1 else None
-            parallel_network = _ParallelNetwork(pipe, name, network, groups, negative)
+            parallel_network = _ParallelNetwork(pipe, name, network, group, negative)
             result._undo.callback(parallel_network.undo)
             _set_attribute(network, PARALLEL, parallel_network, result._undo)
             if ulysses > 1:
@@ -284,11 +284,11 @@ class _ParallelNetwork:
     """
 
     def __init__(
-        self, pipe: Any, name: str, network: Any, mesh: Any, negative: _NegativePrompt | None
+        self, pipe: Any, name: str, network: Any, group: Any, negative: _NegativePrompt | None
     ) -> None:
         self._pipe, self.name, self._network, self._negative = pipe, name, network, negative
-        self._group = None if mesh is None else mesh["cfg"].get_group()
-        self._half = 0 if self._group is None else self._group.rank()
+        self._group = group
+        self._half = 0 if group is None else group.rank()
         #: The timesteps of the present video, once its settings were compared, and the number of
         #: its calls.
         self._timesteps: object = _NO_VIDEO
@@ -351,15 +351,14 @@ class _ParallelNetwork:
                 remedy="Undo parallel(), or that",
             )
         begins = self._agree(args, named)
-        step, x = getattr(self._pipe, "_current_timestep", None), named.get("hidden_states")
-        if self._group is None or x is None or step is None:
-            out = self._forward(*args, **named)
-        elif self._negative is None:
-            out = self._half_of_batch(x, args, named)
-        elif self._pipe.do_classifier_free_guidance:
+        step = getattr(self._pipe, "_current_timestep", None)
+        in_step = self._group is not None and "hidden_states" in named and step is not None
+        if in_step and self._negative is None:
+            out = self._half_of_batch(args, named)
+        elif in_step and self._pipe.do_classifier_free_guidance:
             out = self._one_of_two(step, named)
         else:
-            if not self._warned:
+            if in_step and not self._warned:
                 _log.warning("Without guidance both groups of cfg=2 compute the same forward")
                 self._warned = True
             out = self._forward(*args, **named)
@@ -419,9 +418,9 @@ class _ParallelNetwork:
         self._ahead = step, second, other
         return (prediction,)
 
-    def _half_of_batch(self, x: Tensor, args: Any, named: dict[str, Any]) -> Any:
+    def _half_of_batch(self, args: Any, named: dict[str, Any]) -> Any:
         """Compute a half of the batch, one of the two predictions, and return both."""
-        if len(x) % 2:
+        if len(named["hidden_states"]) % 2:
             return self._forward(*args, **named)
         half = {name: named[name].chunk(2)[self._half] for name in _BATCHED}
         return (torch.cat(self._exchange(self._forward(*args, **named | half)[0])),)
@@ -487,10 +486,6 @@ def _numbers_in(component: Any) -> dict[str, Any]:
 def _share_random_state(device: torch.device) -> None:
     """Give every rank the random state of rank 0, from which a scheduler draws noise in its steps
     if the pipeline was called without a generator."""
-    on_gpu = device.type == "cuda"
-    state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
-    state = gather_objects(None, state, device)[0]
-    if on_gpu:
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    of_device: Any = torch.cuda if device.type == "cuda" else torch
+    with on(device):
+        of_device.set_rng_state(gather_objects(None, of_device.get_rng_state(), device)[0])

@@ -89,6 +89,10 @@ class DroppedWeightError(PatchError, RuntimeError):
     """A write was attempted into a weight that exists only in int8."""
 
 
+class PlanError(PatchError, ValueError):
+    """A plan is damaged, or was made for another model or other options."""
+
+
 class ContextParallelError(PatchError, RuntimeError):
     """The model is split over several ranks in a way that the fused path does not support, or the
     ranks were given different things."""

@@ -20,19 +20,12 @@ import torch.multiprocessing as mp
 
 from tests.patching.models import mapped, named, run, wan
 from tests.patching.test_symmetric import POINTS, slowly
-from tests.ranks import enable_parallelism, on_ranks
+from tests.ranks import enable_parallelism, on_two_gpus
 from turbo_rcm_patch import patch_model, report_of
 from turbo_rcm_patch.patching import symmetric
 
 pytestmark = pytest.mark.gpu
-NCCL = "cpu:gloo,cuda:nccl"
 INT8: dict[str, Any] = {"attention": "int8", "guard": False}
-
-
-def _on_two(function: Any, *args: object) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    on_ranks(2, function, *args, backend=NCCL)
 
 
 def _same_bits(rank: int, options: dict[str, Any]) -> None:
@@ -83,7 +76,7 @@ def _same_bits(rank: int, options: dict[str, Any]) -> None:
     "more", [{}, {"attention": "exact"}, {"guard": True}, {"linear": "int8"}], ids=str
 )
 def test_exchanges_in_symmetric_memory_give_the_same_bits(more: dict[str, Any]) -> None:
-    _on_two(_same_bits, INT8 | more)
+    on_two_gpus(_same_bits, INT8 | more)
 
 
 def _freed(rank: int) -> None:
@@ -122,18 +115,18 @@ def _waits_in_vain(rank: int) -> None:
 
 
 def _with_nvlink() -> None:
-    if torch.cuda.device_count() < 2 or symmetric._boot(torch.device("cuda", 0)) is None:
+    if symmetric._boot(torch.device("cuda", 0)) is None:
         pytest.skip("needs two GPUs that NVLink joins")
 
 
 def test_symmetric_memory_is_freed() -> None:
     _with_nvlink()
-    _on_two(_freed)
+    on_two_gpus(_freed)
 
 
 def test_a_rank_waits_no_longer_than_the_groups_timeout() -> None:
     _with_nvlink()
     begun = time.monotonic()
     with pytest.raises(mp.ProcessExitedException):
-        on_ranks(2, _waits_in_vain, backend=NCCL, timeout=timedelta(seconds=20))
+        on_two_gpus(_waits_in_vain, timeout=timedelta(seconds=20))
     assert time.monotonic() - begun < 150

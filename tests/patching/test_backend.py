@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -145,46 +146,31 @@ def test_a_model_without_a_family_runs_through_it(
     model.reset_attention_backend()
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["one-to-one", "grouped"])
-def test_agrees_with_native(
-    scale: float | None, causal: bool, kv_heads: int, registered: str
-) -> None:
-    q = torch.randn(2, 33, 4, 32)
-    k, v = (torch.randn(2, 33, kv_heads, 32) for _ in range(2))
-    more = {"is_causal": causal, "scale": scale, "enable_gqa": kv_heads != 4}
+KEYS = (2, 40, 4, 32)
+#: Name -> shape of k and v, other arguments, and what a warning says.
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
+    **{f"{heads}-heads-{scale}{'-causal' * causal}": (
+        (2, 33, heads, 32), {"is_causal": causal, "scale": scale, "enable_gqa": heads != 4}, "")
+       for heads in (4, 2) for causal in (False, True) for scale in (None, 0.3)},
+    "mask-keys": (KEYS, {"attn_mask": torch.rand(2, 1, 1, 40) > 0.4}, "a mask"),
+    "mask-keys-of-a-sample": (KEYS, {"attn_mask": torch.rand(2, 40) > 0.4}, "a mask"),
+    "mask-added": (KEYS, {"attn_mask": torch.randn(2, 4, 33, 40)}, "a mask"),
+    "mask-one-for-all": (KEYS, {"attn_mask": torch.randn(33, 40)}, "a mask"),
+    "dropout": (KEYS, {"dropout_p": 0.1}, "dropout"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_agrees_with_native(name: str, registered: str) -> None:
+    shape, more, reason = CALLS[name]
+    q, k, v = torch.randn(2, 33, 4, 32), torch.randn(shape), torch.randn(shape)
+    torch.manual_seed(0)
     native = dispatch_attention_fn(q, k, v, backend="native", **more)
-    torch.testing.assert_close(dispatch_attention_fn(q, k, v, backend=registered, **more), native)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.rand(2, 1, 1, 40) > 0.4,
-        torch.rand(2, 40) > 0.4,
-        torch.randn(2, 4, 33, 40),
-        torch.randn(33, 40),
-    ],
-    ids=["keys", "keys-of-a-sample", "added", "one-for-all"],
-)
-def test_masks_are_exact_and_said(mask: torch.Tensor, registered: str) -> None:
-    q = torch.randn(2, 33, 4, 32)
-    k, v = (torch.randn(2, 40, 4, 32) for _ in range(2))
-    native = dispatch_attention_fn(q, k, v, attn_mask=mask, backend="native")
-    with pytest.warns(UserWarning, match="exactly, through torch, because of a mask"):
-        out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=registered)
+    torch.manual_seed(0)
+    said = pytest.warns(UserWarning, match=f"exactly, through torch, because of {reason}")
+    with said if reason else nullcontext():
+        out = dispatch_attention_fn(q, k, v, backend=registered, **more)
     torch.testing.assert_close(out, native)
-
-
-def test_dropout_is_torchs(registered: str) -> None:
-    q = torch.randn(1, 9, 4, 32)
-    torch.manual_seed(0)
-    native = dispatch_attention_fn(q, q, q, dropout_p=0.1, backend="native")
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="because of dropout"):
-        out = dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=registered)
-    assert torch.equal(out, native)
 
 
 def test_a_gradient_is_refused(registered: str) -> None:

@@ -144,30 +144,8 @@ def norm_of_the_stream_before(right: Wrong) -> Wrong:
     return lambda x, y, **n: (right(x, y, **n)[0], right(x, 0 * y, **n)[1])
 
 
-def norm(**by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
-    """Fields of a norm changed, where they are there."""
-
-    def changed(norm: Any) -> Any:
-        there = {name: one for name, one in by.items() if getattr(norm, name) is not None}
-        return norm._replace(**{name: one(getattr(norm, name)) for name, one in there.items()})
-
-    return given("norm", by=changed)
-
-
 def of_text(by: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     return lambda pair: (by(pair[0]), pair[1])
-
-
-def of_video(by: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    return lambda pair: (pair[0], by(pair[1]))
-
-
-def int8_rows(by: Callable[[Any], Any]) -> Callable[[Wrong], Wrong]:
-    return result(1, lambda h: by(h) if isinstance(h, ops.Int8Tensor) else h)
-
-
-def nothing(_: Any) -> None:
-    return None
 
 
 def swapped(pair: Any) -> Any:
@@ -189,56 +167,32 @@ ONE_LAUNCH = {"form": "one-launch"}
 # ruff: noqa: E501  one fault a line
 WAN_FAULTS = [
     Fault("gate rolled", "skip_norm", given("gate", by=roll)),
-    Fault("gate of the wrong sign", "skip_norm", given("gate", by=torch.neg)),
     Fault("gate a fifth too large", "skip_norm", given("gate", by=lambda g: 1.2 * g)),
-    Fault("gate lost", "skip_norm", given("gate", by=nothing)),
     Fault("no residual", "skip_norm", given(0, by=torch.zeros_like)),
-    Fault("residual twice", "skip_norm", given(0, by=lambda x: 2 * x)),
-    Fault("branch twice", "skip_norm", given(1, by=lambda y: 2 * y)),
     Fault("branch lost", "skip_norm", given(1, by=torch.zeros_like)),
-    Fault("residual for branch", "skip_norm", lambda right: lambda x, y, **n: right(y, x, **n)),
     Fault("rows one off", "skip_norm", given(1, by=lambda y: y.roll(1, 1))),
     Fault("scale for shift", "skip_norm", given("norm", by=scale_for_shift)),
-    Fault("offset lost", "skip_norm", norm(shift=nothing, bias=nothing)),
-    Fault("factor lost", "skip_norm", norm(scale=nothing, weight=nothing)),
-    Fault("one not added", "skip_norm", norm(scale=lambda s: s - 1)),
-    Fault("epsilon of a thousand", "skip_norm", norm(eps=lambda e: 1e3)),
     Fault("norm of the stream before", "skip_norm", norm_of_the_stream_before),
     Fault("the norm of one sample", "skip_norm", result(1, one_sample)),
     Fault("the norm's last rows", "skip_norm", result(1, last_rows)),
     Fault("the sum's last rows", "skip_norm", result(0, last_rows)),
-    Fault("the sum of one sample", "skip_norm", result(0, one_sample)),
     Fault("the last skip's gate", "skip", given("gate", by=roll)),
-    Fault("the last skip's branch", "skip", given(1, by=torch.zeros_like)),
-    Fault("the last skip's rows", "skip", result(0, last_rows)),
     Fault("first norm's scale for shift", "norm", given("norm", by=scale_for_shift)),
-    Fault("first norm not centred", "norm", result(1, lambda h: h + 1)),
     Fault("modulation in another order", "modulation", modulation_in_another_order, owner=WanBlock),
     Fault("heads permuted", "attend", result(0, heads_permuted)),
-    Fault("heads of v permuted", "attend", given(2, by=heads_permuted)),
-    Fault("values of other tokens", "attend", given(2, by=lambda v: v.roll(5, 1))),
     Fault("keys not normed", "attend", given("norms", by=lambda n: n._replace(k=None))),
-    Fault("queries not normed", "attend", given("norms", by=lambda n: n._replace(q=None))),
-    Fault("norm of q for k", "attend", given("norms", by=lambda n: n._replace(k=n.q))),
     Fault("no rotary embedding", "attend", given("rotary", by=lambda t: None)),
-    Fault("stale rotary tables", "attend", given("rotary", by=lambda t: tuple(x.roll(9, 0) for x in t))),
     Fault("rotary one row off for k", "attend", given(1, by=lambda k: k.roll(1, 1))),
     Fault("logits eight times as large", "attend", logits(8.0)),
-    Fault("half of the text", "attend", by_role(True, given(1, 2, by=lambda k: k[:, ::2].contiguous()))),
     Fault("padding in the text", "attend", by_role(True, given(1, 2, by=lambda k: torch.cat([k, 0 * k], 1)))),
     Fault("values of the last keys lost", "attend", by_role(False, given(2, by=last_rows))),
     Fault("GELU left out", "gelu_of_linear", lambda right: F.linear),
-    Fault("bias left out", "gelu_of_linear", given(2, by=lambda b: 0 * b - 1)),
     Fault("gates one token off", "skip_norm", given("gate", by=lambda g: g.roll(1, 1)), "gate-per-token"),
-    Fault("scales one token off", "skip_norm", norm(scale=lambda s: s.roll(1, 1), shift=lambda s: s.roll(1, 1)), "gate-per-token"),
     Fault("image dropped", "attend", lambda right: lambda *a, residual=None, **n: right(*a, **n) if residual is None else residual, "i2v"),
-    Fault("text dropped", "attend", given("residual", by=torch.zeros_like), "i2v"),
-    Fault("scales of int8 rows lost", "skip_norm", int8_rows(lambda h: h._replace(scale=torch.ones_like(h.scale))), options=INT8),
-    Fault("int8 rows one off", "skip_norm", int8_rows(lambda h: h._replace(data=h.data.roll(1, 1))), options=INT8),
+    Fault("scales of int8 rows lost", "skip_norm", result(1, lambda h: h._replace(scale=torch.ones_like(h.scale)) if isinstance(h, ops.Int8Tensor) else h), options=INT8),
     Fault("int8 scales of other channels", "linear_int8", given("scale", by=lambda s: 2 * s.roll(7, 0)), options=INT8),
     Fault("gate rolled in one launch", "attend_and_project",
           given(0, by=lambda a: a._replace(skip=a.skip._replace(c_out=roll(a.skip.c_out)))), options=ONE_LAUNCH),
-    Fault("projection of other heads in one launch", "attend_and_project", given(1, by=roll), options=ONE_LAUNCH),
 ]  # fmt: skip
 
 COGVIDEOX_FAULTS = [
@@ -246,24 +200,15 @@ COGVIDEOX_FAULTS = [
     for name, operation, wrong in [
         ("gates swapped", "skip_norm", given("gate", by=swapped)),
         ("gate of text rolled", "skip_norm", given("gate", by=of_text(roll))),
-        ("gate of video rolled", "skip_norm", given("gate", by=of_video(roll))),
-        ("scales swapped", "skip_norm", norm(scale=swapped)),
+        ("scales swapped", "skip_norm", given("norm", by=lambda n: n._replace(scale=n.scale[::-1]))),
         ("scale for shift", "skip_norm", given("norm", by=lambda n: n._replace(scale=(n.shift[0], n.scale[1]), shift=(n.scale[0], n.shift[1])))),
-        ("shift lost", "skip_norm", norm(shift=of_video(torch.zeros_like))),
         ("branch one row off", "skip_norm", given(1, by=lambda y: y.roll(1, 1))),
-        ("norm's weight lost", "skip_norm", norm(weight=nothing)),
-        ("norm of one sample", "skip_norm", result(1, one_sample)),
         ("streams swapped in the norm", "skip_norm", result(1, lambda h: h.roll(7, 1))),
-        ("sum of the last rows", "skip", result(0, of_video(last_rows))),
-        ("last gates swapped", "skip", given("gate", by=swapped)),
+        ("sum of the last rows", "skip", result(0, lambda pair: (pair[0], last_rows(pair[1])))),
         ("text's residual lost", "skip", given(0, by=of_text(torch.zeros_like))),
-        ("heads permuted", "attend", result(0, heads_permuted)),
-        ("norm of q for k", "attend", given("norms", by=lambda n: n._replace(k=n.q))),
         ("bias of k's norm lost", "attend", given("norms", by=lambda n: n._replace(k_bias=n.k_bias + 1))),
         ("rotary for text too", "attend", given("rotary", by=lambda t: tuple(x.roll(-7, 0) for x in t))),
-        ("values of the text lost", "attend", given(2, by=lambda v: torch.cat([0 * v[:, :7], v[:, 7:]], 1))),
         ("first norm one row off", "norm", result(1, lambda h: h.roll(1, 1))),
-        ("GELU left out", "gelu_of_linear", lambda right: F.linear),
     ]
 ]  # fmt: skip
 

@@ -150,10 +150,15 @@ def test_the_next_forward_has_copies_of_weights_that_were_written(write: Any, gu
 
 def follows_collectives(rank: int) -> None:
     follows(collectives, guard=True)
+    with pytest.raises(DroppedWeightError, match="int8 alone"):
+        dist.broadcast(int8_alone()[1].weight, 0)
+    with pytest.raises(DroppedWeightError, match="int8 alone"):
+        dist.all_reduce(int8_alone()[1].weight.data)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 def test_the_next_forward_has_copies_of_weights_that_came_from_other_ranks() -> None:
+    """Into weights that are int8 alone no collective may write."""
     on_ranks(2, follows_collectives)
 
 
@@ -287,20 +292,6 @@ def test_a_write_that_would_be_lost_is_refused(name: str) -> None:
     with pytest.raises(DroppedWeightError, match="Fuse adapters before"):
         LOST[name](weight, torch.ones(128, 128))
     assert torch.equal(linear(x), expected)
-
-
-def refuses_collectives(rank: int) -> None:
-    model = WAN.model()
-    patch_model(model, linear="int8-only")
-    weight = model.blocks[0].attn1.to_q.weight
-    for call in (lambda: dist.broadcast(weight, 0), lambda: dist.all_reduce(weight.data)):
-        with pytest.raises(DroppedWeightError, match="int8 alone"):
-            call()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-def test_a_collective_into_int8_alone_is_refused() -> None:
-    on_ranks(1, refuses_collectives)
 
 
 def test_an_adapter_beside_int8_alone_can_be_trained() -> None:

@@ -51,7 +51,7 @@ def in_fp64(model: Any) -> None:
     patch_model(model.double())
 
 
-def in_fp8(model: Any, **options: Any) -> None:
+def in_fp8(model: Any) -> None:
     model.blocks.to(torch.float8_e4m3fn)
     patch_model(model)
 

@@ -79,17 +79,6 @@ def test_a_forward_that_fills_the_cache_is_the_authors() -> None:
         assert all(torch.equal(made[name], expected[name]) for name in made)
 
 
-@pytest.mark.parametrize("one", ANYFLOWS, ids=str)
-def test_anyflow_runs_in_one_launch_where_no_keys_are_cached(one: Any) -> None:
-    model, inputs = one.model(), one.inputs()
-    with patched(model, attention="int8", guard=False):
-        two_launches = run(model, inputs)
-    with patched(model, attention="int8", guard=False, form="one-launch") as report:
-        assert relative_l2(run(model, inputs), two_launches) <= 3e-6
-        cached = one.name == "anyflow-far"  # One launch knows no cache of keys.
-        assert report.pairs[0].runs == ("two-launch" if cached else "one-launch")
-
-
 @pytest.mark.supports(classes(ANYFLOWS), "LoRA", "offloading, casting")
 @pytest.mark.parametrize(
     ("name", "linear"),

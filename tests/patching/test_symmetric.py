@@ -37,6 +37,7 @@ from turbo_rcm_patch.patching.ulysses import Ulysses, attention
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
+T2V = named("t2v")
 #: What was mapped last, which has to be free before more is.
 _mapped: list[ref[Tensor]] = []
 
@@ -72,15 +73,23 @@ def mapped(folder: str, **more: Any) -> Iterator[None]:
     symmetric.release()
 
 
-def _output(options: dict[str, Any], ranks: int, name: str, *batches: int) -> list[Tensor]:
+def _split(model: Any, attention: str = "exact") -> Any:
+    """A patched model whose sequence all ranks share."""
+    patch_model(model, attention=attention, guard=False)
+    enable_parallelism(model, ulysses_degree=dist.get_world_size())
+    return model
+
+
+def _through_the_group(attention: str, *batches: int) -> list[Tensor]:
     """Outputs with exchanges through the process group."""
-    row = named(name)
-    model = row.model()
-    patch_model(model, **options)
-    enable_parallelism(model, ulysses_degree=ranks)
-    outputs = [run(model, row.inputs(batch)) for batch in batches]
-    assert "in symmetric memory" not in str(report_of(model))
+    model = _split(T2V.model(), attention)
+    outputs = [run(model, T2V.inputs(batch)) for batch in batches]
+    assert not _in_memory(model)
     return outputs
+
+
+def _in_memory(model: Any) -> bool:
+    return "in symmetric memory" in str(report_of(model))
 
 
 # --- slow ranks ----------------------------------------------------------------------------------
@@ -148,13 +157,11 @@ POINTS: list[tuple[Any, str, bool]] = [
 ]
 
 
-def _one_is_slow(rank: int, folder: str, ranks: int, slow: tuple[int, ...]) -> None:
-    model = wan(num_attention_heads=ranks).eval().requires_grad_(False)
-    inputs = named("t2v").inputs(1)
+def _one_is_slow(rank: int, folder: str, slow: tuple[int, ...]) -> None:
+    ranks, inputs = dist.get_world_size(), T2V.inputs(1)
     if ranks == 3:
         inputs["hidden_states"] = torch.randn(1, 4, 3, 8, 8)
-    patch_model(model, attention="exact", guard=False)
-    enable_parallelism(model, ulysses_degree=ranks)
+    model = _split(wan(num_attention_heads=ranks).eval().requires_grad_(False))
     videos = [inputs["hidden_states"] + shift for shift in (0.0, 1.0)]
 
     def outputs() -> list[Tensor]:
@@ -174,17 +181,11 @@ def _one_is_slow(rank: int, folder: str, ranks: int, slow: tuple[int, ...]) -> N
             late if rank == one else mock.MagicMock(),
         ):
             assert all(map(torch.equal, outputs(), expected)), (kernel, one, name)
-            assert "in symmetric memory" in str(report_of(model))
-
-
-@pytest.mark.parametrize(("ranks", "slow"), [(2, (0, 1)), (3, (1,))])
-def test_a_slow_rank_reads_and_writes_in_time(
-    tmp_path: Path, ranks: int, slow: tuple[int, ...]
-) -> None:
-    on_ranks(ranks, _one_is_slow, str(tmp_path), ranks, slow)
+            assert _in_memory(model)
 
 
 def _several_shapes(rank: int, folder: str) -> None:
+    """An attention of another shape overwrites nothing that a slow rank reads."""
     spec, group = AttentionSpec(heads=2, attention="exact", impl="reference"), dist.group.WORLD
     with mapped(folder):
         for slow, (batch, tokens, dtype) in product(
@@ -205,39 +206,27 @@ def _several_shapes(rank: int, folder: str) -> None:
         assert symmetric.in_use(group)
 
 
-def test_an_attention_of_another_shape_overwrites_nothing_that_a_slow_rank_reads(
-    tmp_path: Path,
-) -> None:
-    on_ranks(2, _several_shapes, str(tmp_path))
-
-
 def _after_a_failure(rank: int, folder: str) -> None:
-    options: dict[str, Any] = {"attention": "exact", "guard": False}
-    expected = _output(options, 2, "t2v", 2)
-    one = named("t2v")
-    model = one.model()
-    patch_model(model, **options)
-    enable_parallelism(model, ulysses_degree=2)
+    """What a failed call was sending does not reach the next."""
+    expected, model = _through_the_group("exact", 2), _split(T2V.model())
     with mapped(folder, _Copies=_LateCopies):
-        run(model, one.inputs(2))
+        run(model, T2V.inputs(2))
         to_k = model.blocks[1].attn1.to_k
         with (
             mock.patch.object(to_k, "forward", side_effect=MemoryError),
             pytest.raises(MemoryError),
         ):
-            run(model, one.inputs(1))
-        assert torch.equal(run(model, one.inputs(2)), expected[0])
-        assert "in symmetric memory" in str(report_of(model))
-
-
-def test_what_a_failed_call_was_sending_does_not_reach_the_next(tmp_path: Path) -> None:
-    on_ranks(2, _after_a_failure, str(tmp_path))
+            run(model, T2V.inputs(1))
+        assert torch.equal(run(model, T2V.inputs(2)), expected[0])
+        assert _in_memory(model)
 
 
 # --- ranks that cannot share ---------------------------------------------------------------------
 
 
 def _cannot_share(rank: int, folder: str, why: str) -> None:
+    """All ranks exchange through the group."""
+
     def allocate(*_: object) -> Any:
         raise RuntimeError("no memory")
 
@@ -256,8 +245,7 @@ def _cannot_share(rank: int, folder: str, why: str) -> None:
     }[why]
     fails_here = rank == 1 or why == "hosts"
     switch = {symmetric.OFF: str(rank)} if why == "switch" else {}
-    options: dict[str, Any] = {"attention": "int8", "guard": False}
-    expected = _output(options, 2, "t2v", 1, 1)
+    expected = _through_the_group("int8", 1, 1)
     warnings: list[str] = []
     with (
         mapped(folder, **failing if fails_here else {}),
@@ -265,16 +253,9 @@ def _cannot_share(rank: int, folder: str, why: str) -> None:
     ):
         symmetric._log.addFilter(lambda line: warnings.append(line.getMessage()))
         assert symmetric._log.isEnabledFor(logging.WARNING)
-        assert all(map(torch.equal, _output(options, 2, "t2v", 1, 1), expected))
+        assert all(map(torch.equal, _through_the_group("int8", 1, 1), expected))
     failed = why not in ("hosts", "switch")  # It is tried once.
     assert ["through the process group" in text for text in warnings] == [True] * failed
-
-
-@pytest.mark.parametrize("why", ["allocate", "map", "arrive", "hosts", "switch"])
-def test_all_ranks_exchange_through_the_group_if_one_cannot_share_its_memory(
-    tmp_path: Path, why: str
-) -> None:
-    on_ranks(2, _cannot_share, str(tmp_path), why)
 
 
 @pytest.mark.parametrize(
@@ -302,73 +283,58 @@ def test_memory_is_shared_where_nvlink_joins_all_gpus(links: Any, joined: bool) 
 
 def _kept_inputs(rank: int, folder: str) -> None:
     """A hook inside the output projection, as below a LoRA, keeps what it saw."""
-    one, kept = named("t2v"), []
-    model = one.model()
-    patch_model(model, attention="exact", guard=False)
-    enable_parallelism(model, ulysses_degree=2)
+    model, kept = _split(T2V.model()), list[Tensor]()
     for block in model.blocks:
         linear = block.attn1.to_out[0]
         linear.register_forward_hook(lambda module, args, out: kept.append(args[0]))
         block.attn1.to_out[0] = nn.Sequential(linear)
     with mapped(folder):
-        run(model, one.inputs())
-        assert "in symmetric memory" in str(report_of(model))
+        run(model, T2V.inputs())
+        assert _in_memory(model)
         assert len(kept) == 2 and not torch.equal(*kept)
         expected = [x.clone() for x in kept]
-        run(model, {**one.inputs(), "timestep": torch.tensor([7, 7])})
+        run(model, {**T2V.inputs(), "timestep": torch.tensor([7, 7])})
         assert all(map(torch.equal, kept, expected))
 
 
-def test_what_a_hook_keeps_of_an_attention_is_not_overwritten(tmp_path: Path) -> None:
-    on_ranks(2, _kept_inputs, str(tmp_path))
-
-
 def _undone(rank: int, folder: str) -> None:
-    row = named("t2v")
-    pipe = SimpleNamespace(transformer=row.model())
+    """The memory is freed when parallel is undone and the card has no error."""
+    pipe = SimpleNamespace(transformer=T2V.model())
     patch_model(pipe.transformer, attention="int8", guard=False)
     broken = mock.patch.object(symmetric._Memory, "synchronize", side_effect=RuntimeError)
     with mapped(folder), mock.patch.object(torch.accelerator, "device_count", return_value=2):
         for _ in range(2):
             with parallel(pipe, ulysses=2):
-                run(pipe.transformer, row.inputs())
-                assert "in symmetric memory" in str(report_of(pipe.transformer))
+                run(pipe.transformer, T2V.inputs())
+                assert _in_memory(pipe.transformer)
                 memory = ref(symmetric._memories[dist.group.WORLD])
             assert memory() is None
         with pytest.raises(ZeroDivisionError), broken, parallel(pipe, ulysses=2):
-            run(pipe.transformer, row.inputs())
+            run(pipe.transformer, T2V.inputs())
             raise ZeroDivisionError
         assert symmetric.in_use(dist.group.WORLD)  # Freeing it, torch would end the process.
 
 
-def test_the_memory_is_freed_when_parallel_is_undone_and_the_card_has_no_error(
-    tmp_path: Path,
-) -> None:
-    on_ranks(2, _undone, str(tmp_path))
-
-
 def _waits_in_vain(rank: int, folder: str) -> None:
+    """A rank waits for another no longer than the group's timeout."""
+
     def of(rank: int, nbytes: int) -> Tensor:
         return torch.from_file(str(Path(folder, str(rank))), True, nbytes, dtype=torch.uint8)
 
-    class Handle:
-        """What torch's `rendezvous` returns."""
-
-        def __init__(self, own: Tensor, group: Any) -> None:
-            self._group = group
-
-        def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return of(rank, *size)
-
-        def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+    def rendezvous(own: Tensor, group: Any) -> Any:
+        def barrier(channel: int = 0, timeout_ms: int = 0) -> None:
             wait = timedelta(milliseconds=timeout_ms or 1e9)
-            dist.monitored_barrier(self._group, wait, wait_all_ranks=True)
+            dist.monitored_barrier(group, wait, wait_all_ranks=True)
+
+        return SimpleNamespace(
+            get_buffer=lambda rank, size, dtype: of(rank, *size), barrier=barrier
+        )
 
     torchs = pytest.importorskip("torch.distributed._symmetric_memory")
     own: dict[str, Any] = {"_map": symmetric._map}
     own["_allocate"] = lambda nbytes, device: of(rank, nbytes)
     group = dist.new_group(timeout=timedelta(seconds=5), backend="gloo")
-    with mapped(folder, **own), mock.patch.object(torchs, "rendezvous", Handle):
+    with mapped(folder, **own), mock.patch.object(torchs, "rendezvous", rendezvous):
         shared = symmetric.shared(group, torch.randn(1, 4, 8))
         assert shared is not None
         if rank == 0:
@@ -378,5 +344,21 @@ def _waits_in_vain(rank: int, folder: str) -> None:
             assert time.monotonic() - begun < 60
 
 
-def test_a_rank_waits_for_another_no_longer_than_the_groups_timeout(tmp_path: Path) -> None:
-    on_ranks(2, _waits_in_vain, str(tmp_path))
+#: Name -> number of ranks, and what each of them does with a folder for its memory.
+WAYS: dict[str, tuple[int, Callable[..., None]]] = {
+    "slow": (2, partial(_one_is_slow, slow=(0, 1))),
+    "slow-of-three": (3, partial(_one_is_slow, slow=(1,))),
+    "shapes": (2, _several_shapes),
+    "failure": (2, _after_a_failure),
+    "hook": (2, _kept_inputs),
+    "undone": (2, _undone),
+    "timeout": (2, _waits_in_vain),
+    **{f"cannot-{why}": (2, partial(_cannot_share, why=why))
+       for why in ("allocate", "map", "arrive", "hosts", "switch")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_that_share_memory(name: str, tmp_path: Path) -> None:
+    ranks, way = WAYS[name]
+    on_ranks(ranks, way, str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,21 +24,8 @@ from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward
 
 def together(count: int, work: Callable[[int], None]) -> None:
     """Run work(0), work(1), ... in threads, and raise what one of them raised."""
-    failed: list[BaseException] = []
-
-    def one(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 @pytest.mark.parametrize("linear", ["as-is", "int8"])

@@ -42,6 +42,7 @@ from tests.patching.vae import (
     decode,
     encode,
 )
+from tools.aot import HOPPER, stand_in
 from turbo_rcm_patch import is_patched, patch_model, patched, report_of, unpatch_model
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
@@ -68,9 +69,11 @@ diffusers = pytest.mark.parametrize("vae", DIFFUSERS, ids=lambda vae: vae.name)
 
 
 @pytest.fixture(autouse=True)
-def no_grad() -> Any:
+def alone() -> Any:
+    """No gradients, and nothing of a test is left."""
     with torch.no_grad():
         yield
+    undone.undo()
 
 
 def both(model: Any, z: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,6 +323,20 @@ def everywhere(match: Any, **settings: Any) -> Callable[[Any], None]:
     return change
 
 
+#: Undoes the changes of a test that are not of a model.
+undone = pytest.MonkeyPatch()
+
+
+def replaces(owner: Any, name: str) -> Callable[[Any], None]:
+    """A change of a function where it stands, or of the model's class."""
+
+    def change(model: Any) -> None:
+        place = owner or type(model)
+        undone.setattr(place, name, scaled(getattr(place, name)))
+
+    return change
+
+
 def kernels(dims: int) -> Callable[[Any], bool]:
     """Whether a module is a convolution with 3 x 3 taps in so many dimensions."""
     return lambda module: (
@@ -354,6 +371,9 @@ LAYERS, BLOCKS = "its layers are not the author's", "its blocks are not the auth
 CONVOLUTION = "its stride, padding, groups or dilation are not the author's"
 RESNETS = "ResidualBlock ResnetBlock3D"
 WANS = tuple(vae for vae in VAES if vae is not COGVIDEOX)
+#: Functions of torch, and the VAEs that run them.
+FUNCTIONS = dict.fromkeys(("conv2d", "conv3d", "interpolate", "pad", "silu"), VAES)
+FUNCTIONS |= {"normalize": WANS, "group_norm": (COGVIDEOX,), "avg_pool1d": (COGVIDEOX,)}
 #: A change of the decoder, the VAEs that have it, and why the author's code runs; "" where it
 #: changes the encoder too.
 CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
@@ -372,6 +392,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
     "large-taps": (
         replaced("up_blocks.0.upsamplers.0.resample.1", partial(nn.Conv2d, 32, 16, 5, padding=2)),
         (WAN,), CONVOLUTION,
+    ),
+    "compiled": (
+        lambda vae: setattr(vae, "decode", torch.compile(vae.decode, backend="eager")),
+        (WAN,), "_decode is compiled",
     ),
     "subclass": (subclassed, VAES, "the class of the VAE was replaced"),
     "norm.scale": (everywhere("RMS_norm", scale=lambda norm: 1.1 * norm.scale), WANS, ""),
@@ -418,7 +442,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
         ),
         (COGVIDEOX,), "",
     ),
+    **{name: (replaces(nn.functional, name), vaes, "") for name, vaes in FUNCTIONS.items()},
+    "conv-of-class": (replaces(nn.Conv3d, "_conv_forward"), VAES, ""),
+    "upsample-of-class": (replaces(nn.Upsample, "forward"), WANS, ""),
+    **{name: (replaces(None, name), DIFFUSERS, "") for name in ("_decode", "_encode")},
+    **{name: (replaces(None, name), (ORIGINAL,), "") for name in ("decode", "encode")},
 }  # fmt: skip
+#: Those that come after patching alone, and that only a call tells.
+LATER = ("compiled", "subclass")
 
 
 @pytest.mark.parametrize(
@@ -427,7 +458,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[VAE, ...], str]] = {
         (name, vae, before)
         for name, (_, vaes, reason) in CHANGES.items()
         for vae in vaes
-        for before in ((False, True) if reason and name != "subclass" else (False,))
+        for before in ((False, True) if reason and name not in LATER else (False,))
     ],
     ids=lambda one: {True: "before", False: "after"}.get(one) or getattr(one, "name", one),
 )
@@ -435,14 +466,11 @@ def test_a_change_counts_before_and_after_patching(name: str, vae: VAE, before: 
     change, _, reason = CHANGES[name]
     model, twin, z, x = vae.model(), vae.model(), vae.latent(3, 2, 3), vae.frames(9, 1, 2)
     as_made = both(twin, z, x)
-    torch.manual_seed(0)
-    change(twin)
-    torch.manual_seed(0)
-    if before:
-        change(model)
-    report = patch_model(model, guard=False)
-    if not before:
-        change(model)
+    report = None if before else patch_model(model, guard=False)
+    for one in (twin, model):
+        torch.manual_seed(0)
+        change(one)
+    report = report or patch_model(model, guard=False)
     expected, results = both(twin, z, x), both(model, z, x)
     assert_near(results, expected)
     if not reason:
@@ -451,46 +479,14 @@ def test_a_change_counts_before_and_after_patching(name: str, vae: VAE, before: 
             for a, b in zip(as_made, expected, strict=True)
         ]
         assert any(changed)
+        assert name not in FUNCTIONS or f"{name} was replaced" in report.ran()["decoder"]
         return
     assert torch.equal(results[0], expected[0])
     assert reason in report.ran()["decoder"]
-    if name != "subclass":
+    if name not in LATER:
         reasons = [pair for pair in report.pairs if pair.reason]
         assert any(reason in pair.reason for pair in reasons)
         assert all(pair.path.startswith("decoder") for pair in reasons)
-
-
-#: Functions that other code replaces where they stand, and the VAEs that run them.
-FUNCTIONS = [
-    *((nn.functional, name, VAES) for name in ("conv2d", "conv3d", "interpolate", "pad", "silu")),
-    (nn.functional, "normalize", WANS),
-    (nn.functional, "group_norm", (COGVIDEOX,)),
-    (nn.functional, "avg_pool1d", (COGVIDEOX,)),
-    (nn.Conv3d, "_conv_forward", VAES),
-    (nn.Upsample, "forward", WANS),
-    (None, "_decode", DIFFUSERS),
-    (None, "_encode", DIFFUSERS),
-    (None, "decode", (ORIGINAL,)),
-    (None, "encode", (ORIGINAL,)),
-]
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "vae"),
-    [(owner, name, vae) for owner, name, vaes in FUNCTIONS for vae in vaes],
-    ids=lambda one: getattr(one, "name", getattr(one, "__name__", str(one))),
-)
-def test_a_function_replaced_after_patching_counts(
-    owner: Any, name: str, vae: VAE, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, twin, z, x = vae.model(), vae.model(), vae.latent(3, 2, 3), vae.frames(9, 1, 2)
-    as_made = both(twin, z, x)
-    patch_model(model, guard=False)
-    owner = owner or type(model)
-    monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
-    expected = both(twin, z, x)
-    assert_near(both(model, z, x), expected)
-    assert any(error(a, b) > 1e-3 for a, b in zip(as_made, expected, strict=True))
 
 
 @pytest.mark.parametrize(("frames", "window"), [(7, 4), (9, 2)])
@@ -517,17 +513,9 @@ def test_padding_as_comfyuis_newest_has_it(right: bool) -> None:
     assert ("its stride, padding, groups or" in str(report)) == (not right)
 
 
-def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
+def test_autocast_and_other_dtypes_are_the_authors() -> None:
     model, twin, z = WAN.model(), WAN.model(), WAN.latent()
     report = patch_model(model)
-    with torch.enable_grad():
-        wanted = z.clone().requires_grad_()
-        decode(model, wanted).square().sum().backward()
-        assert "gradient" in report.ran()["decoder"]
-        other = z.clone().requires_grad_()
-        decode(twin, other).square().sum().backward()
-        assert wanted.grad is not None and other.grad is not None
-        assert torch.equal(wanted.grad, other.grad)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(decode(model, z), decode(twin, z))
     assert "autocast" in report.ran()["decoder"]
@@ -538,21 +526,24 @@ def test_gradients_autocast_and_other_dtypes_are_the_authors() -> None:
 
 @pytest.mark.parametrize(
     ("vae", "name"),
-    [(WAN, "post_quant_conv"), (WAN, "quant_conv"), (COMFYUI, "conv2"), (COMFYUI, "conv1")],
+    [(WAN, "z"), (WAN, "post_quant_conv"), (WAN, "quant_conv"), (COMFYUI, "conv2"),
+     (COMFYUI, "conv1")],
     ids=lambda one: getattr(one, "name", one),
-)
-def test_weights_around_a_coder_train(vae: VAE, name: str) -> None:
-    """Only a convolution before or after the coder wants a gradient."""
+)  # fmt: skip
+def test_gradients_are_the_authors(vae: VAE, name: str) -> None:
+    """Of the latent, or of a convolution before or after the coder alone."""
     model, twin, gradients = vae.model(), vae.model(), []
-    patch_model(model)
+    report = patch_model(model)
     for one in (model, twin):
-        weight = getattr(one, name).weight.requires_grad_()
+        z = vae.latent()
+        wanted = (z if name == "z" else getattr(one, name).weight).requires_grad_()
         with torch.enable_grad():
-            before = name in ("post_quant_conv", "conv2")
-            out = decode(one, vae.latent()) if before else encode(one, vae.frames())
+            encodes = name in ("quant_conv", "conv1")
+            out = encode(one, vae.frames()) if encodes else decode(one, z)
             out.square().sum().backward()
-        gradients.append(weight.grad)
+        gradients.append(wanted.grad)
     assert gradients[0] is not None and torch.equal(*gradients)
+    assert "gradient" in report.ran()["encoder" if encodes else "decoder"]
 
 
 def test_a_function_of_the_vae_replaced_before_is_left() -> None:
@@ -651,15 +642,6 @@ def test_a_compiled_decoder_runs_the_fast_path(change: Any, before: bool) -> Non
     hooked(model.decoder)
     assert torch.equal(decode(model, z), expected)
     assert report.ran()["decoder"].startswith("in the original code")
-
-
-def test_a_compiled_decode_is_the_authors() -> None:
-    model, z = WAN.model(), WAN.latent(2, 2, 3)
-    expected = decode(model, z)
-    report = patch_model(model)
-    model.decode = torch.compile(model.decode, backend="eager")
-    assert torch.equal(decode(model, z), expected)
-    assert "_decode is compiled" in report.ran()["decoder"]
 
 
 # --- the guard -----------------------------------------------------------------------------------
@@ -792,26 +774,6 @@ class Live(TorchDispatchMode):
         self.most = max(self.most, sum(self.held.values()))
 
 
-def norm_silu(x: Any, norm: Any, *, frames: int = 0, dtype: Any = None, **_: Any) -> Any:
-    """What the kernel allocates."""
-    batch, time, *rest = x.shape
-    made = (x.new_empty(batch, n, *rest, dtype=dtype or x.dtype) for n in (frames + time, frames))
-    return tuple(made)
-
-
-def convolved(
-    x: Any, weight: Any, *_: Any, stride: Any, padding: Any, dtype: Any, **__: Any
-) -> Any:
-    sizes = zip(x.shape[1:4], weight.shape[1:4], (0, *padding), stride, strict=True)
-    size = [(n + 2 * pad - taps) // step + 1 for n, taps, pad, step in sizes]
-    return x.new_empty(x.shape[0], *size, weight.shape[0], dtype=dtype)
-
-
-def upsampled(y: Any, *_: Any, dtype: Any, **__: Any) -> Any:
-    batch, frames, height, width, channels = y.shape
-    return y.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4, dtype=dtype)
-
-
 #: Wan 2.2's VAE as it is published.
 WAN_22 = {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2,
@@ -824,7 +786,7 @@ WAN_22 = {
     [
         ({}, (16, 60, 104), "decode", 0.95),
         ({}, (16, 60, 104), "encode", 0.9),
-        (WAN_22, (48, 44, 80), "decode", 0.95),
+        (WAN_22, (48, 44, 80), "decode", 0.98),  # torch's convolutions, whose format is copied
         (WAN_22, (48, 44, 80), "encode", 0.9),
     ],
     ids=["2.1-decode", "2.1-encode", "2.2-decode", "2.2-encode"],
@@ -832,8 +794,8 @@ WAN_22 = {
 def test_the_peak_of_memory_is_below_the_unpatched_ones(
     config: Any, latent: Any, name: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the published sizes, on the meta device, where kernels allocate their results alone. On a
-    card convolutions need buffers beside: about a tenth more."""
+    """At the published sizes, on the meta device, where no kernel runs. On a card convolutions
+    need buffers beside: about a tenth more."""
     channels, *size = latent
     with torch.device("meta"):
         model = AutoencoderKLWan(**config).bfloat16().requires_grad_(False)
@@ -843,16 +805,12 @@ def test_the_peak_of_memory_is_below_the_unpatched_ones(
             given = torch.empty(1, 3, 33, *(scale * n for n in size), dtype=torch.bfloat16)
     attention = "scaled_dot_product_attention"
     monkeypatch.setattr(nn.functional, attention, lambda q, *_, **__: torch.empty_like(q))
+    monkeypatch.setattr(block, "why_not_inference", lambda *_: "")  # the mode
     peaks = []
     for patch in (False, True):
         if patch:
             patch_model(model, guard=False)
-            monkeypatch.setattr(block, "why_not_inference", lambda *_: "")  # the mode
-            monkeypatch.setattr(wan_coders, "norm_silu", norm_silu)
-            monkeypatch.setattr(patching_vae, "upsample", upsampled)
-            monkeypatch.setattr(patching_vae, "norm_silu", norm_silu)
-            monkeypatch.setattr(patching_vae, "conv3d", convolved)
-        with Live() as live:
+        with stand_in(HOPPER, launch=lambda *_, **__: None), Live() as live:
             live.count(*model.parameters(), given)
             getattr(model, name)(given)
         peaks.append(live.most)
@@ -972,30 +930,26 @@ def test_an_unknown_vae_of_a_pipeline_is_left_and_named() -> None:
     unpatch_model(pipe)
 
 
+ROW = (..., 1, 3, slice(None))
+
+
 @pytest.mark.parametrize(
-    ("where", "place"),
+    ("where", "place", "size"),
     [
-        ("a frame", (..., 1, slice(None), slice(None))),
-        ("a row of pixels", (..., 1, 3, slice(None))),
-        ("a column of pixels", (..., 1, slice(None), 7)),
+        ("a frame", (..., 1, slice(None), slice(None)), 1.0),
+        ("a row of pixels", ROW, 1.0),
+        ("a row of pixels", ROW, 0.1),
+        ("a column of pixels", (..., 1, slice(None), 7), 1.0),
     ],
 )
-def test_the_guard_finds_a_frame_a_row_and_a_column(where: str, place: Any) -> None:
-    """The error is that of the part alone, and of a half of the channels alone."""
+def test_the_guard_finds_a_frame_a_row_and_a_column(where: str, place: Any, size: float) -> None:
+    """The error is that of the part alone, of a half of the channels alone, and relative to the
+    frame where the part is dark."""
     author = torch.ones(1, 4, 3, 40, 50)
+    author[place] = size
     fast = author.clone()
-    fast[place][:, 2:] *= 1.1
+    fast[place][:, 2:] += 0.1
     room = 1.0 if where == "a frame" else ROW_ROOM
-    assert distance(fast, author, 2) == (pytest.approx(0.1 / room, rel=1e-3), where)
-    assert distance(fast, author)[0] == pytest.approx(0.1 / room / 2**0.5, rel=1e-3)
-
-
-def test_a_dark_row_is_measured_against_its_frame() -> None:
-    """An error as large as a row of next to nothing is not one of 100 %."""
-    author = torch.ones(1, 4, 3, 40, 50)
-    author[:, :, 1, 3] = 0.1
-    fast = author.clone()
-    fast[:, :, 1, 3] += 0.1
-    of_frame = float(author[:, :, 1].square().mean().sqrt())
-    expected = pytest.approx(0.1 / of_frame / ROW_ROOM, rel=1e-3)
-    assert distance(fast, author) == (expected, "a row of pixels")
+    error = 0.1 / room / float(author[:, :, 1].square().mean().sqrt())
+    assert distance(fast, author, 2) == (pytest.approx(error, rel=1e-3), where)
+    assert distance(fast, author)[0] == pytest.approx(error / 2**0.5, rel=1e-3)

@@ -202,10 +202,9 @@ class SparseLinearAttention(nn.Module):
         rows, columns = (
             torch.arange(x.shape[2], device=device) // n for x, n in ((q, block_q), (k, block_k))
         )
-        mean_q, mean_k = (
-            torch.stack([x[:, :, at == i].float().mean(2) for i in range(int(at[-1]) + 1)], 2)
-            for x, at in ((q, rows), (k - k.mean(2, keepdim=True), columns))
-        )
+        centred = k - k.mean(2, keepdim=True)
+        mean_q = F.avg_pool2d(q.float(), (block_q, 1), ceil_mode=True)
+        mean_k = F.avg_pool2d(centred.float(), (block_k, 1), ceil_mode=True)
         score = mean_q.to(dtype) @ mean_k.to(dtype).transpose(-1, -2)
         q, k, v = q.float(), k.float(), v.float()
         count = min(score.shape[-1], int(self.topk * score.shape[-1]))

@@ -1,6 +1,7 @@
 """Small VAEs with the names, the layout and the arithmetic of Wan's own classes (Wan-Video/Wan2.1
 and 2.2, `wan/modules/vae.py` and `vae2_2.py`; thu-ml/TurboDiffusion; ComfyUI, `comfy/ldm/wan`),
-written here as an oracle. Tests run the real ones from a checkout.
+written here as an oracle, with diffusers' modules where the authors' are the same. Tests run the
+real ones from a checkout.
 
 Where a module `comfy.ops` is there, its convolutions are used, as in ComfyUI.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_wan
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 
 ops: Any = sys.modules.get("comfy.ops", nn)
@@ -32,19 +35,12 @@ class CausalConv3d(ops.Conv3d):
         return super().forward(F.pad(x, padding))
 
 
-class RMS_norm(nn.Module):  # noqa: N801 - the author's name
-    def __init__(self, dim: int, images: bool = True) -> None:
-        super().__init__()
-        self.channel_first, self.scale, self.bias = True, dim**0.5, 0.0
-        self.gamma = nn.Parameter(torch.ones((dim, 1, 1) if images else (dim, 1, 1, 1)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=1) * self.scale * self.gamma + self.bias
+class RMS_norm(autoencoder_kl_wan.WanRMS_norm):  # noqa: N801 - the author's name
+    pass
 
 
-class Upsample(nn.Upsample):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+class Upsample(autoencoder_kl_wan.WanUpsample):
+    pass
 
 
 def cached(conv: Any, x: Tensor, cache: Any, index: list[int]) -> Tensor:
@@ -135,32 +131,12 @@ class AttentionBlock(nn.Module):
         return x + y.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
 
 
-class AvgDown3D(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, factor_t: int, factor_s: int) -> None:
-        super().__init__()
-        self.factor_t, self.factor_s, self.out_channels = factor_t, factor_s, out_channels
-        self.group_size = in_channels * factor_t * factor_s**2 // out_channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.factor_t, 0))
-        for dim, factor in ((4, self.factor_s), (3, self.factor_s), (2, self.factor_t)):
-            x = x.unflatten(dim, (-1, factor))
-        x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
-        return x.unflatten(1, (self.out_channels, self.group_size)).mean(2)
+class AvgDown3D(autoencoder_kl_wan.AvgDown3D):
+    pass
 
 
-class DupUp3D(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, factor_t: int, factor_s: int) -> None:
-        super().__init__()
-        self.factor_t, self.factor_s, self.out_channels = factor_t, factor_s, out_channels
-        self.factor = factor_t * factor_s**2
-        self.repeats = out_channels * self.factor // in_channels
-
-    def forward(self, x: Tensor, first_chunk: bool = False) -> Tensor:
-        x = x.repeat_interleave(self.repeats, 1)
-        x = x.unflatten(1, (self.out_channels, self.factor_t, self.factor_s, self.factor_s))
-        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-        return x[:, :, self.factor_t - 1 :] if first_chunk else x
+class DupUp3D(autoencoder_kl_wan.DupUp3D):
+    pass
 
 
 class Down_ResidualBlock(nn.Module):  # noqa: N801
@@ -264,16 +240,6 @@ class Decoder3d(nn.Module):
     ) -> Tensor:
         layers = [self.conv1, *self.middle, *self.upsamples, *self.head]
         return run(layers, x, feat_cache, feat_idx, first_chunk)
-
-
-def patchify(x: Tensor, patch_size: int) -> Tensor:
-    x = x.unflatten(4, (-1, patch_size)).unflatten(3, (-1, patch_size))
-    return x.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
-
-
-def unpatchify(x: Tensor, patch_size: int) -> Tensor:
-    x = x.unflatten(1, (-1, patch_size, patch_size)).permute(0, 1, 4, 5, 3, 6, 2)
-    return x.flatten(5, 6).flatten(3, 4)
 
 
 class _Both(nn.Module):

@@ -12,12 +12,15 @@ from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.generate import generate as generate
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching import find_pairs
+from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.files import check_writable
+from turbo_rcm_patch.patching import find_pairs, patched
+from turbo_rcm_patch.patching.plan import worst
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
 from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.result import Judged
+from turbo_rcm_patch.video.source import Source
 
 
 def compare(command: options.Compare) -> int:
@@ -53,6 +56,7 @@ def run_comparison(command: options.Compare) -> Judged:
             seed=command.seed,
             config=command.config,
             attention_backend=command.attention_backend,
+            plan=command.plan,
             settings=generation.settings_for(pipe, **command.settings),
             network_number=command.network_number,
             fresh=command.fresh,
@@ -79,6 +83,43 @@ def judge(command: options.Judge) -> int:
         )
     print(result)
     return USAGE if result.refused else of_verdict(result.verdict)
+
+
+def plan(command: options.Plan) -> int:
+    """Let the guard decide on a video of each prompt, and write the most exact decisions."""
+    prompts = read_prompts(command)
+    check_writable(command.out.expanduser())
+    check_inputs(command)
+    pipe = load(command, command.device)
+    settings = generation.settings_for(pipe, **command.settings)
+    image, plans = Source("", command.image).read(), []
+    with bars() as progress:
+        for index, prompt in enumerate(prompts):
+
+            def on_step(step: int, _: int, before: int = index * settings.steps) -> None:
+                progress("plan", before + step, len(prompts) * settings.steps)
+
+            with patched(pipe, command.config) as report:
+                generation.generate(
+                    pipe,
+                    prompt,
+                    image=image,
+                    seed=command.seed + index,
+                    settings=settings,
+                    on_step=on_step,
+                )
+                if report.plan is None:
+                    raise SamplingError(
+                        "no plan",
+                        expected="a guard that compares every block",
+                        got=str(report.guard) if command.config.guard else "--no-guard",
+                        remedy="Leave out what keeps a state inside of blocks",
+                    )
+                plans.append(report.plan)
+    chosen = worst(plans)
+    print(chosen)
+    print(chosen.save(command.out))
+    return OK
 
 
 def pairs(command: options.Pairs) -> int:

@@ -20,6 +20,7 @@ from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.files import check_writable, lock_folder, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.patching import patched
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import environment, generation, store
@@ -132,7 +133,9 @@ def _make_share(
     times: list[tuple[float, float, int]] = []
     with (
         lock_folder(out) if first and _is_folder(out) else nullcontext(),
-        patched(pipe, command.config) if command.patch else nullcontext() as report,
+        patched(pipe, command.config, plan=command.plan)
+        if command.patch
+        else nullcontext() as report,
         _together(pipe, command),
     ):
         with bars() if first else nullcontext(_show_nothing) as progress:
@@ -194,6 +197,8 @@ def _record(
         "weights": "int8" if command.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
+    if command.plan is not None:
+        record["plan"] = str(Plan.load(command.plan))
     return record | ({} if image is None else {"inputs": digest_of(image)})
 
 

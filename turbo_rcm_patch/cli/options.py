@@ -120,6 +120,7 @@ class Generate(Run):
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.
+        plan: How each block runs: a file that `plan` wrote. Patch options are those of the plan.
         cfg_parallel: Under torchrun: all processes make each video together, and two groups of
             them share the two forwards of a step with guidance.
         ulysses: Under torchrun: so many processes share the tokens of each forward.
@@ -129,8 +130,14 @@ class Generate(Run):
     out: Path = Path("outputs/generate")
     resume: bool = False
     patch: bool = True
+    plan: Path | None = field(default=None, metadata=_FILE)
     cfg_parallel: bool = False
     ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plan is not None and not self.patch:
+            raise ConfigError("--plan", expected="a model that is patched", got="--no-patch")
 
     @property
     def together(self) -> bool:
@@ -165,6 +172,7 @@ class Compare(Run):
             that cannot be done, and the verdict is at best "undecided".
         attention_backend: Judge this attention backend of diffusers (sage, flash, ...) in place of
             the patch.
+        plan: How each block runs: a file that `plan` wrote. Patch options are those of the plan.
     """
 
     interrupted = _CONTINUED
@@ -172,6 +180,7 @@ class Compare(Run):
     fresh: bool = False
     network_number: bool = True
     attention_backend: str | None = field(default=None, metadata={"metavar": "NAME"})
+    plan: Path | None = field(default=None, metadata=_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +221,26 @@ class Judge(Command):
         for name in ("baseline", "candidate"):
             if getattr(self, name) is None:
                 raise ConfigError(f"--{name}", expected="a folder of clips", got="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Run):
+    """Decide once how each block of a model runs, and write it to a file.
+
+    Makes a video of each prompt and keeps none. Each block gets what the guard decides on the
+    hardest of them. `generate` and `compare` with --plan, and patch_model(model, plan=FILE), then
+    measure nothing, and give the same bits in every process, whatever it made first.
+
+    examples:
+      turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json
+      turbo-rcm-patch generate --model PATH --prompts prompts.txt --plan wan.json --out videos
+
+    Attributes:
+        out: The file to write.
+    """
+
+    interrupted = "Interrupted. Nothing was written."
+    out: Path = field(default=Path("plan.json"), metadata=_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,5 +380,5 @@ class Demo(Command):
 #: Name of a command -> its options.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     command.__name__.lower(): command
-    for command in (Generate, Compare, Judge, Pairs, Convert, Precompile, Doctor, Demo)
+    for command in (Generate, Compare, Judge, Plan, Pairs, Convert, Precompile, Doctor, Demo)
 }

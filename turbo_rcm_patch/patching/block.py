@@ -166,8 +166,11 @@ class PatchedBlock(Replacement):
         x = self.streams(inputs)[0]
         begins = self.model_forwards.begins(self.index)
         self.forward = self.model_forwards.count
-        if self.copies is not None:
-            self.renew_copies(why, begins and not capturing(x))
+        if why == GRADIENT:
+            for forward in self.int8:
+                forward.forget()
+        elif begins and self.copies is not None and not capturing(x):
+            self.copies.follow()  # of weights that may have changed
         if why:
             self.last, self.backends = why, ()
             return self.original
@@ -195,14 +198,6 @@ class PatchedBlock(Replacement):
         """Run the fast path, and compare it with the original forward."""
         return self.guard.compare(self, inputs)
 
-    def renew_copies(self, why: str, begins: bool) -> None:
-        """Drop int8 copies of weights that may have changed, at a forward's first block."""
-        if why == GRADIENT:
-            for forward in self.int8:
-                forward.forget()
-        elif begins and self.copies is not None:
-            self.copies.follow()
-
     def original(self, *inputs: Any) -> Any:
         """Run the block as its author wrote it."""
         return original_forward(self.block)(self.block, *inputs)
@@ -219,17 +214,17 @@ class PatchedBlock(Replacement):
         if not isinstance(self.last, tuple):
             return f"in the original code: {self.last}" if self.last else ""
         device = next(self.block.parameters()).device
-        one = ops.resolved(self.spec, device, *self.last)
+        attention = ops.resolved(self.spec, device, *self.last).attention
         linears = ", int8 Linears" if self.int8_linears() else ""
-        wide = self.level == Level.WIDE_VALUES and ops.quantises(one.attention)
+        wide = self.level == Level.WIDE_VALUES and ops.quantises(attention)
         values = f", {LEVEL_DESCRIPTIONS[self.level]}" if wide else ""
-        return f"fused with {one.attention} attention{values}{linears}"
+        return f"fused with {attention} attention{values}{linears}"
 
     def int8_linears(self) -> list[str]:
         """Return the names of the Linears that run in int8 now, under hooks and adapters too."""
-        on = {id(one.linear) for one in self.int8 if one.on and holds_plainly(one.linear)}
-        held = self.linears().items() if on else ()
-        return [name for name, one in held if id(getattr(one, "base_layer", one)) in on]
+        on = {id(f.linear) for f in self.int8 if f.on and holds_plainly(f.linear)}
+        linears = self.linears().items() if on else ()
+        return [name for name, held in linears if id(getattr(held, "base_layer", held)) in on]
 
     def form(self) -> str:
         """Return in which form the last call outside a compiler ran: "asked"; "length", where
@@ -239,10 +234,8 @@ class PatchedBlock(Replacement):
             return "author" if self.last or self.left else ""
         if self.level > Level.WIDE_VALUES:
             return "exact" if self.level == Level.EXACT else "exact-16bit"
-        auto = (
-            self.config.attention == "auto" and not self.other_forwards()
-        )  # SLA has no such rule
-        if auto and "exact" in self.describe_last_run():
+        by_length = self.config.attention == "auto" and not self.other_forwards()  # not of SLA
+        if by_length and "exact" in self.describe_last_run():
             return "length"
         return "wide-values" if self.level else "asked"
 

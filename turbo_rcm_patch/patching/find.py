@@ -123,7 +123,7 @@ def find_known(model: object) -> list[KnownModule]:
     """Return every module in a model or pipeline whose exact class is known.
 
     Raises:
-        NotAModelError: `model` is neither a torch module nor holds one as `transformer`.
+        NotAModelError: `model` is neither a torch module nor a pipeline that holds one.
         UnknownArchitectureError: No family knows a class in the model, or in one of the networks
             of the pipeline.
     """

@@ -187,6 +187,7 @@ class Guard:
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
         self._seen: dict[Any, _Compared] = {}
+        self._trusted: dict[int, Shares] = {}
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
@@ -203,6 +204,21 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
 
+    def trust(self, shares: dict[int, Shares]) -> None:
+        """Take over what a plan measured, by the index of a block: no first forward compares."""
+        self._trusted = shares
+
+    def decided(self) -> tuple[dict[int, Shares], float | None]:
+        """Return what is known of the blocks that were compared on their first forward, by index,
+        and the predicted error of the network by that, None where nothing was measured; of the way
+        to run with the largest error."""
+        ways = [({**seen.shares}, way[0]) for way, seen in list(self._seen.items())]
+        measured = [
+            (shares, predicted(shares.values(), dtype) if any(map(any, shares.values())) else None)
+            for shares, dtype in ways
+        ]
+        return max(measured, key=lambda way: way[1] or 0.0, default=({}, None))
+
     def check_next(self) -> None:
         """Compare every block on the next forward."""
         self._asked = True
@@ -214,8 +230,7 @@ class Guard:
 
         It is the largest over all ways to run, and None before all blocks of one were compared.
         """
-        seen = [(list(seen.shares.values()), way[0]) for way, seen in list(self._seen.items())]
-        return max([predicted(*one) for one in seen if any(map(any, one[0]))], default=None)
+        return self.decided()[1]
 
     # --- which blocks ----------------------------------------------------------------------------
 
@@ -247,7 +262,8 @@ class Guard:
         x = block.streams(inputs)[0]
         one = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, one.attention, one.pv
-        here.shares = dict(self._seen.setdefault(here.way, _Compared()).shares)
+        seen = self._seen.setdefault(here.way, _Compared(dict(self._trusted)))
+        here.shares = dict(seen.shares)
         here.stopped = False
         now = None if self._pipe is None else self._step_of(self._pipe(), block.path)
         here.step = None if now is None else now[0]
@@ -271,15 +287,12 @@ class Guard:
             return None
         config = getattr(pipe, "config", None)
         ratio = getattr(config, "boundary_ratio", None)
-        if ratio is None or path.partition(".")[0] != "transformer":
+        if self._steps[0] is not timesteps:
             steps = len(timesteps)
-        elif self._steps[0] is timesteps:
-            steps = self._steps[1]
-        else:
-            least = ratio * scheduler.config.num_train_timesteps
-            steps = int((timesteps >= least).sum())
+            if ratio is not None and path.partition(".")[0] == "transformer":
+                steps = int((timesteps >= ratio * scheduler.config.num_train_timesteps).sum())
             self._steps = timesteps, steps
-        return int(getattr(scheduler, "_step_index", None) or 0), steps
+        return int(getattr(scheduler, "_step_index", None) or 0), self._steps[1]
 
     # --- comparing -------------------------------------------------------------------------------
 
@@ -343,12 +356,18 @@ class Guard:
         if off > BUDGET:
             attempt.reason = f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
         elif call.first and self._target is not None:
-            attempt.share, attempt.reason = self._share(call, attempt.level, fast, notes)
+            limit = _TARGET_SHARE * self._target
+            attempt.share, prediction = self._share(call, fast, notes)
+            higher = _level_above(block, attempt.level, *here.way[2:])
+            if prediction > limit and higher != Level.ORIGINAL:
+                attempt.reason = (
+                    f"the network's predicted error would be {prediction:.3g}, over {limit:.3g} "
+                    f"({_TARGET_SHARE} of fidelity={self._target:g})"
+                )
         return attempt
 
-    def _share(self, call: _Call, level: Level, fast: Stages, notes: Notes) -> tuple[Shares, str]:
-        """Return the shares of a block, and why it has to run more exactly for the target, or
-        ""."""
+    def _share(self, call: _Call, fast: Stages, notes: Notes) -> tuple[Shares, float]:
+        """Return the shares of a block, and the network's predicted error with them."""
         block, here = call.block, call.forward
         int8, dtype = any(forward.on for forward in block.int8), here.way[0]
         last = getattr(block.proj_out, "weight", None)
@@ -358,17 +377,8 @@ class Guard:
         measured = shares(fast, call.original, notes.errors, last, dtype, int8)
         share = Shares(*self._agree(block, [*measured]))
         if not math.isfinite(share.original + share.fast):
-            return _NOTHING, ""
-        error = predicted([*here.shares.values(), share], dtype)
-        higher = _level_above(block, level, *here.way[2:])
-        if self._target is None or error <= _TARGET_SHARE * self._target:
-            return share, ""
-        if higher == Level.ORIGINAL:
-            return share, ""
-        limit = (
-            f"{_TARGET_SHARE * self._target:.3g} ({_TARGET_SHARE} of fidelity={self._target:g})"
-        )
-        return share, f"the network's predicted error would be {error:.3g}, over {limit}"
+            return _NOTHING, 0.0
+        return share, predicted([*here.shares.values(), share], dtype)
 
     def _runs_again(self, call: _Call, attempt: _Attempt) -> bool:
         """Return True if a block has to run again, at the higher level that it has then."""
@@ -414,13 +424,12 @@ class Guard:
 
     def _refuse_non_finite(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
         """Raise NonFiniteInputError if the first block was given an input that is not finite."""
-        if block.index == 0:
-            bad = [x for x in inputs if isinstance(x, Tensor) and not bool(x.isfinite().all())]
-            if bad:
+        for x in inputs if block.index == 0 else ():
+            if isinstance(x, Tensor) and not bool(x.isfinite().all()):
                 raise NonFiniteInputError(
                     f"the input of {block.path}",
                     expected="finite numbers",
-                    got=f"a tensor {list(bad[0].shape)} with NaN or infinity",
+                    got=f"a tensor {list(x.shape)} with NaN or infinity",
                     remedy="Look at latents, text embedding and timestep",
                 )
 

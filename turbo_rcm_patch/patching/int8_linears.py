@@ -125,13 +125,22 @@ class Int8Forward(Replacement):
     def serves(self, x: Tensor) -> bool:
         """Return True if the Linear runs in int8 on this input, which takes plain inference on its
         own dtype and device."""
+        linear = self.linear
+        tensors = [x, *(p for p in linear._parameters.values() if p is not None)]
         return (
             self.on
             and (compiling() or not _thread.wide)
             and not torch.compiler._is_exporting_flag  # a graph that leaves is the author's
             and x.dim() >= 2
             and x.numel() > 0
-            and _serves(self.linear, x)
+            and not without_data(x)
+            and holds_plainly(linear)
+            and x.dtype == _dtype(linear)
+            and x.dtype in FLOATS
+            and not casts_itself(x.device)
+            and all([tensor.device == x.device for tensor in tensors])
+            and not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]))
+            and own_function(type(linear), "forward")
         )
 
     def _weight(self) -> tuple[Tensor, Tensor]:
@@ -186,22 +195,6 @@ def holds_plainly(linear: nn.Module) -> bool:
     held, cls = linear._parameters, original_class(linear)
     plain = cls is nn.Linear and type(held.get("weight")) is nn.Parameter
     return (plain or cls is Int8Linear) and "bias" in held
-
-
-def _serves(linear: Any, x: Tensor) -> bool:
-    """Return True if this call is plain inference on the Linear's own dtype and device."""
-    if not holds_plainly(linear):
-        return False
-    held = [p for p in linear._parameters.values() if p is not None]
-    dtype, device = x.dtype, x.device
-    if without_data(x) or dtype != _dtype(linear) or dtype not in FLOATS:
-        return False
-    if casts_itself(device):
-        return False
-    if any([p.device != device for p in held]):
-        return False
-    wants = torch.is_grad_enabled() and (x.requires_grad or any([p.requires_grad for p in held]))
-    return not wants and own_function(type(linear), "forward")
 
 
 def int8_forward(module: Any) -> Int8Forward | None:

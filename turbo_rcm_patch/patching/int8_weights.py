@@ -115,13 +115,13 @@ def mark_int8_only(model: nn.Module) -> None:
 def _refuse_cast(models: list[nn.Module], linears: list[nn.Linear]) -> None:
     """Raise a `DTypeError` if a weight is stored in a dtype that cannot be quantised, as fp8 by
     layerwise casting."""
-    stored = {id(linear) for linear in linears if linear.weight.dtype not in FLOATS}
-    for name, module in [pair for model in models for pair in model.named_modules()]:
-        if id(module) in stored:
+    names = {id(module): name for model in models for name, module in model.named_modules()}
+    for linear in linears:
+        if linear.weight.dtype not in FLOATS:
             raise DTypeError(
-                f"{name}.weight",
+                f"{names[id(linear)]}.weight",
                 expected="bfloat16, float16 or float32",
-                got=str(module.weight.dtype),
+                got=str(linear.weight.dtype),
                 remedy="Patch before enable_layerwise_casting: int8 is as small as fp8. "
                 'linear="int8" works with it as it is',
             )

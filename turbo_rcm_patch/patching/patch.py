@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import _GeneratorContextManager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig, chosen_config
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     DeviceError,
@@ -46,6 +47,14 @@ from turbo_rcm_patch.patching.int8_linears import (
 )
 from turbo_rcm_patch.patching.int8_weights import drop_originals
 from turbo_rcm_patch.patching.plain import judge_classes
+from turbo_rcm_patch.patching.plan import (
+    Plan,
+    apply,
+    config_and_plan,
+    is_planned,
+    plan_note,
+    plan_of,
+)
 from turbo_rcm_patch.patching.record import (
     PatchRecord,
     holds_patch,
@@ -66,7 +75,11 @@ _LOCK = threading.RLock()
 
 
 def patch_model(
-    model: object, config: PatchConfig | None = None, **options: object
+    model: object,
+    config: PatchConfig | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    **options: object,
 ) -> PatchReport:
     """Patch a model, a VAE or a pipeline so that its skip pairs run in fused kernels.
 
@@ -77,7 +90,10 @@ def patch_model(
         model: A module of a known class, a module that contains one, or a diffusers pipeline: its
             networks (both experts of Wan 2.2) and its VAE are patched, or none. A VAE of a class
             that is not known is left alone, and the report says so.
-        config: The options; by default `PatchConfig()`: attention "auto", with the guard on.
+        config: The options; by default those of the plan, or `PatchConfig()`: attention "auto",
+            with the guard on.
+        plan: How each block runs (`report.plan`), or its file. Nothing is measured on a first
+            forward then, and every process gives the same bits. By default the guard decides.
         **options: Fields of `PatchConfig` (see there), which replace those of `config`: attention
             ("auto", "int8", "exact", "sage", "int4"), linear ("as-is", "int8", "int8-only"), pv,
             conv, vae, smooth_k, impl, form, guard, fidelity, sla_topk.
@@ -88,15 +104,18 @@ def patch_model(
 
     Raises:
         ConfigError: An option does not exist or has an invalid value.
+        PlanError: The plan is damaged, or was made for another model or other options.
         PatchError: The model cannot be patched and is unchanged; the message says why.
         OpError: The model's dtype, head_dim or device is not supported.
         CheckpointError: The model's configuration says that it has SLA, but its `proj_l` are not
             attached.
     """
-    return _patch(model, chosen_config(config, options), [])
+    return _patch(model, *config_and_plan(config, plan, options), [])
 
 
-def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> PatchReport:
+def _patch(
+    model: object, config: PatchConfig, plan: Plan | None, records: list[PatchRecord]
+) -> PatchReport:
     """Do what `patch_model` does, and fill an empty list with the records before any change."""
     with _LOCK:
         known = find_known(model)
@@ -109,11 +128,11 @@ def _patch(model: object, config: PatchConfig, records: list[PatchRecord]) -> Pa
             _check_device(config, execution_device(one.module))
             refuse_lost_proj_l(one.module, one.path)
             check_parallel(one.module)
-        records += _records_for(model, known, config)
+        records += _records_for(model, known, config, plan)
         _refuse_shared(records)
         if config.linear == "int8-only":
             count = _drop_originals(records)
-            records[:] = _records_for(model, known, config)  # with the new Linears
+            records[:] = _records_for(model, known, config, plan)  # with the new Linears
             records[0].dropped = count
         records[0].keeps_vae = bool(patched_before)
         try:
@@ -172,13 +191,17 @@ def _undoing(function: Callable[_P, Generator[_T]]) -> Callable[_P, _Undoing[_T]
 
 @_undoing
 def patched(
-    model: object, config: PatchConfig | None = None, **options: object
+    model: object,
+    config: PatchConfig | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    **options: object,
 ) -> Generator[PatchReport, None, None]:
     """Patch a model for the length of a `with` block, and restore it even after an exception."""
     records: list[PatchRecord] = []  # The pipeline may hold other components later.
     failed = True
     try:
-        yield _patch(model, chosen_config(config, options), records)
+        yield _patch(model, *config_and_plan(config, plan, options), records)
         failed = False
     finally:
         try:
@@ -237,7 +260,7 @@ def is_patched(model: object) -> bool:
     """Return True if a model, or any network in a pipeline, is patched.
 
     Raises:
-        NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
+        NotAModelError: `model` is neither a torch module nor a pipeline that holds one.
     """
     return any(map(holds_patch, parts_of(model).values()))
 
@@ -271,11 +294,14 @@ def find_pairs(model: object) -> PairTable:
 
 
 def _records_for(
-    model: object, known: list[KnownModule], config: PatchConfig
+    model: object, known: list[KnownModule], config: PatchConfig, plan: Plan | None = None
 ) -> list[PatchRecord]:
     """Return a record for each module, ready to be installed; the model does not change yet."""
     log = GuardLog()
     records = [_record(model, one, config, log) for one in known]
+    for record in records:
+        if plan is not None and is_planned(record):
+            apply(plan, record)
     pairs = [pair for record in records for pair in record.pairs()]
     fused = any(pair.fused for pair in pairs)
     reasons = sorted({pair.reason for pair in pairs} - {""})
@@ -461,9 +487,11 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     def models() -> list[nn.Module]:
         return [model for reference, _ in patched_models if (model := reference()) is not None]
 
+    def present() -> list[PatchRecord]:
+        return [record for model in models() if (record := record_of(model)) is not None]
+
     def blocks() -> list[PatchedBlock]:
-        present = [record for model in models() if (record := record_of(model)) is not None]
-        return [block for record in present for block in record.blocks]
+        return [block for record in present() for block in record.blocks]
 
     def live() -> Live:
         pairs: list[SkipPair] = []
@@ -477,6 +505,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             if block.last is not None and block.forward == block.model_forwards.count
         }
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
+        notes += [note for record in present() if (note := plan_note(record))]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
         notes += [note for one in parallel for note in one.describe()]
         notes = list(dict.fromkeys(notes))
@@ -486,7 +515,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
         linears = _int8_linears(blocks())
-        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
+        plan = next((record.plan for record in present() if record.plan), plan_of(present()))
+        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes, plan)
 
     log = guard.log if guard else GuardLog()
     return PatchReport(type(model).__name__, config, log, live, blocks)

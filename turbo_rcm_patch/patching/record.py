@@ -18,10 +18,11 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, WrappedError
-from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS
 from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.skip import SkipPair
 
 #: The instance attribute under which a patched model keeps its record.
@@ -141,6 +142,8 @@ class PatchRecord:
         guard: Its guard, or None.
         dropped: Number of Linears that lost their original weights (int8-only).
         keeps_vae: True if the VAE of the pipeline was patched before, by another call.
+        plan: The plan by which the blocks run, or None.
+        planned: The level of each block by it.
     """
 
     model: nn.Module
@@ -152,6 +155,8 @@ class PatchRecord:
     guard: Guard | None = None
     dropped: int = 0
     keeps_vae: bool = False
+    plan: Plan | None = None
+    planned: tuple[Level, ...] = ()
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"

@@ -12,6 +12,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.dispatch import chosen
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardLog, grouped, merged_path, without_number
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.skip import SkipPair
 
 
@@ -105,6 +106,12 @@ class PatchReport:
         """Number of pairs that one of our kernels closes now."""
         return self.pairs.fused
 
+    @property
+    def plan(self) -> Plan | None:
+        """How each block of the networks runs, to be saved and given to `patch_model`: the plan
+        that this model was patched with, or what the guard decided; None before it has."""
+        return self._live().plan
+
     def ran(self) -> dict[str, str]:
         """Return how each block ran on the last forward outside a compiled graph, by its path.
 
@@ -188,6 +195,7 @@ class Live:
         pv: Element type of probabilities and values.
         linears: How many Linears run in int8, and why others do not.
         notes: Remarks, such as a setting that the patched model ignores.
+        plan: How each block of the networks runs; None before that is decided.
     """
 
     pairs: PairTable
@@ -197,6 +205,7 @@ class Live:
     pv: str
     linears: str
     notes: list[str]
+    plan: Plan | None = None
 
 
 def _as_it_was(model: str, config: PatchConfig, guard: GuardLog, live: Live) -> PatchReport:

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -109,32 +109,29 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module: Any = torch.get_device_module(device)  # Streams of `torch.cpu` do nothing.
         self._staged: list[tuple[Tensor, ...]] = []
         self._stream: Any = None
-        self._side_stream: Any = None
-        if device.type == "cuda":
-            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side_stream = self._module.Stream(device)
 
     def begin(self) -> None:
         """Order copies after the work of the current stream, and that after all work before."""
-        if self._side_stream is not None:
-            stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)  # The same memory was used there before.
-            self._stream = stream
+        stream = self._module.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)  # The same memory was used there before.
+        self._stream = stream
         self.join()  # copies that a failed call left
 
     def on_side_stream(self, staged: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
         """Return a context for the copies of tensors, which are kept until they are joined."""
         self._staged.append(staged)
-        if self._side_stream is None:
-            return nullcontext()
         self._side_stream.wait_stream(self._stream)
-        return torch.cuda.stream(self._side_stream)
+        context: AbstractContextManager[Any] = self._module.stream(self._side_stream)
+        return context
 
     def join(self) -> None:
         """Make the stream wait for the copies."""
-        if self._staged and self._side_stream is not None:
+        if self._staged:
             self._stream.wait_stream(self._side_stream)
         self._staged.clear()
 
@@ -152,8 +149,7 @@ class _Memory:
         return self.flat[self.rank].numel() >= nbytes and self.device == device
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize(self.device)
 
     def shared(self, x: Tensor) -> Shared:
         """Return the tensors for local tokens like x [B, n, H*D]."""

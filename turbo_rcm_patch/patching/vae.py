@@ -23,7 +23,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -62,8 +63,6 @@ _TORCH_FUNCTIONS: Final = (
     *("avg_pool1d", "conv2d", "conv3d", "dropout", "group_norm", "interpolate", "normalize"),
     *("pad", "silu"),
 )
-_CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d)
-_LISTS: Final = (nn.ModuleList, nn.Sequential)
 #: True while an author's `_decode` or `_encode` runs.
 _author_runs: Final = ContextVar("_author_runs", default=False)
 #: Methods that the forwards of the original modules call.
@@ -361,8 +360,8 @@ class PatchedCoder(PatchedBlock):
             # A list is never called, so its forward is torch's for "not implemented".
             if cls is not nn.ModuleList and not self.runs_only_its_forward(module):
                 return f"{name} has {hook_names(module)}"
-            kind = _without_prefix(cls.__name__)
-            if why := "dropout is on" if drops(module) else self.why_module(name, kind, module):
+            why = "dropout is on" if drops(module) else self.why_module(name, module)
+            if why:
                 return f"{name}: {why}"
             if not vars(module).keys().isdisjoint(_METHODS):
                 return f"{name}: a method was replaced"
@@ -384,41 +383,33 @@ class PatchedCoder(PatchedBlock):
         name, file = cls.__name__, sys.modules[self.vae_class.__module__]
         return getattr(nn, name, None) is cls or getattr(file, name, None) is cls
 
-    def why_module(self, name: str, kind: str, module: Any) -> str:
+    def why_module(self, name: str, module: Any) -> str:
         """Return why the layers and settings of a module inside are not those that the fast path
         knows, or ""."""
+        kind = kind_of(module)
         layers = self.layers.get(kind)
         if layers and not re.fullmatch(layers, kinds_in(module)):
             return "its layers are not the author's"
         for setting, values in self.settings.get(kind, {}).items():
             if getattr(module, setting) not in values:
                 return f"its {setting} is not the author's"
-        if not isinstance(module, _CONVOLUTIONS):
+        if not isinstance(module, (nn.Conv2d, nn.Conv3d)):
             return ""
-        taps = tuple(module.weight.shape[2:])
-        strides = ones = (1,) * len(taps)
-        padding, frames = tuple([size // 2 for size in taps[-2:]]), self.causal_frames(module)
-        for end, (resampling_taps, resampling_strides) in self.resampling.items():
-            if name.endswith(end):
-                taps, strides = resampling_taps, resampling_strides
-                padding = (0, 0) if strides != ones else padding
+        shape = tuple(module.weight.shape[2:])
+        ones = (1,) * len(shape)
+        resampling = [known for end, known in self.resampling.items() if name.endswith(end)]
+        taps, strides = resampling[0] if resampling else (shape, ones)
+        height, width = (size // 2 for size in taps[-2:]) if strides == ones else (0, 0)
+        causal = "_padding" in vars(module) and module.stride[0] == 1
         known = (
-            module.kernel_size == taps == tuple(module.weight.shape[2:])
+            module.kernel_size == taps == shape
             and module.stride == strides
-            and zeros_around(module) == (frames, *padding)
+            and zeros_around(module) == (taps[0] - 1 if causal else 0, height, width)
             and module.dilation == ones
             and module.groups == 1
             and module.padding_mode == "zeros"
         )
         return "" if known else "its stride, padding, groups or dilation are not the author's"
-
-    def causal_frames(self, conv: Any) -> int:
-        """Return the number of frames of zeros that a convolution itself puts before a video."""
-        return 0
-
-    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
-        """Return the kind of the skip pair that a module inside is, if it is one."""
-        raise NotImplementedError
 
     def casts_weights(self) -> bool:
         """Return True if weights may be anywhere, because the coder's modules cast them."""
@@ -510,7 +501,7 @@ class PatchedCoder(PatchedBlock):
                 reason="; ".join(filter(None, reasons)),
             )
             for name, module in self.block.named_modules()
-            if (kind := self.closes(module)) is not None
+            if (kind := closes(module)) is not None
         ]
 
 
@@ -558,22 +549,26 @@ def uncompiled(module: Any) -> Any:
 
 def kind_of(module: Any) -> str:
     """Return the name of a module's class, without the prefix that diffusers gives it."""
-    return _without_prefix(original_class(module).__name__)
+    return original_class(module).__name__.removeprefix("Wan").removeprefix("CogVideoX")
+
+
+def closes(module: nn.Module) -> Literal["self", "convolution"] | None:
+    """Return the kind of the skip pair that a module of a coder is, if it is one."""
+    kind = kind_of(module)
+    if kind == "AttentionBlock":
+        return "self"
+    adds = kind in ("ResidualBlock", "ResnetBlock3D") or getattr(module, "avg_shortcut", None)
+    return "convolution" if adds else None
 
 
 def kinds_in(module: nn.Module) -> str:
     """Return the kinds of the modules in a module, in the order in which it was given them; for a
     list the kinds of its elements."""
-    kinds = list[str]()
-    for child in module._modules.values():
-        listed = child.children() if isinstance(child, _LISTS) else [child]
-        kinds += map(kind_of, listed)
-    return " ".join(kinds)
-
-
-@cache
-def _without_prefix(name: str) -> str:
-    return name.removeprefix("Wan").removeprefix("CogVideoX")
+    listed = (
+        child.children() if isinstance(child, (nn.ModuleList, nn.Sequential)) else [child]
+        for child in module._modules.values()
+    )
+    return " ".join(map(kind_of, chain.from_iterable(listed)))
 
 
 def zeros_around(conv: Any) -> tuple[int, int, int] | None:

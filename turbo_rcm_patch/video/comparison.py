@@ -29,6 +29,7 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.files import lock_folder
 from turbo_rcm_patch.patching import PatchReport, sla_as_defined
+from turbo_rcm_patch.patching.plan import Plan, config_and_plan
 from turbo_rcm_patch.video.clips import Clip, measure
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.generation import Meter, check_seed, generate, replaced, settings_for
@@ -86,6 +87,7 @@ def compare(
     seed: int = 0,
     config: PatchConfig | None = None,
     attention_backend: str | None = None,
+    plan: Plan | str | Path | None = None,
     settings: Settings | None = None,
     network_number: bool = True,
     fresh: bool = False,
@@ -114,6 +116,7 @@ def compare(
         attention_backend: Judge the unpatched model on this attention backend of diffusers
             ("sage", "flash", "_native_cudnn", ...) or on "turbo_rcm_int8", instead of the patch.
             Backends are as before afterwards.
+        plan: As for `patch_model`.
         settings: How to sample; by default as the model's folder says.
         network_number: Measure the network's error against fp32. Where that cannot be done,
             because the transformer is offloaded or one call in fp32 does not fit into memory, the
@@ -132,7 +135,7 @@ def compare(
         ConfigError: An option is invalid, or the attention backend cannot be used here.
     """
     require("report", "compare")
-    config = config or PatchConfig()
+    config, plan = config_and_plan(config, plan)
     make_clip: _MakeClip
     # Read once, so that all three videos are made from the same pixels.
     sources = [Source(source.prompt, source.read()) for source in sources_of(prompts, images)]
@@ -156,20 +159,22 @@ def compare(
         how = {"fps": fps, "made by": "a function of the caller"}
         make_clip = partial(_call_clip, pipe, make)
     with lock_folder(check_out(out, fresh=fresh)):
-        check_judged(pipe, config, attention_backend)
+        check_judged(pipe, config, attention_backend, plan)
         videos = [_Video(source, seed + i) for i, source in enumerate(sources)]
         identity = identify(pipe, how, config) | {
             "inputs": {video.key: video.source.digest for video in videos},
             "attention_backend": attention_backend,
         }
+        if plan is not None:
+            identity["plan"] = str(plan)
         store = Store(out, identity, fresh=fresh)
         for video in videos:
             video.clip = Clip.finished(store, video.key, video.source.digest)
-        given = (pipe, config, attention_backend, progress or (lambda *_: None))
+        given = (pipe, config, attention_backend, plan, progress or (lambda *_: None))
         comparison = _Comparison(store, videos, make_clip, steps, *given)
         calls = CapturedCalls(networks_of(pipe).values()) if network_number else None
         comparison.make("baseline", _unpatched(pipe, config), calls or nullcontext())
-        judged_model = judged(pipe, config, attention_backend)
+        judged_model = judged(pipe, config, attention_backend, plan)
         comparison.make("patched", judged_model, nullcontext())
         control = comparison.control()
         comparison.make("control", _unpatched(pipe, config, control))
@@ -274,6 +279,7 @@ class _Comparison:
         pipe: The pipeline.
         config: As for `compare`.
         attention_backend: The same.
+        plan: The same.
         progress: The same.
     """
 
@@ -284,6 +290,7 @@ class _Comparison:
     pipe: VideoPipeline
     config: PatchConfig
     attention_backend: str | None
+    plan: Plan | None
     progress: Progress
 
     def make(self, run: Run, model: _Entered, first_call: _Entered | None = None) -> None:
@@ -416,6 +423,7 @@ class _Comparison:
                 kept,
                 self.config,
                 attention_backend=self.attention_backend,
+                plans={} if self.plan is None else self.plan.of_each(networks_of(self.pipe)),
                 progress=partial(self.progress, "network"),
             )
         except torch.OutOfMemoryError:

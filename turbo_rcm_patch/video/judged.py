@@ -15,6 +15,7 @@ from turbo_rcm_patch.ops import AttentionSpec, resolved
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
 from turbo_rcm_patch.patching import PatchReport, patched, sla_as_defined
 from turbo_rcm_patch.patching.find import VAE, execution_device
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video.pipelines import networks_of
 
 
@@ -81,7 +82,10 @@ def with_skipped(forwards: Sequence[tuple[Any, dict[str, str]]]) -> list[dict[st
 
 @contextmanager
 def judged(
-    model: object, config: PatchConfig, attention_backend: str | None
+    model: object,
+    config: PatchConfig,
+    attention_backend: str | None,
+    plan: Plan | None = None,
 ) -> Iterator[PatchReport | BackendCalls | None]:
     """Turn a model into the judged one for the length of a `with` block.
 
@@ -90,6 +94,7 @@ def judged(
         config: How to patch.
         attention_backend: None to patch the model; else a name that its `set_attention_backend`
             takes, or this package's "turbo_rcm_int8". The model stays unpatched then.
+        plan: How each block runs; None to let the guard decide.
 
     Yields:
         The report of the patched model; with "turbo_rcm_int8" its calls, with another one None.
@@ -99,14 +104,16 @@ def judged(
         PatchError: The model cannot be patched.
     """
     if attention_backend is None:
-        with patched(model, config) as report:
+        with patched(model, config, plan=plan) as report:
             yield report
         return
     with sla_as_defined(model, config.sla_topk), _on_backend(model, attention_backend) as calls:
         yield calls
 
 
-def check_judged(model: object, config: PatchConfig, attention_backend: str | None) -> None:
+def check_judged(
+    model: object, config: PatchConfig, attention_backend: str | None, plan: Plan | None
+) -> None:
     """Refuse, before hours of work, a model that cannot be judged. Try a backend on a small input.
 
     Raises:
@@ -114,6 +121,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
         PatchError: The model cannot be patched.
     """
     given = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    given += ["plan"] * (plan is not None)
     if attention_backend is not None and set(given) - {"sla_topk"}:
         raise ConfigError(
             "attention_backend",
@@ -121,7 +129,7 @@ def check_judged(model: object, config: PatchConfig, attention_backend: str | No
             got=", ".join(given),
             remedy="Leave these options out, or compare the patch without an attention backend",
         )
-    with judged(model, config, attention_backend):
+    with judged(model, config, attention_backend, plan):
         if attention_backend is not None:
             for network in networks_of(model).values():
                 _try_backend(network, attention_backend)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ from turbo_rcm_patch.ops.formats import AttentionInputs, Skip
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.find import execution_device
 from turbo_rcm_patch.patching.int8_weights import Int8Linear
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video.judged import judged
 
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
@@ -207,6 +209,7 @@ def network_number(
     config: PatchConfig | None = None,
     *,
     attention_backend: str | None = None,
+    plans: Mapping[torch.nn.Module, Plan] = MappingProxyType({}),
     progress: OnStep = lambda done, total: None,
 ) -> NetworkNumber:
     """Measure the networks of a pipeline, which are unpatched before and after.
@@ -217,6 +220,7 @@ def network_number(
             one block at a time, so one of any size needs the memory of one block more.
         config: How to patch. The guard decides on the first call, as in a video.
         attention_backend: As for `compare`.
+        plans: A network -> how its blocks run.
         progress: Called before and after each call of a network with (done, total).
     """
     config = config or PatchConfig()
@@ -235,7 +239,7 @@ def network_number(
     for network, inputs in calls.items():
         with sla_as_defined(network, config.sla_topk):
             plain = outputs(network, inputs)
-        with judged(network, config, attention_backend):
+        with judged(network, config, attention_backend, plans.get(network)):
             changed = outputs(network, inputs)
         with highest_precision(), sla_as_defined(network, config.sla_topk), upcast(network):
             truth = outputs(network, tree_map_only(torch.Tensor, _fp32, [*map(dict, inputs)]))

@@ -6,6 +6,8 @@ fp32 and rounds once. On a GPU they are Triton kernels (`triton.py`), elsewhere 
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -136,10 +138,8 @@ def upsample(
     batch, frames, height, width, channels = y.shape
     phases = torch.unflatten(y.float(), 4, (2, 2, channels // 4))
     out = phases.new_empty(batch, frames, 2 * height - 2, 2 * width - 2, channels // 4)
-    for i in range(2):
-        for j in range(2):
-            part = phases[:, :, i : height - 1 + i, j : width - 1 + j, i, j]
-            out[:, :, i::2, j::2] = part
+    for i, j in product(range(2), repeat=2):
+        out[:, :, i::2, j::2] = phases[:, :, i : height - 1 + i, j : width - 1 + j, i, j]
     out = out.repeat_interleave(repeat, 1)[:, first * (repeat - 1) :]
     if bias is not None:
         out = out + bias.float()

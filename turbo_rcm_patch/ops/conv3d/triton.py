@@ -60,17 +60,6 @@ class PaddedOutput(NamedTuple):
     history_ptr: torch.Tensor | None
 
 
-class NormFactors(NamedTuple):
-    """The factors of a norm: weight and bias [C], or of a group norm [B, C] fp32, or None.
-
-    root: The square root of C.
-    """
-
-    weight_ptr: torch.Tensor | None
-    bias_ptr: torch.Tensor | None
-    root: float
-
-
 class LatentModulation(NamedTuple):
     """Scale and shift by the latent, [B, t, h, w, C] fp32, with strides of batch and frames."""
 
@@ -102,13 +91,14 @@ class PassForm(NamedTuple):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def norm_silu_kernel(
-    out, x, norm, latent, frames, pixels, width, first, repeat, square, latent_width,
+    out, x, norm, root, latent, frames, pixels, width, first, repeat, square, latent_width,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """Write silu(norm(x + before) + residual) behind FRAMES frames of history.
 
-    Grid: (blocks of pixels, B * (FRAMES + T)). out: `PaddedOutput`; x: `Pixels`; norm:
-    `NormFactors`; latent: `LatentModulation`, applied after the norm, or None.
+    Grid: (blocks of pixels, B * (FRAMES + T)). out: `PaddedOutput`; x: `Pixels`; norm: `RMSNorm`
+    of weight and bias [C], or [B, C] fp32 for a group norm; root: the square root of C; latent:
+    `LatentModulation`, applied after the norm, or None.
     """
     C: tl.constexpr = FORM.C
     FRAMES: tl.constexpr = FORM.FRAMES
@@ -133,13 +123,13 @@ def norm_silu_kernel(
             z += _channels(x.before_ptr, offs_c, mask_c)
         if FORM.NORM == 1:
             length = tl.sqrt(tl.sum(z * z, axis=1))
-            z *= (norm.root / tl.maximum(length, _LEAST_NORM))[:, None]
-            z *= _channels(norm.weight_ptr, offs_c, mask_c)
-            if norm.bias_ptr is not None:
-                z += _channels(norm.bias_ptr, offs_c, mask_c)
+            z *= (root / tl.maximum(length, _LEAST_NORM))[:, None]
+            z *= _channels(norm.weight, offs_c, mask_c)
+            if norm.bias is not None:
+                z += _channels(norm.bias, offs_c, mask_c)
         elif FORM.NORM == 2:
-            z = z * _channels(norm.weight_ptr + b * C, offs_c, mask_c)
-            z += _channels(norm.bias_ptr + b * C, offs_c, mask_c)
+            z = z * _channels(norm.weight + b * C, offs_c, mask_c)
+            z += _channels(norm.bias + b * C, offs_c, mask_c)
             if latent is not None:
                 at = (offs_p // width) // square * latent_width + (offs_p % width) // square
                 pixel = b * latent.strides[0] + ((t + first) // repeat) * latent.strides[1]
@@ -176,12 +166,11 @@ def norm_silu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `passes.norm_silu`, into y if that is given."""
     target_of(x.device)
-    kind, weight, bias, latent = 0, None, None, None
+    kind, factors, latent = 0, RMSNorm(None, None), None
     if isinstance(norm, RMSNorm):
-        kind, weight, bias = 1, norm.weight, norm.bias
+        kind, factors = 1, norm
     elif norm is not None:
-        kind = 2
-        weight, bias = group_factors(x, before, norm)
+        kind, factors = 2, RMSNorm(*group_factors(x, before, norm))
         if norm.scale is not None:
             latent = LatentModulation(norm.scale, norm.shift, norm.scale.stride()[:2])
     batch, n_frames, height, width, channels = x.shape
@@ -200,7 +189,8 @@ def norm_silu(
         x.device,
         out=PaddedOutput(y, kept, history),
         x=Pixels(x, x.stride()[:2], before, residual),
-        norm=NormFactors(weight, bias, channels**0.5),
+        norm=factors,
+        root=channels**0.5,
         latent=latent,
         frames=n_frames,
         pixels=pixels,
@@ -245,40 +235,24 @@ def group_sums_kernel(
     tl.store(out + C, tl.sum(squares, axis=0), mask=mask_c)
 
 
-class GroupForm(NamedTuple):
-    """The numbers of `group_factors_kernel` that are known when it is compiled.
-
-    Attributes:
-        C: Channels.
-        WIDTH: Channels of a group.
-        BLOCK_N: Parts that are summed at a time.
-        BLOCK_C: WIDTH up to a power of two.
-    """
-
-    C: int
-    WIDTH: int
-    BLOCK_N: int
-    BLOCK_C: int
-
-
 @triton.jit(do_not_specialize=_LENGTHS)
 def group_factors_kernel(
-    factor_ptr, offset_ptr, sums_ptr, x, weight_ptr, bias_ptr, n, parts, eps, FORM: tl.constexpr
-):
+    factor_ptr, offset_ptr, sums_ptr, x, weight_ptr, bias_ptr, n, parts, eps,
+    C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Compute factor and offset [B, C] of a group norm: norm(x + before) = x * factor + offset.
 
-    Grid: (groups, B). x: `Pixels`; n: number of pixels.
+    Grid: (groups, B). x: `Pixels`; n: number of pixels; WIDTH: channels of a group; BLOCK_N: parts
+    that are summed at a time; BLOCK_C: WIDTH up to a power of two.
     """
-    C: tl.constexpr = FORM.C
-    WIDTH: tl.constexpr = FORM.WIDTH
     g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    offs_c = tl.arange(0, FORM.BLOCK_C)
+    offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < WIDTH
     offs_g = g * WIDTH + offs_c
-    total = tl.full([FORM.BLOCK_C], 0.0, tl.float32)
-    squares = tl.full([FORM.BLOCK_C], 0.0, tl.float32)
-    for start in range(0, parts, FORM.BLOCK_N):
-        offs_n = start + tl.arange(0, FORM.BLOCK_N)
+    total = tl.full([BLOCK_C], 0.0, tl.float32)
+    squares = tl.full([BLOCK_C], 0.0, tl.float32)
+    for start in range(0, parts, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
         mask = (offs_n < parts)[:, None] & mask_c[None, :]
         at = sums_ptr + (b * parts + offs_n.to(tl.int64))[:, None] * 2 * C + offs_g[None, :]
         total += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
@@ -345,7 +319,10 @@ def group_factors(
         n=float(n_frames * pixels),
         parts=parts,
         eps=norm.eps,
-        FORM=GroupForm(channels, width, 128, triton.next_power_of_2(width)),
+        C=channels,
+        WIDTH=width,
+        BLOCK_N=128,
+        BLOCK_C=triton.next_power_of_2(width),
         num_warps=4,
         num_stages=1,
     )

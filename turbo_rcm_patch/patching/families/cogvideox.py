@@ -114,9 +114,8 @@ class CogVideoXBlockForward(PatchedBlock):
             runs_only_its_forward(zero)
             and type(norm) is nn.LayerNorm
             and runs_only_its_forward(norm)
+            and kernel_can_read(norm.weight, norm.bias, device=temb.device)
         ):
-            return None
-        if not kernel_can_read(norm.weight, norm.bias, device=temb.device):
             return None
         rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
         # In the order in which the author's norm takes them.
@@ -145,14 +144,12 @@ class CogVideoXBlockForward(PatchedBlock):
         impl, dtype = self.config.impl, y.dtype
         read = self.modulation(zero, temb)
         if read is None:
-            made: _Two = residual.skip_norm(streams, y, gate=gates, dtype=STREAM_DTYPE, impl=impl)[
-                0
-            ]
-            return made, *self.norm(zero, (made[0].to(dtype), made[1].to(dtype)), temb)
-        made, h = residual.skip_norm(
+            sums, _ = residual.skip_norm(streams, y, gate=gates, dtype=STREAM_DTYPE, impl=impl)
+            return sums, *self.norm(zero, (sums[0].to(dtype), sums[1].to(dtype)), temb)
+        sums, h = residual.skip_norm(
             streams, y, gate=gates, norm=read[0], dtype=STREAM_DTYPE, norm_dtype=dtype, impl=impl
         )
-        return made, h, read[1]
+        return sums, h, read[1]
 
     def attention(
         self, notes: Notes | None, attn: Any, h: Tensor, text: Tensor, rotary: Rotary | None

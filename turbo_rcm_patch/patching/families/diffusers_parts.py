@@ -63,7 +63,7 @@ def project(linears: tuple[Any, ...], x: Any, count: int) -> tuple[Tensor, ...]:
 def qkv_sent(
     attn: Any, h: Any, ulysses: Ulysses, tables: Rotary
 ) -> tuple[Pending, Pending, Pending]:
-    """Do what `qkv` and `rms_norms` do, and send v and q while the next one is computed."""
+    """Project and norm q, k and v, and send v and q while the next one is computed."""
     k = None
     if attn.fused_projections:
         q, k, v = project((attn.to_qkv,), h, 3)

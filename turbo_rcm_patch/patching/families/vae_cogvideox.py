@@ -8,18 +8,17 @@ path keeps the author's batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders import autoencoder_kl_cogvideox as author
-from torch import Tensor, nn
+from torch import Tensor
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.conv3d.formats import GroupNorm
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.common import check_coders
-from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder
+from turbo_rcm_patch.patching.vae import CoderSession, PatchedCoder, kind_of
 from turbo_rcm_patch.skip import SkipPair
 
 #: Class of a module inside, without "CogVideoX" -> the first parameters of its forward.
@@ -76,13 +75,11 @@ class _Coder(PatchedCoder):
         frames = int(getattr(self.vae, self.batch_frames))
         return min(x.shape[2], frames + x.shape[2] % frames)
 
-    def why_module(self, name: str, kind: str, module: Any) -> str:
-        if kind == "CausalConv3d" and module.time_kernel_size != module.conv.kernel_size[0]:
+    def why_module(self, name: str, module: Any) -> str:
+        causal = kind_of(module) == "CausalConv3d"
+        if causal and module.time_kernel_size != module.conv.kernel_size[0]:
             return "its time_kernel_size is not the author's"
-        return super().why_module(name, kind, module)
-
-    def closes(self, module: nn.Module) -> Literal["convolution"] | None:
-        return "convolution" if isinstance(module, author.CogVideoXResnetBlock3D) else None
+        return super().why_module(name, module)
 
     # --- blocks, each beside its author's forward ------------------------------------------------
 
@@ -101,14 +98,16 @@ class _Coder(PatchedCoder):
         session = CoderSession(self, x) if conv_cache is None else conv_cache
         h = x.movedim(1, -1).contiguous()
         zq = h.to(session.dtype) if self.part == "decoder" else None
-        start, end = self.block.conv_in.conv, self.block.conv_out.conv
+        coder = self.block
+        start, end = coder.conv_in.conv, coder.conv_out.conv
         h = session.conv(start, session.with_history(start, h))
-        for block in self.blocks():
+        down, up = getattr(coder, "down_blocks", ()), getattr(coder, "up_blocks", ())
+        for block in (*down, coder.mid_block, *up):
             for resnet in block.resnets:
                 h = self.resnet(session, resnet, h, zq)
             for resample in getattr(block, self.resamples, None) or ():
                 h = self.resample(session, resample, h)
-        h = session.with_history(end, h, group(session, self.block.norm_out, zq))
+        h = session.with_history(end, h, group(session, coder.norm_out, zq))
         return session.conv(end, h).movedim(-1, 1).contiguous(), session
 
     def resnet(self, session: CoderSession, block: Any, x: Tensor, zq: Tensor | None) -> Tensor:
@@ -117,10 +116,6 @@ class _Coder(PatchedCoder):
         wider = block.in_channels != block.out_channels
         shortcut = block.conv_shortcut if wider else None
         return session.residual_block(x, norms, (block.conv1.conv, block.conv2.conv), shortcut)
-
-    def blocks(self) -> list[Any]:
-        """Return the blocks of the coder in the order in which they run."""
-        raise NotImplementedError
 
     def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run the end of a block, which enlarges or reduces x."""
@@ -134,9 +129,6 @@ class CogVideoXDecoder(_Coder):
     resamples = "upsamplers"
     layers = _layers("SpatialNorm3D", "Upsample3D")
     resampling: ClassVar[Mapping[str, Any]] = {"upsamplers.0.conv": ((3, 3), (1, 1))}
-
-    def blocks(self) -> list[Any]:
-        return [self.block.mid_block, *self.block.up_blocks]
 
     def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXUpsample3D`; of an odd number of frames the first stays one."""
@@ -153,9 +145,6 @@ class CogVideoXEncoder(_Coder):
     layers = _layers("GroupNorm", "Downsample3D")
     resampling: ClassVar[Mapping[str, Any]] = {"downsamplers.0.conv": ((3, 3), (2, 2))}
     halves = 2  # mean and logarithm of the variance
-
-    def blocks(self) -> list[Any]:
-        return [*self.block.down_blocks, self.block.mid_block]
 
     def resample(self, session: CoderSession, module: Any, x: Tensor) -> Tensor:
         """Run a `CogVideoXDownsample3D`: means of two frames, of an odd number all but the first,

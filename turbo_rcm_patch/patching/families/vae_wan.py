@@ -32,16 +32,19 @@ _COMFY_OPS: Final = "comfy.ops"
 class _Diffusers(WanCoder):
     """The parts that the coders of diffusers share."""
 
-    def tiled(self, x: Tensor) -> bool:
-        """Return True if the VAE splits a video of this size into tiles."""
+    def run_video(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the coder over whole frames, or with the author's loop over tiles and frames where
+        the VAE splits a video of this size into tiles."""
         vae = self.vae
         scale = 1 if self.part == "encoder" else vae.spatial_compression_ratio
         height, width = vae.tile_sample_min_height // scale, vae.tile_sample_min_width // scale
-        return bool(vae.use_tiling and (x.shape[3] > height or x.shape[4] > width))
+        if vae.use_tiling and (x.shape[3] > height or x.shape[4] > width):
+            return self.run_original(self.twin(self._run_tile), x, *args, **kwargs)
+        return self.run_whole_frames(x, *args, **kwargs)
 
-    def run_tiles(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the author's loop over tiles and frames, with the fast path as its coder."""
-        return self.run_original(self.twin(self._run_tile), x, *args, **kwargs)
+    def run_whole_frames(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the coder over whole frames, and what the author has around it."""
+        raise NotImplementedError
 
     def _run_tile(self, x: Tensor, feat_cache: list[Any], **_: Any) -> Tensor:
         """Run the next frames of a tile. The author begins each tile with an empty cache."""
@@ -55,9 +58,7 @@ class WanDecoder(_Diffusers, Decoder):
 
     caller = "_decode"
 
-    def run_video(self, z: Tensor, return_dict: bool = True) -> Any:
-        if self.tiled(z):
-            return self.run_tiles(z, return_dict=return_dict)
+    def run_whole_frames(self, z: Tensor, return_dict: bool = True) -> Any:
         x = self.vae.post_quant_conv(z)
         out = self.run_frames(CoderSession(self, x), x)
         original = _file_of(self.vae)
@@ -73,9 +74,7 @@ class WanEncoder(_Diffusers, Encoder):
     caller = "_encode"
     halves = 2  # mean and logarithm of the variance
 
-    def run_video(self, x: Tensor) -> Any:
-        if self.tiled(x):
-            return self.run_tiles(x)
+    def run_whole_frames(self, x: Tensor) -> Any:
         if self.vae.config.patch_size is not None:
             x = _file_of(self.vae).patchify(x, self.vae.config.patch_size)
         frames = 1 + (x.shape[2] - 1) // 4 * 4  # The author leaves out the rest too.

@@ -13,7 +13,7 @@ what its author has around the coders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,25 +111,15 @@ class WanCoder(PatchedCoder):
             return ""
         return f"{self.part}: its blocks are not the author's"
 
-    def why_module(self, name: str, kind: str, module: Any) -> str:
-        if kind == "RMS_norm":
+    def why_module(self, name: str, module: Any) -> str:
+        if kind_of(module) == "RMS_norm":
             scaled = module.scale == module.gamma.numel() ** 0.5
             if not scaled or not (isinstance(module.bias, Tensor) or not module.bias):
                 return "its scale or bias is not the author's"
         attention = vars(module).get("optimized_attention")  # of ComfyUI
         if attention and root_package(attention) != root_package(type(module)):
             return "its attention is not the author's"
-        return super().why_module(name, kind, module)
-
-    def causal_frames(self, conv: Any) -> int:
-        causal = "_padding" in vars(conv) and conv.stride[0] == 1
-        return conv.kernel_size[0] - 1 if causal else 0
-
-    def closes(self, module: nn.Module) -> Literal["self", "convolution"] | None:
-        if kind_of(module) == "AttentionBlock":
-            return "self"
-        adds = kind_of(module) == "ResidualBlock" or getattr(module, "avg_shortcut", None)
-        return "convolution" if adds else None
+        return super().why_module(name, module)
 
     # --- where the modules are now ---------------------------------------------------------------
 

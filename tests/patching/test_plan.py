@@ -1,0 +1,196 @@
+"""A plan gives the same bits whatever came first, and is refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.patching.models import MODELS, WAN, Model, mapped, named, run, wan
+from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched
+from turbo_rcm_patch.errors import PlanError
+from turbo_rcm_patch.patching import guard
+from turbo_rcm_patch.patching.block import Level
+from turbo_rcm_patch.patching.plan import Plan, worst
+
+BF16 = torch.bfloat16
+_INT8 = {"attention": "int8", "linear": "int8"}
+
+
+def planned(row: Model = WAN, inputs: Any = None, **options: Any) -> tuple[Plan, torch.Tensor]:
+    """The plan of the guard's decisions on some inputs, and what the model returns by them."""
+    model, inputs = row.model(BF16), row.inputs(dtype=BF16) if inputs is None else inputs
+    report = patch_model(model, **_INT8 | options)
+    assert report.plan is None  # Nothing is decided yet.
+    out = run(model, inputs)
+    assert report.plan is not None
+    return report.plan, out
+
+
+@pytest.mark.parametrize("row", MODELS, ids=str)
+def test_a_plan_gives_the_bits_of_its_decisions_and_measures_nothing(
+    row: Model, tmp_path: Path
+) -> None:
+    plan, out = planned(row, fidelity=0.8)
+    assert Plan.load(plan.save(tmp_path / "plans" / "plan.json")) == plan
+    model = row.model(BF16)
+    report = patch_model(model, plan=tmp_path / "plans" / "plan.json")
+    assert report.config == PatchConfig(**_INT8, fidelity=0.8) and report.plan == plan
+    assert torch.equal(run(model, row.inputs(dtype=BF16)), out)
+    assert not report.guard and report.guard.prediction == next(iter(plan.networks.values())).error
+
+
+def test_the_first_video_no_longer_decides() -> None:
+    easy, hard = WAN.inputs(dtype=BF16), WAN.inputs(dtype=BF16)
+    hard["encoder_hidden_states"] = 0 * hard["encoder_hidden_states"]
+    errors = [
+        planned(inputs=inputs, fidelity=100.0)[0].networks[""].error for inputs in (easy, hard)
+    ]
+    between = sum(errors) / 2 / 0.95
+    plans = {
+        name: planned(inputs=inputs, fidelity=between)[0]
+        for name, inputs in (("easy", easy), ("hard", hard))
+    }
+    assert plans["easy"].networks[""].blocks != plans["hard"].networks[""].blocks
+    results = []
+    for first in (easy, hard):
+        with patched(model := WAN.model(BF16), plan=worst([*plans.values()])):
+            run(model, first)
+            results.append(run(model, easy))
+    assert torch.equal(*results)
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        held = json.loads(path.read_text())
+        change(held)
+        path.write_text(json.dumps(held))
+
+    return write
+
+
+def _block(held: dict[str, Any]) -> Any:
+    return held["networks"][""]["blocks"]["blocks.1"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_text(path.read_text()[:-40]),
+        lambda path: path.write_text("[]"),
+        damaged(lambda held: held.pop("plan")),
+        damaged(lambda held: held.update(plan=2)),
+        damaged(lambda held: held.update(config={"attention": "int9"})),
+        damaged(lambda held: held.update(made_with=[])),
+        damaged(lambda held: held["networks"][""].update(tokens="12")),
+        damaged(lambda held: held["networks"][""].update(dtype="load")),
+        damaged(lambda held: held["networks"][""].pop("heads")),
+        damaged(lambda held: held["networks"][""].update(command="rm")),
+        damaged(lambda held: _block(held).update(level="exactly")),
+        damaged(lambda held: _block(held).update(shares=[1.0])),
+        damaged(lambda held: _block(held).update(shares=[1.0, -1.0])),
+        damaged(lambda held: _block(held).update(shares=[1.0, float("nan")])),
+    ],
+)
+def test_a_damaged_file_is_refused(damage: Any, tmp_path: Path) -> None:
+    path = planned()[0].save(tmp_path / "plan.json")
+    damage(path)
+    with pytest.raises(PlanError, match="plan.json"):
+        patch_model(model := WAN.model(BF16), plan=path)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "named_fields"),
+    [
+        (lambda: named("cogvideox-5b").model(BF16), {}, ["CogVideoXTransformer3DModel"]),
+        (lambda: WAN.model(torch.float16), {}, ["dtype bfloat16", "dtype float16"]),
+        (lambda: wan(num_layers=3).to(BF16), {}, [r"blocks \(2\)", r"blocks \(3\)"]),
+        (
+            lambda: wan(num_attention_heads=4).to(torch.float16),
+            {},
+            ["dtype bfloat16; heads 2", "dtype float16; heads 4"],
+        ),
+        (
+            lambda: WAN.model(BF16),
+            {"linear": "as-is", "pv": "fp16"},
+            ["pv='fp16', linear='as-is'"],
+        ),
+    ],
+)
+def test_a_plan_of_another_model_or_other_options_is_refused(
+    model: Any, options: dict[str, Any], named_fields: list[str]
+) -> None:
+    plan = planned()[0]
+    other = model()
+    before = dict(vars(other))
+    with pytest.raises(PlanError, match=".*".join(named_fields)):
+        patch_model(other, plan=plan, **options)
+    assert not is_patched(other) and vars(other) == before
+
+
+def test_the_report_says_that_a_plan_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = patch_model(model := WAN.model(BF16), plan=planned(fidelity=100.0)[0])
+    inputs = WAN.inputs(dtype=BF16)
+    run(model, inputs)
+    assert "does not hold" not in str(report)
+    monkeypatch.setattr(guard, "BUDGET", 1e-9)
+    for _ in range(4):  # The guard samples one block of the fourth forward.
+        run(model, inputs)
+    assert "the plan does not hold: the guard found more error in blocks.0-1" in str(report)
+
+
+def test_two_experts_have_two_plans_and_one_of_them_serves_a_network_alone() -> None:
+    pipe = SimpleNamespace(transformer=WAN.model(BF16), transformer_2=WAN.model(BF16), vae=None)
+    report = patch_model(pipe, **_INT8, fidelity=100.0)
+    run(pipe.transformer, WAN.inputs(dtype=BF16))
+    assert report.plan is None
+    run(pipe.transformer_2, mapped(WAN.inputs(dtype=BF16), lambda x: x * 0.5))
+    plan = report.plan
+    assert plan is not None and [*plan.networks] == ["transformer", "transformer_2"]
+    text = str(plan)
+    assert "transformer_2: WanTransformer3DModel, bfloat16: predicted error" in text
+    assert "blocks.0-1: as asked" in text
+    other = SimpleNamespace(transformer=WAN.model(BF16), transformer_2=WAN.model(BF16), vae=None)
+    assert patch_model(other, plan=plan).plan == plan
+    with pytest.raises(PlanError, match="one for transformer, transformer_2"):
+        patch_model(WAN.model(BF16), plan=plan)
+    alone = Plan({"transformer": plan.networks["transformer"]}, plan.config)
+    assert patch_model(WAN.model(BF16), plan=alone).plan == alone
+
+
+def test_the_worst_of_several_plans_raises_each_block_as_far_as_any(tmp_path: Path) -> None:
+    plans = [planned(fidelity=100.0)[0] for _ in range(2)]
+    for plan, (name, level) in zip(plans, (("blocks.0", 1), ("blocks.1", 2)), strict=True):
+        block = plan.networks[""].blocks[name]
+        plan.networks[""].blocks[name] = type(block)(Level(level), block.shares)  # type: ignore[index]
+    levels = [block.level for block in worst(plans).networks[""].blocks.values()]
+    assert levels == [1, 2]
+    assert worst(plans[:1]) == plans[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "decided"),
+    [
+        (lambda block: None, True),
+        (lambda block: block.attn1.register_forward_hook(lambda *_: None), True),  # its author's
+        (
+            lambda block: block.attn1.to_q.register_forward_hook(lambda *_: None),
+            False,
+        ),  # not twice
+    ],
+)
+def test_only_what_was_decided_is_a_plan(change: Any, decided: bool) -> None:
+    change((model := WAN.model(BF16)).blocks[0])
+    report = patch_model(model)
+    run(model, WAN.inputs(dtype=BF16))
+    assert (report.plan is not None) == decided
+    with patched(model := WAN.model(BF16), guard=False) as report:
+        run(model, WAN.inputs(dtype=BF16))
+        assert report.plan is None

@@ -1,0 +1,82 @@
+"""`plan` writes what the guard decides on the hardest prompt, and `generate --plan` runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.video.conftest import undrawn
+from tests.video.micro import QUICK
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.patching.plan import Plan
+from turbo_rcm_patch.video.video import read_frames
+
+_TWO = ["--prompt", "a red circle", "--prompt", "a blue square"]
+
+
+def test_a_plan_is_made_once_and_run_by_every_process(
+    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(micro_folder), *QUICK, "--steps", "1"]
+    file = tmp_path / "plans" / "micro.json"
+    assert main(["plan", *model, *_TWO, "--linear", "int8", "--out", str(file)]) == 0
+    printed = capsys.readouterr().out
+    plan = Plan.load(file)
+    assert str(plan) in printed and printed.endswith(f"{file}\n")
+    assert plan.config.linear == "int8" and [*plan.networks] == ["transformer"]
+
+    made = {}
+    for name, prompts in (("both", _TWO), ("one", _TWO[2:])):
+        seed = ["--seed", "1"] if name == "one" else []
+        out = tmp_path / name
+        command = ["generate", *model, *prompts, *seed, "--plan", str(file), "--out", str(out)]
+        assert main(command) == 0
+        (video,) = out.glob("*blue*.mp4")
+        made[name] = read_frames(video)
+        assert json.loads(video.with_suffix(".json").read_text())["plan"] == str(plan)
+        assert "Linears in int8" in capsys.readouterr().out
+    assert all((a == b).all() for a, b in zip(*made.values(), strict=True))
+    # Another plan is another video.
+    held = json.loads(file.read_text())
+    held["networks"]["transformer"]["blocks"]["blocks.0"]["level"] = "original"
+    file.write_text(json.dumps(held))
+    assert main([*command, "--resume"]) == 2
+    assert "Choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--plan", "none.json"], "none.json"),
+        (["--plan", "PLAN", "--no-patch"], "--no-patch"),
+        (["--plan", "PLAN", "--linear", "int8"], "linear='int8'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_told(
+    options: list[str], says: str, micro_folder: Path, tmp_path: Path, capsys
+) -> None:
+    model = ["--model", str(micro_folder), *QUICK, "--steps", "1", "--prompt", "a red circle"]
+    file = tmp_path / "plan.json"
+    assert main(["plan", *model, "--out", str(file)]) == 0
+    options = [str(file) if option == "PLAN" else option for option in options]
+    assert main(["generate", *model, *options, "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["plan", *model, "--no-guard", "--out", str(tmp_path / "none.json")]) == 2
+    assert "no plan" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
+
+
+def test_a_comparison_judges_a_plan(micro_folder: Path, tmp_path: Path, capsys) -> None:
+    model = ["--model", str(micro_folder), *QUICK, "--steps", "1", "--prompt", "a red circle"]
+    file, out = tmp_path / "plan.json", tmp_path / "out"
+    assert main(["plan", *model, "--out", str(file)]) == 0
+    with undrawn():
+        assert main(["compare", *model, "--plan", str(file), "--out", str(out)]) != 2
+        held = json.loads((out / "metrics.json").read_text())
+        assert held["identity"]["plan"] == str(Plan.load(file))
+        compared = [each for each in held["patch"]["guard"] if "blocks" in each["path"]]
+        assert {each["when"] for each in compared} == {"last"}, "no first forward"
+        backend = ["--attention-backend", "native", "--out", str(tmp_path / "other")]
+        assert main(["compare", *model, "--plan", str(file), *backend]) == 2
+    assert "got:      plan" in capsys.readouterr().err

@@ -1,0 +1,345 @@
+"""Plans: how each block of a network runs, decided once and kept.
+
+Without a plan the guard decides by the first video that a process makes, so that the same seed may
+give other bits in a process that began with another video. A plan is those decisions as data:
+
+    report = patch_model(pipe)
+    pipe(...)                              # the guard decides
+    report.plan.save("wan.json")
+
+    patch_model(pipe, plan="wan.json")     # any process: nothing is measured, the same bits
+
+A plan fits one class, size and dtype of networks, and one set of options.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from turbo_rcm_patch.config import PatchConfig, chosen_config
+from turbo_rcm_patch.errors import PlanError
+from turbo_rcm_patch.extras import version_of
+from turbo_rcm_patch.files import read_json, write_json
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level
+from turbo_rcm_patch.patching.guard_log import grouped, merged_path, without_number
+from turbo_rcm_patch.patching.measure import Shares, predicted
+from turbo_rcm_patch.patching.plain import original_class
+from turbo_rcm_patch.patching.vae import PatchedCoder
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.record import PatchRecord
+
+#: Version of the file.
+_SCHEMA: Final = 1
+_REMEDY: Final = "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """How one block runs.
+
+    Attributes:
+        level: How exactly it runs.
+        shares: What it adds to the network's error, and what the author's block adds; zeros where
+            it was not measured.
+    """
+
+    level: Level
+    shares: Shares
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """How each block of one network runs.
+
+    Attributes:
+        network: The class.
+        dtype: dtype of its weights, for instance "bfloat16".
+        heads: Heads of an attention.
+        head_dim: Channels of a head.
+        tokens: Tokens of the forward that decided.
+        blocks: Name of a block in the network -> how it runs, in order.
+    """
+
+    network: str
+    dtype: str
+    heads: int
+    head_dim: int
+    tokens: int
+    blocks: Mapping[str, PlannedBlock]
+
+    @property
+    def error(self) -> float | None:
+        """The predicted error of the network, in units of the unpatched network's; None if it was
+        not measured."""
+        shares = [block.shares for block in self.blocks.values()]
+        return predicted(shares, getattr(torch, self.dtype)) if any(map(any, shares)) else None
+
+    def size(self) -> dict[str, Any]:
+        """Return what a network has to have that runs by it."""
+        names = ("network", "dtype", "heads", "head_dim")
+        return {name: getattr(self, name) for name in names} | {"blocks": [*self.blocks]}
+
+    def __str__(self) -> str:
+        error = (
+            "not measured" if self.error is None else f"{self.error:.3g} of the unpatched one's"
+        )
+        text = f"{self.network}, {self.dtype}: predicted error {error}, over {self.tokens} tokens"
+        for alike in grouped(self.blocks, lambda name: self.blocks[name].level):
+            level = self.blocks[alike[0]].level
+            names = ", ".join(map(merged_path, grouped(alike, without_number)))
+            text += f"\n  {names}: {LEVEL_DESCRIPTIONS.get(level, 'as asked')}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How each block of a model or a pipeline runs.
+
+    Attributes:
+        networks: Name of a network in its pipeline, "" for one alone -> its plan.
+        config: The options that it was made with.
+        made_with: Where and with which releases it was made, for a reader.
+    """
+
+    networks: Mapping[str, NetworkPlan]
+    config: PatchConfig
+    made_with: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            PlanError: It is missing, damaged, or of another release.
+        """
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise PlanError(f"plan {path}", expected="a file", got="none there", remedy=_REMEDY)
+        held = read_json(path, PlanError, _REMEDY)
+        try:
+            if held["plan"] != _SCHEMA:
+                raise ValueError(f"version {held['plan']}")
+            networks = {name: _network(**network) for name, network in held["networks"].items()}
+            made_with = {str(name): str(value) for name, value in held["made_with"].items()}
+            return cls(networks, PatchConfig(**held["config"]), made_with)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"plan {path}",
+                expected=f"what `report.plan.save` of this release wrote (version {_SCHEMA})",
+                got=f"{type(error).__name__}: {error}"[:200],
+                remedy=_REMEDY,
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON, and return the path.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        networks = {name: asdict(network) for name, network in self.networks.items()}
+        for network in networks.values():
+            for block in network["blocks"].values():
+                block["level"] = block["level"].name.lower()
+        held = {"plan": _SCHEMA, "networks": networks, "config": asdict(self.config)}
+        path = Path(path).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, held | {"made_with": dict(self.made_with)})
+        return path
+
+    def of_each(self, networks: Mapping[str, nn.Module]) -> dict[nn.Module, Plan]:
+        """Return a plan for each network of a pipeline alone."""
+        return {
+            network: Plan({"": self.networks[name]}, self.config, self.made_with)
+            for name, network in networks.items()
+        }
+
+    def check_config(self, config: PatchConfig) -> None:
+        """Raise a PlanError that names the options which are not the plan's."""
+        differ = [
+            f"{name}={value!r}"
+            for name, value in asdict(config).items()
+            if value != getattr(self.config, name)
+        ]
+        if differ:
+            raise PlanError(
+                "options beside a plan",
+                expected=f"those of the plan: {self.config!r}",
+                got=", ".join(differ),
+                remedy="Leave the options out, or make a plan with these",
+            )
+
+    def of(self, record: PatchRecord) -> NetworkPlan:
+        """Return the plan of a network.
+
+        Raises:
+            PlanError: There is none, or the network differs; each field is named.
+        """
+        size = _size_of(record)
+        path = record.path or str(size["network"])
+        named = self.networks.get(record.path)
+        alike = [plan for plan in self.networks.values() if plan.network == size["network"]]
+        if named is None and len(alike) == 1:
+            named = alike[0]
+        if named is None:
+            expected = f"one for {path}"
+            got = f"one for {', '.join(name or 'a network' for name in self.networks)}"
+            raise PlanError("plan", expected=expected, got=got, remedy=_REMEDY)
+        wrong = {name: value for name, value in named.size().items() if value != size[name]}
+        if wrong:
+            raise PlanError(
+                f"plan of {path}",
+                expected="; ".join(f"{name} {_short(value)}" for name, value in wrong.items()),
+                got="; ".join(f"{name} {_short(size[name])}" for name in wrong),
+                remedy=_REMEDY,
+            )
+        return named
+
+    def __str__(self) -> str:
+        made_with = ", ".join(f"{name} {value}" for name, value in self.made_with.items())
+        networks = [
+            f"{name}: {plan}" if name else str(plan) for name, plan in self.networks.items()
+        ]
+        return "\n".join([f"plan with {self.config!r}, made with {made_with}", *networks])
+
+
+def _short(value: object) -> str:
+    return f"({len(value)})" if isinstance(value, list) else str(value)
+
+
+def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
+    """Return the plan of a network in a file."""
+    kinds = {"network": str, "dtype": str, "heads": int, "head_dim": int, "tokens": int}
+    if any(type(sizes[name]) is not kind for name, kind in kinds.items()):
+        raise ValueError(f"sizes {sizes}")
+    if not isinstance(getattr(torch, sizes["dtype"], None), torch.dtype):
+        raise ValueError(f"dtype {sizes['dtype']}")
+    planned = {}
+    for name, block in blocks.items():
+        shares = Shares(*map(float, block["shares"]))
+        if not all(isfinite(share) and share >= 0 for share in shares):
+            raise ValueError(f"{name}: shares {shares}")
+        planned[name] = PlannedBlock(Level[block["level"].upper()], shares)
+    return NetworkPlan(blocks=planned, **sizes)
+
+
+def config_and_plan(
+    config: PatchConfig | None,
+    plan: Plan | str | Path | None,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[PatchConfig, Plan | None]:
+    """Return the options and the plan that a caller names. Without options they are the plan's.
+
+    Raises:
+        ConfigError: An option does not exist, or has an invalid value.
+        PlanError: The plan is damaged, or has other options.
+    """
+    if plan is None:
+        return chosen_config(config, options), None
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    config = chosen_config(plan.config if config is None else config, options)
+    plan.check_config(config)
+    return config, plan
+
+
+def is_planned(record: PatchRecord) -> bool:
+    """Return True if a plan covers a record; a VAE is not planned."""
+    return not any(isinstance(block, PatchedCoder) for block in record.blocks)
+
+
+def apply(plan: Plan, record: PatchRecord) -> None:
+    """Let the blocks of a record run by a plan, and its guard trust it.
+
+    Raises:
+        PlanError: The plan is of another network.
+    """
+    planned = [*plan.of(record).blocks.values()]
+    record.plan, record.planned = plan, tuple(each.level for each in planned)
+    for block, level in zip(record.blocks, record.planned, strict=True):
+        block.raise_level(level, "the plan")
+    if record.guard is not None:
+        record.guard.trust({index: each.shares for index, each in enumerate(planned)})
+
+
+def plan_note(record: PatchRecord) -> str:
+    """Say in the report which blocks no longer run as their plan says, or ""."""
+    pairs = zip(record.blocks, record.planned, strict=False)
+    raised = [block.path for block, level in pairs if block.level > level]
+    names = ", ".join(map(merged_path, grouped(raised, without_number)))
+    return names and f"the plan does not hold: the guard found more error in {names}"
+
+
+def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
+    """Return how the blocks of patched networks run now; None before all are decided."""
+    networks = {}
+    planned = [record for record in records if is_planned(record)]
+    for record in planned:
+        shares = {} if record.guard is None else record.guard.decided()[0]
+        blocks = {}
+        for index, block in enumerate(record.blocks):
+            # A block that ran as its author wrote it has no decision to wait for.
+            if index not in shares and not isinstance(block.last, str):
+                return None
+            blocks[_name(block.path, record)] = PlannedBlock(
+                block.level, shares.get(index, Shares(0.0, 0.0))
+            )
+        lengths = [block.last[0] for block in record.blocks if isinstance(block.last, tuple)]
+        networks[record.path] = NetworkPlan(
+            **_size_of(record) | {"blocks": blocks, "tokens": max(lengths, default=0)}
+        )
+    return Plan(networks, planned[0].config, _made_with(planned[0])) if planned else None
+
+
+def worst(plans: Sequence[Plan]) -> Plan:
+    """Return the plan that runs each block as exactly as any of several plans of one model do."""
+    first = plans[0]
+    networks = {}
+    for path, network in first.networks.items():
+        each = [plan.networks[path] for plan in plans]
+        blocks = {}
+        for name in network.blocks:
+            found = [plan.blocks[name] for plan in each]
+            level = max(block.level for block in found)
+            # Of those that measured it as it runs.
+            shares = [block.shares for block in found if block.level == level]
+            blocks[name] = PlannedBlock(level, max(shares, key=lambda share: share.fast))
+        tokens = max(plan.tokens for plan in each)
+        networks[path] = NetworkPlan(**network.size() | {"blocks": blocks, "tokens": tokens})
+    return Plan(networks, first.config, first.made_with)
+
+
+def _name(path: str, record: PatchRecord) -> str:
+    return path.removeprefix(record.path).removeprefix(".")
+
+
+def _size_of(record: PatchRecord) -> dict[str, Any]:
+    """Return what a plan has to share with a network."""
+    counts = Counter[torch.dtype]()
+    for weight in record.model.parameters():
+        counts[weight.dtype] += weight.numel()
+    first = record.blocks[0]
+    return {
+        "network": original_class(record.model).__name__,
+        "dtype": str(counts.most_common(1)[0][0]).removeprefix("torch."),
+        "heads": first._asked.heads,
+        "head_dim": first.head_dim,
+        "blocks": [_name(block.path, record) for block in record.blocks],
+    }
+
+
+def _made_with(record: PatchRecord) -> dict[str, str]:
+    from turbo_rcm_patch import __version__
+
+    device = next(record.model.parameters()).device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    releases = {"turbo_rcm_patch": __version__, "torch": torch.__version__}
+    return {"device": gpu} | releases | {"triton": version_of("triton") or "none"}
