@@ -301,7 +301,7 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     if dtype == torch.float32 or rows <= _ROWS_AT_ONCE or torch.compiler.is_compiling():
         return _multiplied_weight(weight, scales).to(dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    parts = (x.split(_ROWS_AT_ONCE) for x in (out, weight, scales))
+    parts = (torch.split(x, _ROWS_AT_ONCE) for x in (out, weight, scales))
     for out_part, weight_part, scales_part in zip(*parts, strict=True):
         out_part.copy_(_multiplied_weight(weight_part, scales_part))
     return out
