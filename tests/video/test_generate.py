@@ -200,7 +200,8 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
     learned = micro_cogvideox()
     learned.transformer.register_to_config(use_learned_positional_embeddings=True)
     refused: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-        (ConfigError, r"expected one prompt; got 2\. .*compare", pipe, {"prompt": ["a", "b"]}),
+        (ConfigError, r"one prompt; got \['a', 'b'\]\. .*compare", pipe, {"prompt": ["a", "b"]}),
+        (ConfigError, "expected one prompt; got None", pipe, {"prompt": None}),
         (SamplingError, "none of them empty", pipe, {"prompt": " "}),
         (SamplingError, "Give `image=FILE`", loaded("wan-clip"), {}),
         (SamplingError, "WanImageToVideoPipeline", pipe, {"image": picture()}),

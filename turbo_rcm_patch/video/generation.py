@@ -129,7 +129,7 @@ def generate(
     check_seed(seed)
     if not isinstance(prompt, str):
         remedy = "Call `generate` for each of them, or `compare`, which takes several"
-        raise ConfigError("prompt", expected="one prompt", got=str(len(prompt)), remedy=remedy)
+        raise ConfigError("prompt", expected="one prompt", got=repr(prompt)[:80], remedy=remedy)
     source = sources_of(prompt, image)[0]
     check_pipeline(pipe, source, settings)
     denoising, decoding = Meter(pipe._execution_device), Meter(pipe._execution_device)
