@@ -128,11 +128,11 @@ def find_known(model: object) -> list[KnownModule]:
             of the pipeline.
     """
     parts = parts_of(model)
-    found = {component: list(_walk(part, component)) for component, part in parts.items()}
-    unknown = [component for component, known in found.items() if not known]
+    known_parts = {component: list(_walk(part, component)) for component, part in parts.items()}
+    unknown = [component for component, known in known_parts.items() if not known]
     if unknown:
         names = [qualified_name(type(parts[component])) for component in unknown]
-        served = [component for component, known in found.items() if known]
+        served = [component for component, known in known_parts.items() if known]
         raise UnknownArchitectureError(
             ", ".join(filter(None, unknown)) or "model",
             expected="one of "
@@ -147,8 +147,8 @@ def find_known(model: object) -> list[KnownModule]:
             " register_backend()",
         )
     # A network may be held under two names.
-    every = [one for known in found.values() for one in known]
-    return list({id(one.module): one for one in reversed(every)}.values())[::-1]
+    every = [entry for known in known_parts.values() for entry in known]
+    return list({id(entry.module): entry for entry in reversed(every)}.values())[::-1]
 
 
 def _walk(module: nn.Module, path: str) -> Iterator[KnownModule]:

@@ -260,8 +260,8 @@ class Guard:
         lengths: tuple[int, int],
     ) -> None:
         x = block.streams(inputs)[0]
-        one = ops.resolved(block._asked, x.device, *lengths)
-        here.way = x.dtype, x.device.type, one.attention, one.pv
+        spec = ops.resolved(block._asked, x.device, *lengths)
+        here.way = x.dtype, x.device.type, spec.attention, spec.pv
         seen = self._seen.setdefault(here.way, _Compared(dict(self._trusted)))
         here.shares = dict(seen.shares)
         here.stopped = False
@@ -343,10 +343,12 @@ class Guard:
             self._refuse_non_finite(block, call.inputs)
             attempt.measure, attempt.failed = None, "the original block's result is not finite"
         # All ranks that share a sequence go the same way.
-        found = attempt.measure
-        off, skipped = self._agree(block, [found.error if found else 0.0], float(not found))
+        measured = attempt.measure
+        off, skipped = self._agree(
+            block, [measured.error if measured else 0.0], float(not measured)
+        )
         attempt.skipped = bool(skipped)
-        if attempt.skipped or found is None:
+        if attempt.skipped or measured is None:
             return attempt
         if off > BUDGET and block.copies is not None and not call.fresh:
             block.copies.forget()  # A weight may have changed and its int8 copy not.
@@ -354,7 +356,7 @@ class Guard:
             del attempt, fast
             return self._run_and_measure(call)
         if off > BUDGET:
-            attempt.reason = f"{off:.3g} off in {found.where}, budget {BUDGET:g}"
+            attempt.reason = f"{off:.3g} off in {measured.where}, budget {BUDGET:g}"
         elif call.first and self._target is not None:
             limit = _TARGET_SHARE * self._target
             attempt.share, prediction = self._share(call, fast, notes)
@@ -415,7 +417,7 @@ class Guard:
 
     def _skip(self, block: PatchedBlock, here: _Forward, why: str) -> None:
         """Record once that a block was not compared."""
-        if any(one.path == block.path and one.where == why for one in self.log.skipped):
+        if any(record.path == block.path and record.where == why for record in self.log.skipped):
             return
         when = _when(block.index not in here.shares, here)
         nan = float("nan")
@@ -441,7 +443,7 @@ class Guard:
         self.log.add(GuardRecord(path, step, when, error, BUDGET, verdict, where))
         if verdict != "kept":
             # A target may raise every block: the first one warns, the report has them all.
-            known = error <= BUDGET and sum(one.verdict == verdict for one in self.log) > 1
+            known = error <= BUDGET and sum(record.verdict == verdict for record in self.log) > 1
             level = logging.INFO if known else logging.WARNING
             _log.log(level, "%s: %s from now on: %s", path, verdict, where)
 
@@ -469,7 +471,7 @@ def _run_original_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
 
     Only the self-attention reads other rows, so it alone runs over the whole sequence.
     """
-    found: list[tuple[Tensor, ...]] = []
+    stages: list[tuple[Tensor, ...]] = []
     streams = block.streams(inputs)
     members: dict[str, Any] = {}
     keep: Callable[[Any], tuple[Tensor, ...]] = sample
@@ -480,14 +482,14 @@ def _run_original_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:
 
     def noting(module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(keep(block.streams(args)))
+            stages.append(keep(block.streams(args)))
             return module(*args, **kwargs)
 
         return call
 
     members |= {name: noting(getattr(block.block, name)) for name in block.stages}
     out = keep(block.streams(_run_original(block, inputs, members)))
-    return [*found, out]
+    return [*stages, out]
 
 
 def _run_original(block: PatchedBlock, inputs: tuple[Any, ...], members: dict[str, Any]) -> Any:
@@ -525,10 +527,10 @@ def _attention_of_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Callable
     def call(*_: Any, **__: Any) -> Any:
         queries = _SomeQueries([x.shape[1] for x in block.streams(inputs)])
         with queries if block.plain_attention() else nullcontext():
-            made = attention(*args, **kwargs)
+            out = attention(*args, **kwargs)
         if queries.some:
-            return made
-        return sample(made) if isinstance(made, tuple) else sample((made,))[0]
+            return out
+        return sample(out) if isinstance(out, tuple) else sample((out,))[0]
 
     return call
 
@@ -554,13 +556,13 @@ class _SomeQueries(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            given = dict(zip(_SDPA, args, strict=False)) | kwargs
-            query = given["query"].transpose(1, -2)
-            masked = given.get("attn_mask") is not None or given.get("is_causal")
+            arguments = dict(zip(_SDPA, args, strict=False)) | kwargs
+            query = arguments["query"].transpose(1, -2)
+            masked = arguments.get("attn_mask") is not None or arguments.get("is_causal")
             if query.dim() == 4 and query.shape[1] == self._all and not masked:
                 before, after = query.split([self._before, self._all - self._before], 1)
-                given["query"] = torch.cat([before, *sample((after,))], 1).transpose(1, -2)
-                args, kwargs, self.some = (), given, True
+                arguments["query"] = torch.cat([before, *sample((after,))], 1).transpose(1, -2)
+                args, kwargs, self.some = (), arguments, True
         return func(*args, **kwargs)
 
 

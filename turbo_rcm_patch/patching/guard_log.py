@@ -61,7 +61,7 @@ class GuardLog(list[GuardRecord]):
         """Append one comparison, and drop the oldest within the budget if there are too many."""
         self.append(record)
         if len(self) - len(self.decisions) - len(self.skipped) > _MOST_KEPT:
-            del self[next(i for i, one in enumerate(self) if one.verdict == "kept")]
+            del self[next(i for i, record in enumerate(self) if record.verdict == "kept")]
 
     def attach(self, guard: Any) -> None:
         """Connect `check_next` and `prediction` to a guard."""
@@ -75,12 +75,12 @@ class GuardLog(list[GuardRecord]):
     @property
     def decisions(self) -> list[GuardRecord]:
         """The comparisons that made a block run more exactly."""
-        return [one for one in self if one.verdict not in ("kept", "not compared")]
+        return [record for record in self if record.verdict not in ("kept", "not compared")]
 
     @property
     def skipped(self) -> list[GuardRecord]:
         """The blocks that could not be compared, and why."""
-        return [one for one in self if one.verdict == "not compared"]
+        return [record for record in self if record.verdict == "not compared"]
 
     @property
     def prediction(self) -> float | None:
@@ -88,23 +88,26 @@ class GuardLog(list[GuardRecord]):
 
         None if `fidelity` is None, or before all blocks were compared.
         """
-        found = [guard.prediction for guard in self._guards]
-        return max((one for one in found if one is not None), default=None)
+        predictions = [guard.prediction for guard in self._guards]
+        return max(
+            (prediction for prediction in predictions if prediction is not None), default=None
+        )
 
     def __str__(self) -> str:
         if not self:
             return "guard: no block has been compared yet"
         decisions, skipped, prediction = self.decisions, self.skipped, self.prediction
-        largest = max((one.error for one in self if one.verdict == "kept"), default=0.0)
+        largest = max((record.error for record in self if record.verdict == "kept"), default=0.0)
         text = f"guard: {len(self) - len(skipped)} comparisons, largest error kept {largest:.3g}"
         text += f", {len(decisions)} decisions" if decisions else ", all kept"
         if prediction is not None:
             text += f"; predicted error of the network {prediction:.2f} of the unpatched one's"
-        latest = {one.path: one for one in decisions}.values()
+        latest = {record.path: record for record in decisions}.values()
         for records in grouped(
-            [*latest, *skipped], lambda one: (one.verdict, isnan(one.error) and one.where)
+            [*latest, *skipped],
+            lambda record: (record.verdict, isnan(record.error) and record.where),
         ):
-            paths = grouped([one.path for one in records], without_number)
+            paths = grouped([record.path for record in records], without_number)
             text += f"\n  {records[0].verdict}: {', '.join(map(merged_path, paths))}"
             text += f" ({records[0].where})"
         return text
@@ -130,7 +133,7 @@ def merged_path(paths: list[str]) -> str:
     before, _, after = _NUMBER.split(paths[0], maxsplit=1)
     numbers = sorted({int(_NUMBER.split(path, maxsplit=1)[1]) for path in paths})
     runs = []
-    for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         first, *rest = [number for _, number in run]
         runs.append(f"{first}-{rest[-1]}" if rest else str(first))
     return before + ",".join(runs) + after

@@ -115,12 +115,12 @@ class Int8Forward(Replacement):
             return F.gelu(out, approximate="tanh") if activation else out
         flat = not is_rows and input.dim() != 3
         weight, scale = self._weight()
-        made = int8_linear.linear_int8(
+        out = int8_linear.linear_int8(
             input.reshape(1, -1, input.shape[-1]) if flat else input,
             weight=weight, scale=scale, bias=linear._parameters["bias"], activation=activation,
             impl=self.impl, out_dtype=_dtype(linear) if is_rows else input.dtype,
         )  # fmt: skip
-        return made.reshape(*input.shape[:-1], -1) if flat else made
+        return out.reshape(*input.shape[:-1], -1) if flat else out
 
     def serves(self, x: Tensor) -> bool:
         """Return True if the Linear runs in int8 on this input, which takes plain inference on its
@@ -166,12 +166,12 @@ class Int8Forward(Replacement):
             return self._made
         self._moves = self._moves + 1 if self._of is not None else 0
         with torch.inference_mode(False), torch.no_grad():
-            made = quantize_weight(weight.detach(), impl=self.impl)
+            quantized = quantize_weight(weight.detach(), impl=self.impl)
         if self._moves < _MOVES:
-            self._made, self._of = made, of
+            self._made, self._of = quantized, of
         else:
             self._made = None
-        return made
+        return quantized
 
     def forget(self) -> None:
         """Drop the int8 copy."""

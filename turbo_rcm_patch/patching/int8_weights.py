@@ -74,9 +74,9 @@ class Int8Linear(nn.Linear):
     def in_place_of(cls, linear: nn.Linear, int8: Tensor, scale: Tensor) -> Int8Linear:
         """Make one with a Linear's bias, dtype and mode."""
         bias: Any = linear._parameters.get("bias")
-        made = cls(int8, scale, bias, linear.weight.dtype)
-        made.training = linear.training
-        return made
+        result = cls(int8, scale, bias, linear.weight.dtype)
+        result.training = linear.training
+        return result
 
     @property
     def int8(self) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def _refuse_offloaded(models: list[nn.Module]) -> None:
         for name, module in modules.items():
             hook: Any = vars(module).get("_hf_hook")
             each = (hook, *getattr(hook, "hooks", ()))
-            kinds = [type(one).__name__ for one in each if getattr(one, "offload", False)]
+            kinds = [type(hook).__name__ for hook in each if getattr(hook, "offload", False)]
             registry: Any = vars(module).get("_diffusers_hook")
             kinds += [kind for kind in getattr(registry, "hooks", {}) if "offload" in kind]
             if kinds:
@@ -188,9 +188,9 @@ def drop_originals(
     try:
         while linears:
             linear = linears.pop()
-            made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
+            replacement = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
             for children, name in places[id(linear)]:
-                children[name] = made
+                children[name] = replacement
             for name in ("forward", "_diffusers_hook"):  # Hooks leave cycles that keep the weight.
                 vars(linear).pop(name, None)
             del linear

@@ -140,11 +140,11 @@ def sample(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     A few rows are kept of a long sequence, so that the guard needs little memory.
     """
-    found = []
+    sampled = []
     for x in streams:
         every, last = _rows_of(x.shape[1])
-        found.append(x if every == 1 else torch.cat([x[:, ::every], x[:, -last:]], 1))
-    return tuple(found)
+        sampled.append(x if every == 1 else torch.cat([x[:, ::every], x[:, -last:]], 1))
+    return tuple(sampled)
 
 
 def _rows_of(length: int) -> tuple[int, int]:
@@ -166,14 +166,14 @@ def measure(fast: Stages, original: Stages, lengths: Sequence[int], dtype: torch
     streams = zip(zip(*fast, strict=True), zip(*original, strict=True), lengths, strict=True)
     errors = [_compare(xs, ys, n, floor) for xs, ys, n in streams]
     table = torch.nan_to_num(torch.stack(errors, 1), nan=inf)  # [stage, stream, kind, B]
-    found = table.flatten().tolist()  # The only wait for the device.
-    worst = max(range(len(found)), key=found.__getitem__)
+    values = table.flatten().tolist()  # The only wait for the device.
+    worst = max(range(len(values)), key=values.__getitem__)
     place, sample = divmod(worst, table.shape[3])
     stage, stream, kind = place // (3 * len(errors)), place // 3 % len(errors), place % 3
     where = f"branch {stage + 1}" + (f", stream {stream + 1}" if len(errors) > 1 else "")
     where += ("", ", its worst rows", ", its last rows")[kind]
     where += f", sample {sample}" if table.shape[3] > 1 else ""
-    return Measure(found[worst], where)
+    return Measure(values[worst], where)
 
 
 def _compare(fast: _Stream, original: _Stream, length: int, floor: float) -> Tensor:
@@ -190,18 +190,18 @@ def _compare(fast: _Stream, original: _Stream, length: int, floor: float) -> Ten
     """
     every, last = _rows_of(length)
     off, adds, size = _squares(fast, original).unbind(1)
-    left = (off - floor * size).clamp_min(0)
-    last_left, last_adds = left[..., -last:], adds[..., -last:]
+    excess = (off - floor * size).clamp_min(0)
+    last_left, last_adds = excess[..., -last:], adds[..., -last:]
     if every > 1:
-        left, adds = left[..., :-last], adds[..., :-last]
+        excess, adds = excess[..., :-last], adds[..., :-last]
     typical = adds.median(-1).values
     # The error of the worst hundredth is relative to what these rows add or to the typical row,
     # whichever is larger.
-    worst, where = torch.nan_to_num(left, nan=inf).topk(max(1, left.shape[-1] // 100), dim=-1)
-    own = torch.maximum(typical, adds.gather(-1, where).mean(-1))
+    worst, where = torch.nan_to_num(excess, nan=inf).topk(max(1, excess.shape[-1] // 100), dim=-1)
+    row_size = torch.maximum(typical, adds.gather(-1, where).mean(-1))
     least = torch.maximum(typical * last, last_adds.sum(-1))
-    offs = torch.stack([left.sum(-1), worst.mean(-1), last_left.sum(-1)], 1)
-    sizes = torch.stack([adds.sum(-1), ROW_ROOM**2 * own, LAST_ROOM**2 * least], 1)
+    offs = torch.stack([excess.sum(-1), worst.mean(-1), last_left.sum(-1)], 1)
+    sizes = torch.stack([adds.sum(-1), ROW_ROOM**2 * row_size, LAST_ROOM**2 * least], 1)
     return torch.where(offs == 0, offs, offs / sizes).sqrt()
 
 
@@ -220,7 +220,7 @@ def _squares(fast: _Stream, original: _Stream) -> Tensor:
         # numbers is exact, and the first x0 - y0 is 0.
         now = x - after
         off = now if off_before is None else now - off_before
-        norms += [vector_norm(one, dim=-1) for one in (off, after - before, after)]
+        norms += [vector_norm(vectors, dim=-1) for vectors in (off, after - before, after)]
         before, off_before = y, now
     return torch.stack(norms).square().view(-1, 3, *norms[0].shape)
 
@@ -275,7 +275,7 @@ def shares(
     added = [(after - before).square() for before, after in pairwise(streams)]
     inside = square * _INSIDE * sum(added)
     int8_attention, exact_attention = of_attention or (0.0, 0.0)
-    rounded = square * sum([one.square() for one in streams[1:]])
+    rounded = square * sum([stream.square() for stream in streams[1:]])
     once = 0.0 if dtype == torch.float32 else square * x.square() + inside
     random = torch.Generator(x.device).manual_seed(0)
     drawn = torch.randn(x.shape, generator=random, device=x.device, dtype=x.dtype)
@@ -295,11 +295,11 @@ def shares(
     return Shares(of_original / max(size, 1e-30), of_fast / max(size, 1e-30))
 
 
-def predicted(found: Iterable[Shares], dtype: torch.dtype) -> float:
+def predicted(blocks: Iterable[Shares], dtype: torch.dtype) -> float:
     """Return the patched network's error divided by the unpatched one's, if every error reaches
     the output with the same factor."""
     outside = _OUTSIDE * (_ROUNDING * _eps(dtype)) ** 2
-    originals, fasts = zip(*found, strict=True)
+    originals, fasts = zip(*blocks, strict=True)
     return float(((outside + sum(fasts)) / (outside + sum(originals))) ** 0.5)
 
 
@@ -387,11 +387,11 @@ def _heads(
         scale = torch.rsqrt(square / len(weight) + eps)
 
     def of(some: slice) -> Tensor:
-        part, own = x[..., some], weight
+        part, part_weight = x[..., some], weight
         if weight is not None and scale is not None:
-            part, own = part * scale * weight[some].float(), None
+            part, part_weight = part * scale * weight[some].float(), None
         return norm_rope(
-            part, part.shape[2] // dim, weight=own, bias=bias, cos=cos, sin=sin, eps=eps
+            part, part.shape[2] // dim, weight=part_weight, bias=bias, cos=cos, sin=sin, eps=eps
         )
 
     return of

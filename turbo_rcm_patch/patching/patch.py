@@ -120,14 +120,14 @@ def _patch(
     with _LOCK:
         known = find_known(model)
         if not config.vae and not isinstance(model, nn.Module):
-            known = [one for one in known if one.path != VAE]
-        patched_before = [one for one in known if _stays_patched(model, one, config)]
-        known = [one for one in known if one not in patched_before]
-        for one in known:
-            _refuse_patched(one, known, "patch_model")
-            _check_device(config, execution_device(one.module))
-            refuse_lost_proj_l(one.module, one.path)
-            check_parallel(one.module)
+            known = [part for part in known if part.path != VAE]
+        patched_before = [part for part in known if _stays_patched(model, part, config)]
+        known = [part for part in known if part not in patched_before]
+        for part in known:
+            _refuse_patched(part, known, "patch_model")
+            _check_device(config, execution_device(part.module))
+            refuse_lost_proj_l(part.module, part.path)
+            check_parallel(part.module)
         records += _records_for(model, known, config, plan)
         _refuse_shared(records)
         if config.linear == "int8-only":
@@ -250,8 +250,8 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
             replaced, and the model runs.
     """
     known = find_known(model)
-    for one in known:
-        _refuse_patched(one, [], "keep_int8_only")
+    for part in known:
+        _refuse_patched(part, [], "keep_int8_only")
     records = _records_for(model, known, PatchConfig(linear="int8-only", guard=False))
     return _drop_originals(records, device)
 
@@ -284,9 +284,9 @@ def find_pairs(model: object) -> PairTable:
         PatchError: The model cannot be patched; the message says why and what to do.
     """
     pairs: list[SkipPair] = []
-    for one in find_known(model):
-        record = record_of(one.module)
-        pairs += (record or _record(model, one, PatchConfig(guard=False), GuardLog())).pairs()
+    for part in find_known(model):
+        record = record_of(part.module)
+        pairs += (record or _record(model, part, PatchConfig(guard=False), GuardLog())).pairs()
     return PairTable(pairs)
 
 
@@ -298,7 +298,7 @@ def _records_for(
 ) -> list[PatchRecord]:
     """Return a record for each module, ready to be installed; the model does not change yet."""
     log = GuardLog()
-    records = [_record(model, one, config, log) for one in known]
+    records = [_record(model, part, config, log) for part in known]
     for record in records:
         if plan is not None and is_planned(record):
             apply(plan, record)
@@ -317,14 +317,14 @@ def _records_for(
     return records
 
 
-def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog) -> PatchRecord:
+def _record(model: object, part: KnownModule, config: PatchConfig, log: GuardLog) -> PatchRecord:
     """Return the record of one module, ready to be installed."""
-    module = one.module
+    module = part.module
     judge_classes(module)
-    found = one.family.blocks_of(module, one.path, config)
-    blocks = [block for block in found if isinstance(block, PatchedBlock)]
-    others = [pair for pair in found if isinstance(pair, SkipPair)]
-    record = PatchRecord(module, one.path, config, blocks, others)
+    served = part.family.blocks_of(module, part.path, config)
+    blocks = [block for block in served if isinstance(block, PatchedBlock)]
+    others = [pair for pair in served if isinstance(pair, SkipPair)]
+    record = PatchRecord(module, part.path, config, blocks, others)
     if config.guard:
         pipe = None if isinstance(model, nn.Module) else model
         record.guard = Guard(config, log, len(blocks), pipe, all_reduce_max)
@@ -337,8 +337,8 @@ def _record(model: object, one: KnownModule, config: PatchConfig, log: GuardLog)
         if not record.replace(*block.place(), block.__call__):
             block.left = "the block's forward was replaced by other code"
             continue
-        for part, forward in block.other_forwards():
-            record.replace(part, "forward", forward.__call__)
+        for inner, forward in block.other_forwards():
+            record.replace(inner, "forward", forward.__call__)
         if config.linear != "as-is":
             _add_int8(record, block, int8)
     copies = Int8Copies(list(int8.values()))
@@ -362,12 +362,12 @@ def _add_int8(record: PatchRecord, block: PatchedBlock, forwards: dict[int, Int8
         block.int8.append(forwards[id(base)])
 
 
-def _refuse_patched(one: KnownModule, known: list[KnownModule], caller: str) -> None:
+def _refuse_patched(part: KnownModule, known: list[KnownModule], caller: str) -> None:
     """Raise if a module is patched; name the other parts of its pipeline, which are not."""
-    if holds_patch(one.module):
+    if holds_patch(part.module):
         rest = [f"pipe.{other.path}" for other in known if not holds_patch(other.module)]
         raise AlreadyPatchedError(
-            f"{caller}: {one.path or 'model'}",
+            f"{caller}: {part.path or 'model'}",
             expected="a model that is not patched",
             got="a patched model",
             remedy="Call unpatch_model first to patch it with another configuration"
@@ -386,14 +386,14 @@ def _refuse_shared(records: list[PatchRecord]) -> None:
         )
 
 
-def _stays_patched(model: object, one: KnownModule, config: PatchConfig) -> bool:
+def _stays_patched(model: object, part: KnownModule, config: PatchConfig) -> bool:
     """Return True for the VAE of a pipeline that is patched already, with the same options.
 
     Raises:
         AlreadyPatchedError: Its options are others.
     """
-    record = record_of(one.module)
-    if isinstance(model, nn.Module) or one.path != VAE or record is None:
+    record = record_of(part.module)
+    if isinstance(model, nn.Module) or part.path != VAE or record is None:
         return False
     options = "conv", "guard", "impl"
     before, asked = ([getattr(c, name) for name in options] for c in (record.config, config))
@@ -427,16 +427,16 @@ def _check_device(config: PatchConfig, device: Any) -> None:
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
     """Replace the Linears that run in int8 by Linears without originals, and count them."""
     blocks = [block for record in records for block in record.blocks]
-    found = {id(forward.linear): forward.linear for block in blocks for forward in block.int8}
-    linears = [linear for linear in found.values() if type(linear) is nn.Linear]
+    in_int8 = {id(forward.linear): forward.linear for block in blocks for forward in block.int8}
+    linears = [linear for linear in in_int8.values() if type(linear) is nn.Linear]
     # A VAE has no Linears that run in int8, and may be offloaded.
-    models = [one.model for one in records if any(block.int8 for block in one.blocks)]
+    models = [record.model for record in records if any(block.int8 for block in record.blocks)]
     for record in records:  # The records hold the originals.
         record.entries.clear()
     for block in blocks:
         block.int8.clear()
         block.copies = None
-    found.clear()
+    in_int8.clear()
     return drop_originals(models, linears, records[0].config.impl, device)
 
 
@@ -507,7 +507,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         notes = [*remarks, *(note for block in blocks() for note in block.notes())]
         notes += [note for record in present() if (note := plan_note(record))]
         parallel = [vars(model)[PARALLEL] for model in models() if PARALLEL in vars(model)]
-        notes += [note for one in parallel for note in one.describe()]
+        notes += [note for network in parallel for note in network.describe()]
         notes = list(dict.fromkeys(notes))
         if not models():
             return Live(PairTable(pairs), ran, "gone", "", "", "", notes)
@@ -555,10 +555,10 @@ def sla_as_defined(model: object, topk: float) -> Generator[int, None, None]:
     """
     config = PatchConfig(attention="exact", guard=False, sla_topk=topk)
     entries = []
-    for one in find_known(model):
-        if not any(attached_proj_l(module) is not None for module in one.module.modules()):
+    for part in find_known(model):
+        if not any(attached_proj_l(module) is not None for module in part.module.modules()):
             continue
-        record = _record(model, one, config, GuardLog())
+        record = _record(model, part, config, GuardLog())
         entries += [e for e in record.entries if attached_proj_l(e.module) is not None]
     try:
         for entry in entries:

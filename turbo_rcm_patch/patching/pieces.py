@@ -115,8 +115,8 @@ def skip_norm(
 
 def skip(x: Tensor, branch: Tensor, gate: Tensor | None, dtype: torch.dtype, impl: str) -> Tensor:
     """Compute x + gate * branch in fp32, rounded once to `dtype`; a gate of None is 1."""
-    made: Tensor = residual.skip_norm(x, branch, gate=gate, dtype=dtype, impl=impl)[0]
-    return made
+    out: Tensor = residual.skip_norm(x, branch, gate=gate, dtype=dtype, impl=impl)[0]
+    return out
 
 
 def _read_norm(
@@ -142,10 +142,10 @@ def _read_norm(
 def _called_norm(
     module: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    made: Tensor = module(x.float())
+    y: Tensor = module(x.float())
     if scale is not None and shift is not None:
-        made = made.float() * (1 + scale) + shift
-    return made.to(dtype)
+        y = y.float() * (1 + scale) + shift
+    return y.to(dtype)
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ def called(module: Any, x: Tensor) -> Tensor:
     """Call a norm of q or k, or return x if there is none."""
     if module is None:
         return x
-    made: Tensor = module(x)
-    return made.to(x.dtype)
+    out: Tensor = module(x)
+    return out.to(x.dtype)
 
 
 def _rms_weight(module: Any, x: Tensor) -> Tensor | None:
@@ -228,8 +228,8 @@ def feed_forward(layers: Any, h: Any) -> Tensor:
             x = F.gelu(linear(h), approximate="tanh")
     for module in rest:
         x = module(x)
-    made: Tensor = x
-    return made
+    out: Tensor = x
+    return out
 
 
 def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
@@ -281,6 +281,6 @@ class KeptTables:
         about, kept = ([x._version for x in sources], facts), self._kept
         if kept is not None and kept[1] == about and all(map(is_, kept[0], sources)):
             return kept[2]
-        made = make()
-        self._kept = list(sources), about, made
-        return made
+        value = make()
+        self._kept = list(sources), about, value
+        return value

@@ -307,10 +307,10 @@ def worst(plans: Sequence[Plan]) -> Plan:
         each = [plan.networks[path] for plan in plans]
         blocks = {}
         for name in network.blocks:
-            found = [plan.blocks[name] for plan in each]
-            level = max(block.level for block in found)
+            planned = [plan.blocks[name] for plan in each]
+            level = max(block.level for block in planned)
             # Of those that measured it as it runs.
-            shares = [block.shares for block in found if block.level == level]
+            shares = [block.shares for block in planned if block.level == level]
             blocks[name] = PlannedBlock(level, max(shares, key=lambda share: share.fast))
         tokens = max(plan.tokens for plan in each)
         networks[path] = NetworkPlan(**network.size() | {"blocks": blocks, "tokens": tokens})

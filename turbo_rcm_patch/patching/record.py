@@ -111,8 +111,8 @@ class Entry:
             if self.absent and slot == (self.module, self.name):
                 delattr(*slot)
             else:  # A later hook may have saved the replacement in the author's place.
-                own = MethodType(getattr(type(self.module), self.name), self.module)
-                setattr(*slot, own)
+                original = MethodType(getattr(type(self.module), self.name), self.module)
+                setattr(*slot, original)
 
 
 def refuse_replicas() -> NoReturn:
@@ -166,7 +166,7 @@ class PatchRecord:
         return [pair for block in self.blocks for pair in self._pairs(block)] + self.others
 
     def _pairs(self, block: PatchedBlock) -> list[SkipPair]:
-        entry = next((one for one in self.entries if one.module is block.block), None)
+        entry = next((entry for entry in self.entries if entry.module is block.block), None)
         if entry is None or entry.located() or record_of(self.model) is not self:
             return block.pairs()
         reason = "other code replaced the block's forward after patching"

@@ -40,7 +40,7 @@ class PairTable(tuple[SkipPair, ...]):
         for alike in grouped(
             self, lambda pair: replace(pair, path=without_number(pair.path), reason="")
         ):
-            pair, path = alike[0], merged_path([one.path for one in alike])
+            pair, path = alike[0], merged_path([other.path for other in alike])
             row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
             row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
             row.append("fp32" if pair.fused or pair.cast == "fp32" else "model dtype")
@@ -177,8 +177,8 @@ class PatchReport:
             "notes": live.notes,
             "prediction": self.guard.prediction,
             "guard": [
-                asdict(one) | {"error": one.error if isfinite(one.error) else None}
-                for one in self.guard
+                asdict(record) | {"error": record.error if isfinite(record.error) else None}
+                for record in self.guard
             ],
         }
 

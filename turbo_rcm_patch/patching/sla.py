@@ -36,10 +36,10 @@ def attach_proj_l(attention: nn.Module, weight: Tensor, bias: Tensor) -> None:
         bias: [D], any float dtype.
     """
     detach_proj_l(attention)
-    own = next(attention.parameters(), weight)
-    device = weight.device if own.is_meta else own.device
-    for name, given in zip(PROJ_L, (weight, bias), strict=True):
-        values = given.detach().to(device, torch.float32).clone()
+    parameter = next(attention.parameters(), weight)
+    device = weight.device if parameter.is_meta else parameter.device
+    for name, value in zip(PROJ_L, (weight, bias), strict=True):
+        values = value.detach().to(device, torch.float32).clone()
         attention.register_buffer(name, values.view(torch.int32), persistent=False)
 
 

@@ -206,7 +206,7 @@ def _set_up(group: Any, nbytes: int, device: torch.device) -> _Memory | None:
         return None
     steps: tuple[Callable[[Any], Any], ...] = (
         lambda _: _allocate(nbytes, device),
-        lambda own: _Memory(group.rank(), *_map(own, group)),
+        lambda buffer: _Memory(group.rank(), *_map(buffer, group)),
         _tried,
     )
     error, result = "", None
@@ -253,7 +253,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
     return memory
 
 
-def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
+def _map(buffer: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
     """Return the memory of all ranks, and a barrier among them on the current stream.
 
     It ends with an error of the GPU after the group's timeout; by default it would wait for ever.
@@ -263,25 +263,27 @@ def _map(own: Any, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
-        handle = rendezvous(own, group)
+        handle = rendezvous(buffer, group)
     finally:
         del os.environ[_NO_MULTICAST]
         if before is not None:
             os.environ[_NO_MULTICAST] = before
     flat = [
-        own if rank == group.rank() else handle.get_buffer(rank, (own.numel(),), own.dtype)
+        buffer
+        if rank == group.rank()
+        else handle.get_buffer(rank, (buffer.numel(),), buffer.dtype)
         for rank in range(group.size())
     ]
-    timeout = group._get_backend(own.device).options._timeout
+    timeout = group._get_backend(buffer.device).options._timeout
     return flat, partial(handle.barrier, timeout_ms=math.ceil(timeout.total_seconds() * 1000))
 
 
 def _tried(memory: _Memory) -> _Memory:
     """Return a memory if the bytes that every rank writes to it arrive."""
-    ranks, own = len(memory.flat), memory.flat[memory.rank]
+    ranks, received = len(memory.flat), memory.flat[memory.rank]
     for flat in memory.flat:
         flat[memory.rank] = memory.rank
     memory.barrier()
-    if own[:ranks].tolist() != [*range(ranks)]:
+    if received[:ranks].tolist() != [*range(ranks)]:
         raise RuntimeError("a byte that a rank wrote did not arrive")
     return memory

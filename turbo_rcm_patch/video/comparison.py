@@ -170,8 +170,8 @@ def compare(
         store = Store(out, identity, fresh=fresh)
         for video in videos:
             video.clip = Clip.finished(store, video.key, video.source.digest)
-        given = (pipe, config, attention_backend, plan, progress or (lambda *_: None))
-        comparison = _Comparison(store, videos, make_clip, steps, *given)
+        context = (pipe, config, attention_backend, plan, progress or (lambda *_: None))
+        comparison = _Comparison(store, videos, make_clip, steps, *context)
         calls = CapturedCalls(networks_of(pipe).values()) if network_number else None
         comparison.make("baseline", _unpatched(pipe, config), calls or nullcontext())
         judged_model = judged(pipe, config, attention_backend, plan)
@@ -239,14 +239,14 @@ def _generate_clip(
     """Make a video with `generate`."""
     began, source = time.perf_counter(), video.source
     note = {"seconds": 0.0, "decode_seconds": 0.0, "peak_bytes": None}
-    given: dict[str, Any] = {"image": source.image, "seed": video.seed, "settings": settings}
+    options: dict[str, Any] = {"image": source.image, "seed": video.seed, "settings": settings}
     try:
-        made = generate(pipe, source.prompt, on_step=on_step, **given)
+        result = generate(pipe, source.prompt, on_step=on_step, **options)
     except SamplingError as error:
         if "NaN or infinity" not in error.what:
             raise
         return _NO_FRAMES, note | {"seconds": time.perf_counter() - began}
-    return made.frames, {name: getattr(made, name) for name in note}
+    return result.frames, {name: getattr(result, name) for name in note}
 
 
 def _call_clip(
@@ -317,7 +317,7 @@ class _Comparison:
             for video in missing:
                 show_step = partial(self._show_step, run, done)
                 with watched_forwards(self.pipe, watched) as forwards:
-                    frames, made = self.make_clip(video, show_step)
+                    frames, clip_note = self.make_clip(video, show_step)
                 done += self.steps
                 if run == "baseline" and not frames.isfinite().all():
                     raise SamplingError(
@@ -332,8 +332,8 @@ class _Comparison:
                     note |= {"table": str(watched), "report": watched.as_dict()}
                 if first_call is not None:
                     self.store.write_json(f"runs/{run}.json", note)
-                made["forms"] = with_skipped(forwards)
-                self.store.save_clip(video.key, run, frames, made)
+                clip_note["forms"] = with_skipped(forwards)
+                self.store.save_clip(video.key, run, frames, clip_note)
         self.progress(run, total, total)
 
     def missing(self) -> list[_Video]:
@@ -354,12 +354,12 @@ class _Comparison:
                 return
             count, seconds = 3 * len(self.videos), times[-1] - times[-2]
             device = self.pipe._execution_device
-            left = timedelta(seconds=round(seconds * count * self.steps))
+            remaining = timedelta(seconds=round(seconds * count * self.steps))
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             memory = f" and {peak / 2**30:.2f} GiB" if peak else ""
             self.progress(
                 f"A step took {seconds:.2g} s{memory}. {count} videos of {self.steps} steps take "
-                f"{left} at this pace, and decoding is added to that. {self.store.out} gets "
+                f"{remaining} at this pace, and decoding is added to that. {self.store.out} gets "
                 "report.html, metrics.json and a folder of videos for each prompt.",
                 0,
                 0,

@@ -61,8 +61,8 @@ def watched_forwards(
             def after(network: Any, *_: object) -> None:
                 # A VAE has no form that was asked for.
                 ran = watched.forms().items()
-                own = {block: form for block, form in ran if not block.startswith(f"{VAE}.")}
-                forwards.append((network, own))
+                blocks = {block: form for block, form in ran if not block.startswith(f"{VAE}.")}
+                forwards.append((network, blocks))
 
             for network in networks_of(model).values():
                 forget = network.register_forward_pre_hook(lambda *_: watched.forget())
@@ -120,13 +120,13 @@ def check_judged(
         ConfigError: As `judged`, or options of the patch are given beside an attention backend.
         PatchError: The model cannot be patched.
     """
-    given = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
-    given += ["plan"] * (plan is not None)
-    if attention_backend is not None and set(given) - {"sla_topk"}:
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    changed += ["plan"] * (plan is not None)
+    if attention_backend is not None and set(changed) - {"sla_topk"}:
         raise ConfigError(
             "attention_backend",
             expected="no option of the patch, because the model stays unpatched",
-            got=", ".join(given),
+            got=", ".join(changed),
             remedy="Leave these options out, or compare the patch without an attention backend",
         )
     with judged(model, config, attention_backend, plan):

@@ -36,12 +36,12 @@ def loading(
     except (MemoryError, TurboRCMError):
         raise
     except Exception as why:
-        said = f"{type(why).__name__}: {first_line(why)}"
+        message = f"{type(why).__name__}: {first_line(why)}"
         if _is_offline(why):
             failed = f"no connection to the model hub: {failed}"
         if str(why).startswith("Failed to import"):  # The files are not at fault.
             remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
-        raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
+        raise error(f"{failed} ({message})", expected=expected, remedy=remedy) from why
 
 
 def _is_offline(error: BaseException | None) -> bool:

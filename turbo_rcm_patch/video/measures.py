@@ -269,8 +269,8 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
     held: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def widen(part: torch.nn.Module, *_: object) -> None:
-        own = [x for x in _tensors(part) if part is not network or id(x) not in inside]
-        low = [x for x in own if x.is_floating_point() and x.dtype != torch.float32]
+        tensors = [x for x in _tensors(part) if part is not network or id(x) not in inside]
+        low = [x for x in tensors if x.is_floating_point() and x.dtype != torch.float32]
         if part not in held:
             held[part] = [(x, x.data) for x in low]
             for x in low:

@@ -186,7 +186,7 @@ def reading(path: Path) -> Iterator[None]:
         raise SamplingError(what, got=got, remedy=_AGAIN) from error
 
 
-def _refuse_other(what: str, found: Any, wanted: Any, remedy: str) -> None:
+def _refuse_other(what: str, held: Any, wanted: Any, remedy: str) -> None:
     """Raise a `SamplingError` that names the entries in which two records differ."""
 
     def differing(old: Any, new: Any, name: str) -> list[str]:
@@ -194,9 +194,9 @@ def _refuse_other(what: str, found: Any, wanted: Any, remedy: str) -> None:
             return [] if old == new else [f"{name}={json.dumps(old)}, now {json.dumps(new)}"]
         keys = sorted({*old, *new})
         pairs = ((old.get(k), new.get(k), f"{name}.{k}" if name else k) for k in keys)
-        return [one for pair in pairs for one in differing(*pair)]
+        return [difference for pair in pairs for difference in differing(*pair)]
 
-    if others := differing(found, wanted, ""):
+    if others := differing(held, wanted, ""):
         expected = f"the same {', '.join(one.partition('=')[0] for one in others)}"
         what, got = f"{what} made with other settings", "; ".join(others)
         raise SamplingError(what, expected=expected, got=got, remedy=remedy)
@@ -235,10 +235,10 @@ def is_made(video: Path, identity: Mapping[str, object]) -> bool:
     note = video.with_suffix(".json")
     if not (video.is_file() and _made_by_us(note)):
         return False
-    found, wanted = try_json(note), json.loads(json.dumps(identity))
-    found = {name: value for name, value in found.items() if name != "frames"}
+    held, wanted = try_json(note), json.loads(json.dumps(identity))
+    held = {name: value for name, value in held.items() if name != "frames"}
     remedy = "Choose another `out=`, or remove it if you do not need it"
-    _refuse_other(f"{video} is a video", found, wanted, remedy)
+    _refuse_other(f"{video} is a video", held, wanted, remedy)
     return True
 
 

@@ -290,8 +290,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     draw = random.Random(0)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    left = round(RESAMPLES * (1 - CONFIDENCE) / 2)
-    return medians[left], medians[-1 - left]
+    tail = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return medians[tail], medians[-1 - tail]
 
 
 def median(values: Sequence[float]) -> float:

@@ -64,7 +64,9 @@ def choose_gain(differences: Sequence[torch.Tensor]) -> int:
         differences: |a - b| of two videos each, any shape. One gain serves all, so that they can
             be compared by eye.
     """
-    largest = max(float(np.quantile(one.nan_to_num().numpy(), 0.998)) for one in differences)
+    largest = max(
+        float(np.quantile(difference.nan_to_num().numpy(), 0.998)) for difference in differences
+    )
     fitting = [gain for gain in GAINS if gain * largest <= 1.0]
     return max(fitting, default=GAINS[0])
 
@@ -101,7 +103,7 @@ def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
     width = next(iter(videos.values())).shape[2]
     columns = len(videos) if len(videos) * (width + GAP) <= MAX_WIDTH else 2
     gap = [(0, 0), (0, 0), (0, GAP), (0, 0)]
-    cells = [np.pad(_labelled(*one), gap, constant_values=255) for one in videos.items()]
+    cells = [np.pad(_labelled(*pair), gap, constant_values=255) for pair in videos.items()]
     cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
     rows = [np.concatenate(cells[i : i + columns], 2) for i in range(0, len(cells), columns)]
     return np.concatenate(rows, 1)[:, :, :-GAP]
@@ -213,14 +215,14 @@ def read_frames(path: Path) -> list[np.ndarray]:
     reads = ["-xerror", "-i", _file(path), "-map", "0:v:0", "-fps_mode", "passthrough"]
     # ffmpeg stops at the first picture beyond the limits.
     reads += ["-frames:v", str(MOST_FRAMES + 1), "-fs", str(MOST_VALUES)]
-    code, out, said = _ffmpeg(
+    code, out, messages = _ffmpeg(
         [*reads, "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
     )
     if code or not out:
         raise SamplingError(
             f"video {path} cannot be read",
             expected="a video file",
-            got=f"from ffmpeg: {said.splitlines()[-1][:200] if said else 'no frame'}",
+            got=f"from ffmpeg: {messages.splitlines()[-1][:200] if messages else 'no frame'}",
             remedy="Check whether it is complete, or convert it to mp4",
         )
     frames = []
@@ -243,8 +245,8 @@ def frame_rate(path: Path) -> float | None:
     """Return the frames a second that a video says it has; None if it says nothing, as a GIF of
     one picture does."""
     shows = ["-v", "info", "-nostats", "-i", _file(path), "-map", "0:v:0", "-t", "0"]
-    _, _, said = _ffmpeg([*shows, "-f", "null", "-"])
-    match = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", said)
+    _, _, messages = _ffmpeg([*shows, "-f", "null", "-"])
+    match = re.search(r"Stream #0:\d+.*: Video: .*?([\d.]+) fps", messages)
     return float(match[1]) if match else None
 
 
@@ -252,8 +254,8 @@ def _count_frames(video: Path, target: Path) -> int:
     """Count the frames of a video by decoding all of it."""
     whole = ["-xerror", "-i", _file(video), "-map", "0:v:0"]
     to_nothing = ["-f", "null", "-nostats", "-progress", "pipe:1", "-"]
-    said, _ = run_ffmpeg([*whole, *to_nothing], f"{target} was not written")
-    counts = [line for line in said.splitlines() if line.startswith("frame=")]
+    messages, _ = run_ffmpeg([*whole, *to_nothing], f"{target} was not written")
+    counts = [line for line in messages.splitlines() if line.startswith("frame=")]
     return int(counts[-1].partition("=")[2]) if counts else 0
 
 
@@ -264,14 +266,14 @@ def _file(path: Path) -> str:
 
 
 def run_ffmpeg(
-    arguments: Sequence[str], failed: str, given: np.ndarray | None = None
+    arguments: Sequence[str], failed: str, frames: np.ndarray | None = None
 ) -> tuple[str, str]:
     """Run ffmpeg to its end, or end it if this process is interrupted.
 
     Args:
         arguments: Of ffmpeg; `-v error` comes before them.
         failed: How an error begins.
-        given: Its input, if there is any.
+        frames: Its input, if there is any.
 
     Returns:
         What it printed, and what it logged.
@@ -280,16 +282,16 @@ def run_ffmpeg(
         OutputError: It failed.
         MissingPackageError: There is no ffmpeg.
     """
-    code, out, said = _ffmpeg(arguments, given)
+    code, out, messages = _ffmpeg(arguments, frames)
     if code:
         # The first lines say what happened, the last that therefore nothing else did.
         how = f"signal {-code}" if code < 0 else f"exit {code}"
-        got = f"{how}, {' / '.join(said.splitlines()[:3])[:400] or 'no message'}"
+        got = f"{how}, {' / '.join(messages.splitlines()[:3])[:400] or 'no message'}"
         raise OutputError(f"{failed}: ffmpeg failed", got=got, remedy=_REMEDY)
-    return out.decode(errors="replace"), said
+    return out.decode(errors="replace"), messages
 
 
-def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[int, bytes, str]:
+def _ffmpeg(arguments: Sequence[str], frames: np.ndarray | None = None) -> tuple[int, bytes, str]:
     """Return the exit code of ffmpeg, its output, and what it logged."""
     program, process = find_ffmpeg(), None
     try:
@@ -300,9 +302,9 @@ def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[
                 process = Popen(
                     command, stdin=PIPE, stdout=PIPE, stderr=log, start_new_session=True
                 )
-            out = process.communicate(b"" if given is None else given.tobytes())[0]
+            out = process.communicate(b"" if frames is None else frames.tobytes())[0]
             log.seek(0)
-            said = log.read()
+            messages = log.read()
     except BaseException as error:
         if process is not None:
             with held_back(), process:  # which closes its pipes and waits
@@ -312,4 +314,4 @@ def _ffmpeg(arguments: Sequence[str], given: np.ndarray | None = None) -> tuple[
             remedy = "Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg"
             raise MissingPackageError(what, got=got, remedy=remedy) from error
         raise
-    return process.returncode, out, said.decode(errors="replace").strip()
+    return process.returncode, out, messages.decode(errors="replace").strip()

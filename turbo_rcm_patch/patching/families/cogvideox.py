@@ -85,8 +85,8 @@ class CogVideoXBlockForward(PatchedBlock):
         # ConsisID's block takes no arguments for the attention.
         more = () if attention_kwargs is None else (attention_kwargs,)
         inputs = hidden_states, encoder_hidden_states, temb, image_rotary_emb, *more
-        made: _Two = self.runs(*inputs)(*inputs)
-        return made
+        out: _Two = self.runs(*inputs)(*inputs)
+        return out
 
     def fast(self, *inputs: Any, notes: Notes | None = None) -> _Two:
         video, text, temb, rotary = inputs[:4]
@@ -120,8 +120,8 @@ class CogVideoXBlockForward(PatchedBlock):
         rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
         # In the order in which the author's norm takes them.
         shift, scale, gate, text_shift, text_scale, text_gate = rows.unbind(1)
-        own = (norm.weight, norm.bias, norm.eps)
-        read = residual.Norm((text_scale, scale), (text_shift, shift), *own)
+        factors = (norm.weight, norm.bias, norm.eps)
+        read = residual.Norm((text_scale, scale), (text_shift, shift), *factors)
         return read, (text_gate, gate)
 
     def norm(self, zero: Any, streams: _Two, temb: Tensor) -> tuple[Tensor, _Two]:
@@ -223,9 +223,9 @@ class CogVideoXBlockForward(PatchedBlock):
         if type(attn) is not Attention:
             return parts.feed_forward_linears("ff", self.block.ff)
         names = ("to_qkv",) if len(_qkv(attn)) == 1 else ("to_q", "to_k", "to_v")
-        found = {f"attn1.{name}": getattr(attn, name) for name in names}
-        found |= {"attn1.to_out.0": attn.to_out[0]}
-        return found | parts.feed_forward_linears("ff", self.block.ff)
+        linears = {f"attn1.{name}": getattr(attn, name) for name in names}
+        linears |= {"attn1.to_out.0": attn.to_out[0]}
+        return linears | parts.feed_forward_linears("ff", self.block.ff)
 
     def pairs(self) -> list[SkipPair]:
         why = self.why_block()
@@ -255,7 +255,7 @@ def _norms_of_heads(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, No
     if of_q is None and of_k is None:
         return q, k, NO_NORMS
     head_dim = attn.inner_dim // attn.heads
-    if all(_reads(one, q, head_dim) for one in (of_q, of_k)) and of_q.eps == of_k.eps:
+    if all(_reads(norm, q, head_dim) for norm in (of_q, of_k)) and of_q.eps == of_k.eps:
         return q, k, Norms(of_q.weight, of_k.weight, of_q.bias, of_k.bias, of_q.eps)
 
     def normed(norm: Any, x: Tensor) -> Tensor:
@@ -308,12 +308,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     consis = original_class(model).__name__ == "ConsisIDTransformer3DModel"
     cls = ConsisIDBlock if consis else CogVideoXBlock
     where = f"{path}.transformer_blocks"
-    found = find_blocks(
+    blocks = find_blocks(
         model.transformer_blocks, where, cls, CogVideoXBlockForward, config, _heads_of,
         tables=KeptTables(),
     )  # fmt: skip
     face = "perceiver_cross_attention"
-    return found + pairs_between_blocks(model, path, face, "local_face_scale")
+    return blocks + pairs_between_blocks(model, path, face, "local_face_scale")
 
 
 def _heads_of(block: Any, path: str) -> tuple[int, int]:

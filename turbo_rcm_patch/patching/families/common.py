@@ -38,12 +38,12 @@ def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], pac
         file = str(getattr(function, "__globals__", {}).get("__name__"))
         if package in sys.modules and file.partition(".")[0] != package:
             continue
-        found = tuple(inspect.signature(function).parameters)
-        if found != names:
+        actual = tuple(inspect.signature(function).parameters)
+        if actual != names:
             raise FamilyError(
                 getattr(function, "__qualname__", repr(function)),
                 expected=f"({', '.join(names)})",
-                got=f"({', '.join(found)})",
+                got=f"({', '.join(actual)})",
                 remedy=f"Install a version of {package} that this release supports",
             )
 
@@ -63,14 +63,17 @@ def check_coders(
         FamilyError: A function takes other parameters.
     """
     cls = original_class(vae)
-    first = dict(zip([getattr(cls, one.caller) for one in coders], callers, strict=True))
-    for own in {original_class(module) for module in vae.modules()}:
-        if own.__name__ in coders[0].forwards and root_package(own) == root_package(cls):
-            first[own.forward] = coders[0].forwards[own.__name__]
+    first = dict(zip([getattr(cls, coder.caller) for coder in coders], callers, strict=True))
+    for inside in {original_class(module) for module in vae.modules()}:
+        if inside.__name__ in coders[0].forwards and root_package(inside) == root_package(cls):
+            first[inside.forward] = coders[0].forwards[inside.__name__]
     expected = {}
     for function, names in first.items():
         more = [*inspect.signature(function).parameters.values()][len(names) :]
-        expected[function] = (*names, *(one.name for one in more if one.default is not one.empty))
+        expected[function] = (
+            *names,
+            *(each.name for each in more if each.default is not each.empty),
+        )
     check_parameters(expected, root_package(cls))
 
 
@@ -216,5 +219,5 @@ def pairs_between_blocks(model: Any, path: str, name: str, c_out: str) -> list[S
 
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
     """Return the names of a branch's Linears that run in int8."""
-    found = [path for path in block.int8_linears() if not name or path.startswith(f"{name}.")]
-    return tuple(path.removeprefix(f"{name}.") for path in found)
+    paths = [path for path in block.int8_linears() if not name or path.startswith(f"{name}.")]
+    return tuple(path.removeprefix(f"{name}.") for path in paths)

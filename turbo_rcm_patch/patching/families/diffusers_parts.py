@@ -48,7 +48,7 @@ _own_functions: Final[dict[type, list[object]]] = {}
 def linears_of(attn: Any, name: str) -> tuple[Any, ...]:
     """Return the Linears of "qkv", "kv" or "added" (k and v of an image) of an attention: one if
     they are fused."""
-    return tuple([getattr(attn, one) for one in _LINEARS[name][attn.fused_projections]])
+    return tuple([getattr(attn, linear) for linear in _LINEARS[name][attn.fused_projections]])
 
 
 def project(linears: tuple[Any, ...], x: Any, count: int) -> tuple[Tensor, ...]:
@@ -84,10 +84,10 @@ def qkv_sent(
 def project_out(attn: Any, out: Tensor) -> Tensor:
     """Call the output projection, and the module after it unless that is a plain Dropout."""
     linear, dropout = attn.to_out
-    made: Tensor = linear(out)
+    projected: Tensor = linear(out)
     if type(dropout) is not nn.Dropout or not runs_only_its_forward(dropout):
-        made = dropout(made)
-    return made
+        projected = dropout(projected)
+    return projected
 
 
 def plain_projection(attn: Any) -> bool:
@@ -182,8 +182,8 @@ def attention_linears(name: str, attn: Any) -> dict[str, Any]:
     names = ["to_q", *_LINEARS["kv"][fused]] if cross else [*_LINEARS["qkv"][fused]]
     if getattr(attn, "add_k_proj", None) is not None:
         names += _LINEARS["added"][fused]
-    found = {f"{name}.{one}": getattr(attn, one) for one in names}
-    return found | {f"{name}.to_out.0": attn.to_out[0]}
+    linears = {f"{name}.{linear}": getattr(attn, linear) for linear in names}
+    return linears | {f"{name}.to_out.0": attn.to_out[0]}
 
 
 def feed_forward_linears(name: str, ff: Any) -> dict[str, Any]:
@@ -191,5 +191,5 @@ def feed_forward_linears(name: str, ff: Any) -> dict[str, Any]:
     if type(ff) is not FeedForward:
         return {}
     first = getattr(ff.net[0], "proj", None)
-    found = {} if first is None else {f"{name}.net.0.proj": first}
-    return found | {f"{name}.net.2": ff.net[2]}
+    linears = {} if first is None else {f"{name}.net.0.proj": first}
+    return linears | {f"{name}.net.2": ff.net[2]}

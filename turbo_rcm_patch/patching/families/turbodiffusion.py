@@ -149,8 +149,8 @@ class TurboBlock(PatchedBlock):
                 q, k, v, spec=spec, proj_l=(proj_l.weight, proj_l.bias), sparsity=sparsity,
                 norms=norms, rotary=tables,
             )  # fmt: skip
-        made: Tensor = attn.o(out)
-        return made
+        branch: Tensor = attn.o(out)
+        return branch
 
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
         """Run cross-attention to text, and to an image if there is one: [B, N, C]."""
@@ -166,8 +166,8 @@ class TurboBlock(PatchedBlock):
             k, v = attn.k_img(image), attn.v_img(image)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k_img, own_q, k)
             out = attention.attend(q, k, v, spec=spec, norms=norms, residual=out)
-        made: Tensor = attn.o(out)
-        return made
+        branch: Tensor = attn.o(out)
+        return branch
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -223,14 +223,14 @@ class TurboBlock(PatchedBlock):
 
     def linears(self) -> dict[str, Any]:
         block = self.block
-        found: dict[str, Any] = {}
+        linears: dict[str, Any] = {}
         for name in ("self_attn", "cross_attn"):
             attn = getattr(block, name)
-            names = [one for one in (*"qkvo", "k_img", "v_img") if hasattr(attn, one)]
-            found |= {f"{name}.{one}": getattr(attn, one) for one in names}
+            names = [linear for linear in (*"qkvo", "k_img", "v_img") if hasattr(attn, linear)]
+            linears |= {f"{name}.{linear}": getattr(attn, linear) for linear in names}
         if type(block.ffn) is nn.Sequential:
-            found |= {f"ffn.{index}": block.ffn[index] for index in (0, 2)}
-        return found
+            linears |= {f"ffn.{index}": block.ffn[index] for index in (0, 2)}
+        return linears
 
     def pairs(self) -> list[SkipPair]:
         block = self.block
@@ -323,7 +323,7 @@ def _why_feed_forward(ffn: Any) -> str:
 
 def recognises(model: nn.Module) -> bool:
     """Return True if a WanModel has TurboDiffusion's layout; other projects use the same name."""
-    blocks = (one for one in model.modules() if original_class(one).__name__ == _BLOCK)
+    blocks = (module for module in model.modules() if original_class(module).__name__ == _BLOCK)
     block: Any = next(blocks, None)
     attentions = [getattr(block, name, None) for name in ("self_attn", "cross_attn")]
     return hasattr(model, "blocks") and all(hasattr(attn, "attn_op") for attn in attentions)
@@ -357,8 +357,8 @@ def _heads_of(block: Any, path: str) -> tuple[int, int]:
     if original_class(attn).__name__ != "WanSelfAttention":
         return 1, 0
     for name in ("self_attn", "cross_attn"):
-        one = getattr(block, name)
-        linears = {of: getattr(one, of, None) for of in "qkv"}
+        attention = getattr(block, name)
+        linears = {of: getattr(attention, of, None) for of in "qkv"}
         check_attention(f"{path}.{name}", attn.dim // attn.num_heads, linears)
     return attn.num_heads, attn.dim // attn.num_heads
 

@@ -163,22 +163,22 @@ class WanBlock(PatchedBlock):
         """
         if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             return self.call_attention(attn, h, None, mask, rotary)
-        spec, own = self.spec, self.tables(rotary)
-        tables: Rotary | None = own
-        ulysses = ulysses_of(self, attn.processor, own)
+        spec, own_tables = self.spec, self.tables(rotary)
+        tables: Rotary | None = own_tables
+        ulysses = ulysses_of(self, attn.processor, own_tables)
         if ulysses is None:
             q, k, v = parts.project(parts.linears_of(attn, "qkv"), h, 3)
             q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
         else:
-            sent = parts.qkv_sent(attn, h, ulysses, own)
+            sent = parts.qkv_sent(attn, h, ulysses, own_tables)
             q, k, v, spec = ulysses.to_heads(*sent)
             norms, tables = NO_NORMS, None
         proj_l = attached_proj_l(attn)
-        made = None
+        attended = None
         if ulysses is not None and proj_l is None and notes is None:
-            made = ulysses.attend(q, k, v, spec)
-        if made is not None:
-            out = made
+            attended = ulysses.attend(q, k, v, spec)
+        if attended is not None:
+            out = attended
         elif not q.numel():  # There are more ranks than heads, and this one has none.
             out = q
         elif proj_l is not None:
@@ -193,7 +193,7 @@ class WanBlock(PatchedBlock):
             if notes is not None:
                 notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
         if ulysses is not None:
-            out = ulysses.to_tokens(out) if made is None else made
+            out = ulysses.to_tokens(out) if attended is None else attended
             if not compiling() and any(map(hooked, attn.to_out[0].modules())):
                 out = out.clone()  # A hook may keep it, and the next attention overwrites it.
         return parts.project_out(attn, out)
@@ -221,8 +221,8 @@ class WanBlock(PatchedBlock):
         self, attn: Any, h: Tensor, context: Tensor | None, mask: Any, rotary: Any
     ) -> Tensor:
         """Call an attention as the module it is: [B, N, C]."""
-        made: Tensor = attn(h, context, mask, rotary)
-        return made
+        branch: Tensor = attn(h, context, mask, rotary)
+        return branch
 
     def has_image(self) -> bool:
         """Return True if cross-attention has keys of an image besides those of the text."""
@@ -339,9 +339,9 @@ class WanBlock(PatchedBlock):
 
     def linears(self) -> dict[str, Any]:
         block = self.block
-        found = parts.attention_linears("attn1", block.attn1)
-        found |= parts.attention_linears("attn2", block.attn2)
-        return found | parts.feed_forward_linears("ffn", block.ffn)
+        linears = parts.attention_linears("attn1", block.attn1)
+        linears |= parts.attention_linears("attn2", block.attn2)
+        return linears | parts.feed_forward_linears("ffn", block.ffn)
 
     def pairs(self) -> list[SkipPair]:
         proj_l = "proj_l" if attached_proj_l(self.block.attn1) is not None else ""
@@ -413,8 +413,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     make = SkyReelsBlock if mask else WanBlock
-    found = find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of)
-    return found + pairs_between_blocks(model, path, "face_adapter", "1")
+    blocks = find_blocks(model.blocks, f"{path}.blocks", block, make, config, heads_of)
+    return blocks + pairs_between_blocks(model, path, "face_adapter", "1")
 
 
 def heads_of(block: Any, path: str) -> tuple[int, int]:
@@ -425,6 +425,6 @@ def heads_of(block: Any, path: str) -> tuple[int, int]:
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
-            named = {key.removeprefix(f"{name}."): one for key, one in linears.items()}
+            named = {key.removeprefix(f"{name}."): linear for key, linear in linears.items()}
             check_attention(f"{path}.{name}", head_dim, named)
     return heads, head_dim

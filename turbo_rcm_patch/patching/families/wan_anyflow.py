@@ -92,9 +92,9 @@ class AnyFlowBlock(WanBlock):
     def call_attention(
         self, attn: Any, h: Tensor, context: Tensor | None, mask: Any, rotary: Any
     ) -> Tensor:
-        given = {"rotary_emb": rotary} if context is None else {"encoder_hidden_states": context}
-        made: Tensor = attn(h, **given)
-        return made
+        inputs = {"rotary_emb": rotary} if context is None else {"encoder_hidden_states": context}
+        branch: Tensor = attn(h, **inputs)
+        return branch
 
     def tables(self, rotary: Any, name: str = "query") -> Rotary:
         table: Tensor = rotary[name]
@@ -213,12 +213,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     file: Any = sys.modules[original_class(model).__module__]
     causal = getattr(file, "AnyFlowCausalAttnProcessor", None)
     block, attn = file.AnyFlowTransformerBlock, file.AnyFlowAttention
-    own, cross = causal or file.AnyFlowAttnProcessor, file.AnyFlowCrossAttnProcessor
-    parts.ATTENTIONS[attn] = (own, cross)
+    own_processor, cross = causal or file.AnyFlowAttnProcessor, file.AnyFlowCrossAttnProcessor
+    parts.ATTENTIONS[attn] = (own_processor, cross)
     expected = {
         block.forward: _BLOCK,
         attn.forward: ("self", "hidden_states", "kwargs"),
-        own.__call__: (*_ATTENTION, "rotary_emb", *(_CACHED if causal else ())),
+        own_processor.__call__: (*_ATTENTION, "rotary_emb", *(_CACHED if causal else ())),
         cross.__call__: _ATTENTION,
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }

@@ -53,8 +53,8 @@ class VACEBlock(WanBlock):
             The hint (None without an output projection) and the control stream, [B, N, C] each.
         """
         inputs = hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-        made: _Hint = self.runs(*inputs)(*inputs)
-        return made
+        out: _Hint = self.runs(*inputs)(*inputs)
+        return out
 
     def fast(  # type: ignore[override]
         self,
