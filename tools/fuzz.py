@@ -55,10 +55,9 @@ class Draw:
     def tensor(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal values; one in four is a view with other strides."""
         noise = torch.randn(*shape, generator=self._generator) * scale
-        made = noise.to(self.device, dtype or self.dtype)
-        if self.choose.random() < 0.25:
-            made = torch.cat([made, made], -1)[..., : shape[-1]]
-        return made
+        noise = noise.to(self.device, dtype or self.dtype)
+        wide = self.choose.random() < 0.25
+        return torch.cat([noise, noise], -1)[..., : shape[-1]] if wide else noise
 
     def coefficient(self, batch: int, tokens: int, channels: int) -> float | Tensor:
         """A float, or a tensor for a sample, a channel or a token."""
@@ -210,12 +209,12 @@ _KINDS = {"operations": OPERATIONS, "models": (models,), "all": (*OPERATIONS, mo
 def run_case(seed: int, case: int, kind: str = "all", device: str = "cpu") -> str:
     """Run one case; the words that describe its failure, or "" if it held."""
     draw = Draw(f"{seed} {case} {kind}", device)
-    one = draw.choose.choice(_KINDS[kind])
+    check = draw.choose.choice(_KINDS[kind])
     try:
-        one(draw)
+        check(draw)
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error)[:300]}"
-        return f"case {case}: {one.__name__} {' '.join(draw.words)}: {said}"
+        where, why = f"{check.__name__} {' '.join(draw.words)}", str(error)[:300]
+        return f"case {case}: {where}: {type(error).__name__}: {why}"
     return ""
 
 
@@ -227,16 +226,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, metavar="CASE", help="run this case alone")
     parser.add_argument("--kind", choices=sorted(_KINDS), default="all")
     parser.add_argument("--device", default="cpu", help="device of the operations")
-    given = parser.parse_args(argv)
-    end, failed, done = time.monotonic() + given.seconds, 0, 0
+    options = parser.parse_args(argv)
+    end, failed, done = time.monotonic() + options.seconds, 0, 0
     with torch.no_grad():
-        for case in itertools.count() if given.only is None else [given.only]:
+        for case in itertools.count() if options.only is None else [options.only]:
             if time.monotonic() >= end:
                 break
-            said = run_case(given.seed, case, given.kind, given.device)
-            if said:
+            if failure := run_case(options.seed, case, options.kind, options.device):
                 failed += 1
-                print(f"{said}\n  again: --seed {given.seed} --kind {given.kind} --only {case}")
+                again = f"--seed {options.seed} --kind {options.kind} --only {case}"
+                print(f"{failure}\n  again: {again}")
             done += 1
     print(f"{done} cases, {failed} failed")
     return int(failed > 0 or not done)

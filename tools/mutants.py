@@ -103,7 +103,8 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, Change]]:
             other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             yield node, _setter(node, "op", other_op)
             for index in range(len(node.values)):  # a condition dropped
-                yield node, _setter(node, "values", _without(node.values, index))
+                kept = node.values[:index] + node.values[index + 1 :]
+                yield node, _setter(node, "values", kept)
         elif isinstance(node, ast.Call) and len(node.args) > 1:
             yield node, _setter(node, "args", [node.args[1], node.args[0], *node.args[2:]])
         elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
@@ -137,10 +138,6 @@ def _executed(tree: ast.Module) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if id(child) not in types]
 
 
-def _without(values: list[ast.expr], index: int) -> list[ast.expr]:
-    return values[:index] + values[index + 1 :]
-
-
 def _setter(node: ast.AST, name: str, value: object) -> Change:
     return lambda: setattr(node, name, value)
 
@@ -163,17 +160,9 @@ def mutant(file: str, index: int) -> Mutant:
     return Mutant(file, index, first, before[:120], after[:120], last)
 
 
-def count(file: str) -> int:
-    """The number of mutants of a file."""
-    return len(list(changes(ast.parse((ROOT / file).read_text(encoding="utf-8")))))
-
-
 def tests_of(file: str) -> tuple[str, ...]:
     """Tests that should notice a change of a file; empty if there are none."""
-    for start, tests in TESTS.items():
-        if file.startswith(start):
-            return tests
-    return ()
+    return next((tests for start, tests in TESTS.items() if file.startswith(start)), ())
 
 
 def tests_for(mutant: Mutant, record: Record, budget: float) -> list[str]:
@@ -225,8 +214,8 @@ def recorded(folder: Path, tests: Sequence[str]) -> Record:
     print("recording which lines each test runs", flush=True)
     python = (sys.executable, "-B", "-m", "pytest", *_PYTEST)
     subprocess.run([*python, *options], cwd=folder, check=True)
-    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    found = {one.pop("test"): one for one in lines}
+    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    found = {test.pop("test"): test for test in lines}
     LINES.parent.mkdir(parents=True, exist_ok=True)
     LINES.write_text(json.dumps({"digest": digest.hexdigest(), "tests": found}))
     return found
@@ -288,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     files = [file for file in files if file.startswith(options.only) and tests_of(file)]
-    places = [(file, index) for file in files for index in range(count(file))]
+    trees = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in files}
+    places = [(file, index) for file in files for index, _ in enumerate(changes(trees[file]))]
     if not places:
         parser.error(f"--only: no file that has tests starts with {options.only!r}")
     random.Random(options.seed).shuffle(places)
@@ -304,8 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Importing torch and diffusers, and a machine that is busier than it was.
             limit = 120 + 4 * options.budget
             verdict = run_mutant(change, folder, tests, limit) if tests else "unnoticed"
-            place = f"{change.file}:{change.line}"
-            print(f"{verdict:10} {place} {change.before} -> {change.after}", flush=True)
+            where = f"{change.file}:{change.line} {change.before} -> {change.after}"
+            print(f"{verdict:10} {where}", flush=True)
             unnoticed += verdict == "unnoticed"
     return int(unnoticed > 0)
 
