@@ -274,8 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=60.0,
                         help="seconds of tests that a mutant gets (default: 60)")  # fmt: skip
     options = parser.parse_args(argv)
-    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
-    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / PACKAGE).rglob("*.py"))]
     files = [file for file in files if file.startswith(options.only) and tests_of(file)]
     trees = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in files}
     places = [(file, index) for file in files for index, _ in enumerate(changes(trees[file]))]
@@ -287,8 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _copy_repository(folder)
-        rooms = {room for change in drawn for room in tests_of(change.file)}
-        record = recorded(folder, sorted(rooms))
+        record = recorded(folder, sorted({x for change in drawn for x in tests_of(change.file)}))
         for change in drawn:
             tests = tests_for(change, record, options.budget)
             # Importing torch and diffusers, and a machine that is busier than it was.
