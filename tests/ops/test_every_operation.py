@@ -180,6 +180,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
         ({"q": x(2, 2, 9, 8), "is_causal": True, "return_lse": True}, MASK),
         ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK),
         ({"attn_mask": x(5, 5).int()}, MASK),
+        ({"attn_mask": True}, DTYPE),
         ({"attn_mask": x(4, 5).bool()}, MASK),
         ({"sm_scale": NAN}, CONFIG),
         ({"is_causal": 2}, CONFIG),
