@@ -21,7 +21,8 @@ def test_a_plan_is_made_once_and_run_by_every_process(
 ) -> None:
     model = ["--model", str(micro_folder), *QUICK, "--steps", "1"]
     file = tmp_path / "plans" / "micro.json"
-    assert main(["plan", *model, *_TWO, "--linear", "int8", "--out", str(file)]) == 0
+    options = ["--linear", "int8", "--no-vae"]
+    assert main(["plan", *model, *_TWO, *options, "--out", str(file)]) == 0
     printed = capsys.readouterr().out
     plan = Plan.load(file)
     assert str(plan) in printed and printed.endswith(f"{file}\n")
@@ -36,7 +37,8 @@ def test_a_plan_is_made_once_and_run_by_every_process(
         (video,) = out.glob("*blue*.mp4")
         made[name] = read_frames(video)
         assert json.loads(video.with_suffix(".json").read_text())["plan"] == str(plan)
-        assert "Linears in int8" in capsys.readouterr().out
+        out_text = capsys.readouterr().out
+        assert "Linears in int8" in out_text and "the VAE (AutoencoderKLWan) is not" in out_text
     assert all((a == b).all() for a, b in zip(*made.values(), strict=True))
     # Another plan is another video.
     held = json.loads(file.read_text())
@@ -70,13 +72,14 @@ def test_a_plan_that_does_not_fit_is_told(
 def test_a_comparison_judges_a_plan(micro_folder: Path, tmp_path: Path, capsys) -> None:
     model = ["--model", str(micro_folder), *QUICK, "--steps", "1", "--prompt", "a red circle"]
     file, out = tmp_path / "plan.json", tmp_path / "out"
-    assert main(["plan", *model, "--out", str(file)]) == 0
+    assert main(["plan", *model, "--no-vae", "--out", str(file)]) == 0
     with undrawn():
         assert main(["compare", *model, "--plan", str(file), "--out", str(out)]) != 2
         held = json.loads((out / "metrics.json").read_text())
         assert held["identity"]["plan"] == str(Plan.load(file))
         compared = [each for each in held["patch"]["guard"] if "blocks" in each["path"]]
         assert {each["when"] for each in compared} == {"last"}, "no first forward"
+        assert any("the VAE" in note for note in held["patch"]["notes"])
         backend = ["--attention-backend", "native", "--out", str(tmp_path / "other")]
         assert main(["compare", *model, "--plan", str(file), *backend]) == 2
-    assert "got:      plan" in capsys.readouterr().err
+    assert "got:      vae, plan" in capsys.readouterr().err
