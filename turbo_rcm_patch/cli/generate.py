@@ -120,7 +120,8 @@ def _make_share(
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
-    records = {video: _record(video, command, settings, image) for video in share}
+    plan = None if command.plan is None else Plan.load(command.plan)
+    records = {video: _record(video, command, settings, image, plan) for video in share}
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
     first, out = processes.rank == 0, command.out.expanduser()
@@ -133,9 +134,7 @@ def _make_share(
     times: list[tuple[float, float, int]] = []
     with (
         lock_folder(out) if first and _is_folder(out) else nullcontext(),
-        patched(pipe, command.config, plan=command.plan)
-        if command.patch
-        else nullcontext() as report,
+        patched(pipe, command.config, plan=plan) if command.patch else nullcontext() as report,
         _together(pipe, command),
     ):
         with bars() if first else nullcontext(_show_nothing) as progress:
@@ -184,7 +183,11 @@ def _make_share(
 
 
 def _record(
-    video: Video, command: options.Generate, settings: Settings, image: Image | None
+    video: Video,
+    command: options.Generate,
+    settings: Settings,
+    image: Image | None,
+    plan: Plan | None,
 ) -> dict[str, object]:
     """Return everything that decides the frames of a video."""
     record = {
@@ -197,8 +200,8 @@ def _record(
         "weights": "int8" if command.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    if command.plan is not None:
-        record["plan"] = str(Plan.load(command.plan))
+    if plan is not None:
+        record["plan"] = str(plan)
     return record | ({} if image is None else {"inputs": digest_of(image)})
 
 

@@ -228,7 +228,7 @@ class Guard:
     def prediction(self) -> float | None:
         """The predicted error of the network, in units of the unpatched network's.
 
-        It is the largest over all ways to run, and None before all blocks of one were compared.
+        It is the largest over all ways to run, and None before anything was measured.
         """
         return self.decided()[1]
 

@@ -126,7 +126,7 @@ class Int8Forward(Replacement):
         """Return True if the Linear runs in int8 on this input, which takes plain inference on its
         own dtype and device."""
         linear = self.linear
-        tensors = [x, *(p for p in linear._parameters.values() if p is not None)]
+        held = [p for p in linear._parameters.values() if p is not None]
         return (
             self.on
             and (compiling() or not _thread.wide)
@@ -138,8 +138,8 @@ class Int8Forward(Replacement):
             and x.dtype == _dtype(linear)
             and x.dtype in FLOATS
             and not casts_itself(x.device)
-            and all([tensor.device == x.device for tensor in tensors])
-            and not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]))
+            and all([p.device == x.device for p in held])
+            and not (torch.is_grad_enabled() and any([p.requires_grad for p in (x, *held)]))
             and own_function(type(linear), "forward")
         )
 

@@ -515,11 +515,14 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
         impl = ops.resolve_impl(config.impl, device)
         linears = _int8_linears(blocks())
-        plan = next((record.plan for record in present() if record.plan), plan_of(present()))
-        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes, plan)
+        return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
+
+    def plan() -> Plan | None:
+        given = [record.plan for record in present() if record.plan is not None]
+        return given[0] if given else plan_of(present())
 
     log = guard.log if guard else GuardLog()
-    return PatchReport(type(model).__name__, config, log, live, blocks)
+    return PatchReport(type(model).__name__, config, log, live, blocks, plan)
 
 
 def _int8_linears(blocks: list[PatchedBlock]) -> str:

@@ -87,10 +87,11 @@ class PatchReport:
     guard: GuardLog
     _live: Callable[[], Live]
     _blocks: Callable[[], list[PatchedBlock]]
+    _plan: Callable[[], Plan | None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy describes the present state, and does not hold the model.
-        return _as_it_was, (self.model, self.config, self.guard, self._live())
+        return _as_it_was, (self.model, self.config, self.guard, self._live(), self.plan)
 
     def __repr__(self) -> str:
         pairs = self.pairs
@@ -110,7 +111,7 @@ class PatchReport:
     def plan(self) -> Plan | None:
         """How each block of the networks runs, to be saved and given to `patch_model`: the plan
         that this model was patched with, or what the guard decided; None before it has."""
-        return self._live().plan
+        return self._plan()
 
     def ran(self) -> dict[str, str]:
         """Return how each block ran on the last forward outside a compiled graph, by its path.
@@ -195,7 +196,6 @@ class Live:
         pv: Element type of probabilities and values.
         linears: How many Linears run in int8, and why others do not.
         notes: Remarks, such as a setting that the patched model ignores.
-        plan: How each block of the networks runs; None before that is decided.
     """
 
     pairs: PairTable
@@ -205,9 +205,10 @@ class Live:
     pv: str
     linears: str
     notes: list[str]
-    plan: Plan | None = None
 
 
-def _as_it_was(model: str, config: PatchConfig, guard: GuardLog, live: Live) -> PatchReport:
+def _as_it_was(
+    model: str, config: PatchConfig, guard: GuardLog, live: Live, plan: Plan | None
+) -> PatchReport:
     """Return a report of a state in the past."""
-    return PatchReport(model, config, guard, lambda: live, list)
+    return PatchReport(model, config, guard, lambda: live, list, lambda: plan)

@@ -80,8 +80,7 @@ class StreamedCoder(Replacement):
         if why:
             return original()
         if fresh:
-            frames = torch.cat([x] * 5, 2)  # A second chunk launches what the first does not.
-            coder.compile_ahead(x, partial(coder.run_frames, CoderSession(coder, x), frames))
+            coder.compile_ahead(x, partial(self._run_two_chunks, x))
         session, key = CoderSession(coder, x), (x.dtype, x.device.type, fresh)
         for conv, frames in zip([] if fresh else convs, cached, strict=False):
             session.history[conv] = _history(conv, frames, session)
@@ -96,6 +95,10 @@ class StreamedCoder(Replacement):
             feat_cache[:], out = theirs, expected
         feat_idx[0] += len(convs)
         return out
+
+    def _run_two_chunks(self, x: Tensor) -> None:
+        """Run a video of one frame five times: a second chunk launches kernels of its own."""
+        self.coder.run_frames(CoderSession(self.coder, x), torch.cat([x] * 5, 2))
 
     def _why_call(
         self,
