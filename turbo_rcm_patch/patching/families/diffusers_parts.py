@@ -48,7 +48,10 @@ _own_functions: Final[dict[type, list[object]]] = {}
 def linears_of(attn: Any, name: str) -> tuple[Any, ...]:
     """Return the Linears of "qkv", "kv" or "added" (k and v of an image) of an attention: one if
     they are fused."""
-    return tuple([getattr(attn, linear) for linear in _LINEARS[name][attn.fused_projections]])
+    singly, fused = _LINEARS[name]
+    # Not indexed by the bool: torch 2.11 cannot trace that.
+    names = fused if attn.fused_projections else singly
+    return tuple([getattr(attn, linear) for linear in names])
 
 
 def project(linears: tuple[Any, ...], x: Any, count: int) -> tuple[Tensor, ...]:
