@@ -350,7 +350,7 @@ class PatchedCoder(PatchedBlock):
         for name in _TORCH_FUNCTIONS:
             if not torchs_own(getattr(F, name), name):
                 return f"torch.nn.functional.{name} was replaced"
-        classes = set[type[nn.Module]]()
+        classes: set[type[nn.Module]] = set()  # torch 2.11 cannot trace `set[...]()`
         modules: list[tuple[str, nn.Module]] = [(self.part, self.block)]
         for name, module in modules:  # `named_modules` would take longer than all checks
             cls = original_class(module)

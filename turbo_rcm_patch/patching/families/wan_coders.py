@@ -141,7 +141,8 @@ class WanCoder(PatchedCoder):
         """Return the blocks of each resolution, in order, without those in the middle."""
         names = "up_blocks", "down_blocks", "upsamples", "downsamples"
         lists = (getattr(self.block, name, None) for name in names)
-        resolutions, blocks = list[Resolution](), list[Any]()
+        resolutions: list[Resolution] = []
+        blocks: list[Any] = []
         for group in next(modules for modules in lists if modules is not None):
             shortcut, resample = getattr(group, "avg_shortcut", None), None
             blocks += _inside(group)
