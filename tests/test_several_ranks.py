@@ -410,7 +410,7 @@ def decides_alike(device: torch.device, whole: int) -> None:
 def predicts_alike(device: torch.device) -> None:
     """The prediction of one rank is far over the target."""
     row = named("t2v")
-    model, far = row.model(), measure.Shares(1e-6, 1.0)
+    model, far = row.model(), (1e-6, 1.0, 1e-6, 0.0)  # the author's, int8, exact, Linears
     report = patch_model(model, attention="int8")
     enable_parallelism(model, ulysses_degree=2)
     alone = mock.patch.object(guard, "shares", lambda *_: far)

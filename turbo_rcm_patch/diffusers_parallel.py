@@ -40,7 +40,7 @@ from turbo_rcm_patch.patching.find import COMPONENTS, VAE, execution_device, qua
 from turbo_rcm_patch.patching.halo_exchange import DECODE_GROUP, DecodeGroup
 from turbo_rcm_patch.patching.patch import is_patched, report_of
 from turbo_rcm_patch.patching.plain import hook_names, is_own
-from turbo_rcm_patch.patching.record import Entry, innermost, record_of
+from turbo_rcm_patch.patching.record import Entry, record_of, runs_own_forward
 from turbo_rcm_patch.patching.ulysses import PAIR, PARALLEL, heads_are_refused, heads_of
 
 __all__ = ["Parallel", "parallel"]
@@ -191,7 +191,7 @@ def _check_network(name: str, network: Any, ulysses: int) -> None:
     if PARALLEL in vars(network) or getattr(network, "_parallel_config", None) is not None:
         expected, got = "no parallelism yet", "a network that is parallel already"
         remedy = "Undo that first, or load the pipeline again"
-    elif innermost(network, "forward") is None:
+    elif not runs_own_forward(network):
         expected, got = "its own forward", f"one that other code replaced: {hook_names(network)}"
         remedy = "Remove that (cache-dit, for instance), because it counts the calls of a step"
     elif cache := _cache_of(network):
@@ -266,11 +266,11 @@ class _NegativePrompt:
 
     def __init__(self, pipe: Any) -> None:
         self.embeds: Tensor | None = None
-        self._inner = pipe.encode_prompt
+        self.inner = pipe.encode_prompt
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Encode the prompts of a video."""
-        prompt_embeds, self.embeds = self._inner(*args, **kwargs)
+        prompt_embeds, self.embeds = self.inner(*args, **kwargs)
         return prompt_embeds, self.embeds
 
 
@@ -280,6 +280,7 @@ class _ParallelNetwork:
     Attributes:
         name: The network's name in the pipeline.
         entry: The replacement of its forward.
+        inner: The forward that it runs.
         ran: How its blocks ran on each rank, on the first forward of a video.
     """
 
@@ -305,11 +306,11 @@ class _ParallelNetwork:
         # Collectives do not belong in a graph. The network's own forward is compiled.
         run = torch.compiler.disable(self.run, recursive=False)  # type: ignore[no-untyped-call]
         self.entry = Entry(network, "forward", run, (network, "forward"), absent=True)
-        self._inner = network.forward
+        self.inner = network.forward
 
     def install(self) -> None:
         """Replace the network's forward, which is called instead."""
-        self._inner = self._network.forward
+        self.inner = self._network.forward
         self.entry.install()
 
     def _holders(self) -> list[Any]:
@@ -322,7 +323,7 @@ class _ParallelNetwork:
         """Restore the network's forward, and disable its parallelism."""
         network = self._network
         for slot in self.entry.located():
-            setattr(*slot, self._inner)
+            setattr(*slot, self.inner)
         if getattr(network, "_parallel_config", None) is not None:
             remove_context_parallel(network, network._cp_plan)
         for holder in self._holders():  # Nothing stays that was not there.
@@ -431,7 +432,7 @@ class _ParallelNetwork:
         pair = None if self._group is None else (self._group, self._negative is not None)
         before = PAIR.set(pair)
         try:
-            return self._inner(*args, **named)
+            return self.inner(*args, **named)
         finally:
             PAIR.reset(before)
 

@@ -15,7 +15,6 @@ from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.files import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
-from turbo_rcm_patch.patching.plan import worst
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
 from turbo_rcm_patch.video.many import Processes
@@ -86,39 +85,41 @@ def judge(command: options.Judge) -> int:
 
 
 def plan(command: options.Plan) -> int:
-    """Let the guard decide on a video of each prompt, and write the most exact decisions."""
+    """Measure on the first, the middle and the last step of each prompt, and write how exactly
+    each block has to run for all of them."""
     prompts = read_prompts(command)
     check_writable(command.out.expanduser())
     check_inputs(command)
     pipe = load(command, command.device)
     settings = generation.settings_for(pipe, **command.settings)
-    image, plans = Source("", command.image).read(), []
-    with bars() as progress:
+    image = Source("", command.image).read()
+    with bars() as progress, patched(pipe, command.config) as report:
         for index, prompt in enumerate(prompts):
 
-            def on_step(step: int, _: int, before: int = index * settings.steps) -> None:
-                progress("plan", before + step, len(prompts) * settings.steps)
+            def on_step(step: int, steps: int, before: int = index * settings.steps) -> None:
+                progress("plan", before + step, len(prompts) * steps)
+                if step in (steps // 2, steps - 1):
+                    report.guard.check_next()
 
-            with patched(pipe, command.config) as report:
-                generation.generate(
-                    pipe,
-                    prompt,
-                    image=image,
-                    seed=command.seed + index,
-                    settings=settings,
-                    on_step=on_step,
-                )
-                if report.plan is None:
-                    raise SamplingError(
-                        "no plan",
-                        expected="a guard that compares every block",
-                        got=str(report.guard) if command.config.guard else "--no-guard",
-                        remedy="Leave out what keeps a state inside of blocks",
-                    )
-                plans.append(report.plan)
-    chosen = worst(plans)
-    print(chosen)
-    print(chosen.save(command.out))
+            report.guard.check_next()
+            generation.generate(
+                pipe,
+                prompt,
+                image=image,
+                seed=command.seed + index,
+                settings=settings,
+                on_step=on_step,
+            )
+        made = report.plan
+    if made is None:
+        raise SamplingError(
+            "no plan",
+            expected="a guard that compares every block",
+            got=str(report.guard) if command.config.guard else "--no-guard",
+            remedy="Leave out what keeps a state inside of blocks",
+        )
+    print(made)
+    print(made.save(command.out))
     return OK
 
 

@@ -227,9 +227,10 @@ class Judge(Command):
 class Plan(Run):
     """Decide once how each block of a model runs, and write it to a file.
 
-    Makes a video of each prompt and keeps none. Each block gets what the guard decides on the
-    hardest of them. `generate` and `compare` with --plan, and patch_model(model, plan=FILE), then
-    measure nothing, and give the same bits in every process, whatever it made first.
+    Makes a video of each prompt and keeps none. All blocks are measured on its first, middle and
+    last step, and each gets what the hardest of these needs. With this file `generate --plan`,
+    `compare --plan` and patch_model(model, plan=FILE) measure nothing, and give the same bits in
+    every process, whatever it made first.
 
     examples:
       turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json

@@ -34,19 +34,40 @@ from turbo_rcm_patch.skip import SkipPair
 
 
 class Level(IntEnum):
-    """How exactly a block runs. The guard raises the level and never lowers it."""
+    """How exactly a block runs: how its attention does, plus 4 with its Linears in 16 bits.
+
+    Levels are raised and never lowered.
+    """
 
     AS_ASKED = 0
     WIDE_VALUES = 1  # probabilities and values in 16 bits
     EXACT = 2  # exact attention
-    EXACT_16BIT = 3  # exact attention and Linears in 16 bits
-    ORIGINAL = 4  # the original forward
+    LINEARS_16BIT = 4
+    WIDE_16BIT = 5
+    EXACT_16BIT = 6
+    ORIGINAL = 7  # the original forward
+
+    @property
+    def attention(self) -> int:
+        """How exactly the attention runs, from 0."""
+        return self & 3
+
+    @property
+    def int8_linears(self) -> bool:
+        """True if Linears in int8 stay so."""
+        return not self & 4
+
+    def joined(self, other: Level) -> Level:
+        """Return the level that is at least as exact as both in each of the two."""
+        return Level(max(self.attention, other.attention) + ((self | other) & 4))
 
 
 #: Level -> how a block at it runs, for the report.
 LEVEL_DESCRIPTIONS = {
     Level.WIDE_VALUES: "values in 16 bits",
     Level.EXACT: "exact attention",
+    Level.LINEARS_16BIT: "Linears in 16 bits",
+    Level.WIDE_16BIT: "values and Linears in 16 bits",
     Level.EXACT_16BIT: "exact attention, Linears in 16 bits",
     Level.ORIGINAL: "runs the original code",
 }
@@ -141,9 +162,11 @@ class PatchedBlock(Replacement):
     @property
     def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
-        if self.level < Level.EXACT:
-            return self._wide if self.level else self._asked
-        return self._exact
+        return self.spec_at(self.level)
+
+    def spec_at(self, level: Level) -> ops.AttentionSpec:
+        """Return the options of the block's attentions at a level."""
+        return (self._asked, self._wide, self._exact, self._exact)[level.attention]
 
     def spec_over(self, n_kv: int) -> ops.AttentionSpec:
         """Return the options of a cross-attention: exact over the few keys of a prompt, where
@@ -202,12 +225,16 @@ class PatchedBlock(Replacement):
         """Run the block as its author wrote it."""
         return original_forward(self.block)(self.block, *inputs)
 
-    def raise_level(self, level: Level, reason: str) -> None:
-        """Run the block at this level from now on, if it is higher than the present one."""
-        if level > self.level:
-            self.level, self.reason = level, reason
-            for forward in self.int8:
-                forward.on = level < Level.EXACT_16BIT
+    def raise_level(self, level: Level, reason: str) -> bool:
+        """Run the block at least as exactly as at a level from now on; return True if that is more
+        exact than before."""
+        joined = self.level.joined(level)
+        if joined == self.level:
+            return False
+        self.level, self.reason = joined, reason
+        for forward in self.int8:
+            forward.on = joined.int8_linears
+        return True
 
     def describe_last_run(self) -> str:
         """Describe how the last call outside a compiler ran; "" before the first."""
@@ -216,8 +243,8 @@ class PatchedBlock(Replacement):
         device = next(self.block.parameters()).device
         attention = ops.resolved(self.spec, device, *self.last).attention
         linears = ", int8 Linears" if self.int8_linears() else ""
-        wide = self.level == Level.WIDE_VALUES and ops.quantises(attention)
-        values = f", {LEVEL_DESCRIPTIONS[self.level]}" if wide else ""
+        wide = self.level.attention == Level.WIDE_VALUES and ops.quantises(attention)
+        values = f", {LEVEL_DESCRIPTIONS[Level.WIDE_VALUES]}" if wide else ""
         return f"fused with {attention} attention{values}{linears}"
 
     def int8_linears(self) -> list[str]:
@@ -227,17 +254,17 @@ class PatchedBlock(Replacement):
         return [name for name, held in linears if id(getattr(held, "base_layer", held)) in on]
 
     def form(self) -> str:
-        """Return in which form the last call outside a compiler ran: "asked"; "length", where
-        attention="auto" took exact attention; "wide-values", "exact" or "exact-16bit" by the
-        guard; "author"; "" before the first."""
+        """Return in which form the last call outside a compiler ran, a key of `verdict.FORMS`, or
+        "asked"; "" before the first."""
         if not isinstance(self.last, tuple):
             return "author" if self.last or self.left else ""
-        if self.level > Level.WIDE_VALUES:
-            return "exact" if self.level == Level.EXACT else "exact-16bit"
         by_length = self.config.attention == "auto" and not self.other_forwards()  # not of SLA
-        if by_length and "exact" in self.describe_last_run():
-            return "length"
-        return "wide-values" if self.level else "asked"
+        by_length = by_length and "exact" in self.describe_last_run()
+        exact = self.level.attention == Level.EXACT or (by_length and not self.level.int8_linears)
+        form = "exact" if exact else "length" if by_length else "asked"
+        if form == "asked" and self.level.attention:
+            form = "wide-values"
+        return form + ("" if self.level.int8_linears else "-16bit")
 
     def stateful_code(self) -> str:
         """Return what keeps the guard from running the original forward a second time, or ""."""

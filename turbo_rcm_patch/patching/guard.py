@@ -5,10 +5,12 @@ Each block is compared on its first forward and on the last denoising step where
 After that, one block is compared on every fourth forward. A block over the budget runs more
 exactly from that call on: values in fp8 become 16 bits wide, then attention exact, then Linears
 run in 16 bits too, then the original forward runs. If a fault is found later than on a first
-forward, the guard compares every block after it, and all blocks on the next forward. On a block's
-first forward `fidelity` may raise its level too, by the predicted error of the network. A call
-that raises the level already returns the result at the new level, so equal inputs give equal
-results.
+forward, the guard compares every block after it, and all blocks on the next forward. A call that
+raises the level already returns the result at the new level, so equal inputs give equal results.
+
+When all blocks of a forward were compared, `fidelity` may raise levels too, by the predicted error
+of the network (`choose`), and the forward runs again (`network`). Later a block is raised whose
+error is far above what it was then.
 
 The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
 original forward runs anyway. A block that holds stateful code is not run a second time. Where the
@@ -42,6 +44,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
+from turbo_rcm_patch.patching.choose import Forms, choose, levels_above, milliseconds
 from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord, When
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
 from turbo_rcm_patch.patching.measure import (
@@ -71,10 +74,34 @@ _STRIDE: Final = 7
 #: measured up to 15 % more than was predicted (results/2026-11-28/guard_margin.txt), and 27 % more
 #: where no block was raised (results/2026-11-27/guard_prediction.txt).
 _TARGET_SHARE: Final = 0.95
+#: A block's error is far above that of its first forward, or of its plan, if its square exceeds
+#: this many times the larger one of that and of the author's. The error of fp8 relative to the
+#: author's differs up to four times between steps, downwards.
+_FAR: Final = 4.0
 #: The arguments of torch's attention that can be given by position.
 _SDPA: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _NOTHING: Final = Shares(0.0, 0.0)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A block that was compared on its first forward, or because all blocks were.
+
+    Attributes:
+        block: The block.
+        ran: The level at which it ran.
+        forms: What it adds to the network's error at that level and at higher ones; empty if that
+            was not measured.
+        when: The occasion of the comparison.
+        error: Its error.
+    """
+
+    block: PatchedBlock
+    ran: Level
+    forms: Forms
+    when: When
+    error: float
 
 
 @dataclass(slots=True)
@@ -84,7 +111,8 @@ class _Forward:
     Attributes:
         index: The last block that began.
         way: The dtype, device and attention options of the forward.
-        shares: What is known of the blocks that were compared on their first forward, by index.
+        shares: What is known of the blocks at their levels, by index.
+        measured: The blocks about which the forward decides at its end, by index.
         step: Index of the denoising step, None if it is unknown.
         last: True on the last denoising step.
         sample: Index of the one block to compare on this forward, -1 for none.
@@ -95,11 +123,22 @@ class _Forward:
     index: int = 1 << 30
     way: tuple[Any, ...] = ()
     shares: dict[int, Shares] = field(default_factory=dict)
+    measured: dict[int, _Measured] = field(default_factory=dict)
     step: int | None = None
     last: bool = False
     sample: int = -1
     every: bool = False
     stopped: bool = False
+
+    def error_with(self, *shares: Shares) -> float:
+        """Return the network's predicted error, by the blocks that are known and others."""
+        return predicted([*self.shares.values(), *shares], self.way[0])
+
+    def exceeds(self, limit: float) -> bool:
+        """Return True if the blocks so far have more error than a limit; True before the first.
+        What is outside of the blocks is left out, since more blocks follow."""
+        original, fast = map(sum, zip(_NOTHING, *self.shares.values(), strict=True))
+        return bool(fast >= limit**2 * original)
 
 
 @dataclass(slots=True)
@@ -107,7 +146,8 @@ class _Compared:
     """The comparisons of one way to run so far.
 
     Attributes:
-        shares: Of the blocks that were compared on their first forward, by index.
+        shares: What the blocks that were compared on their first forward add to the network's
+            error, by index.
         last: Indices of blocks that were compared on a last step.
     """
 
@@ -148,7 +188,7 @@ class _Attempt:
         measure: Its distance from the original; None if it was not compared.
         failed: Why it could not be compared on this rank, or "".
         skipped: True if it could not be compared on a rank that shares the sequence.
-        share: What block and original add to the network's error.
+        forms: What it adds to the network's error at this level and at higher ones.
         reason: Why the block has to run more exactly, or "".
     """
 
@@ -157,7 +197,7 @@ class _Attempt:
     measure: Measure | None = None
     failed: str = ""
     skipped: bool = False
-    share: Shares = _NOTHING
+    forms: Forms = field(default_factory=dict)
     reason: str = ""
 
 
@@ -182,6 +222,7 @@ class Guard:
         agree: Callable[..., list[float]],
     ) -> None:
         self._target = config.fidelity
+        self._limit = math.inf if config.fidelity is None else _TARGET_SHARE * config.fidelity
         self.log, self._count, self._agree = log, count, agree
         # A diffusers pipeline can be referred to weakly.
         weak = hasattr(type(pipe), "__weakref__")
@@ -259,6 +300,7 @@ class Guard:
         inputs: tuple[Any, ...],
         lengths: tuple[int, int],
     ) -> None:
+        self.decide()  # for a network whose forward other code replaced
         x = block.streams(inputs)[0]
         spec = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, spec.attention, spec.pv
@@ -320,6 +362,8 @@ class Guard:
             attempt.out = None  # The next attempt needs the memory.
             attempt = self._run_and_measure(call)
         self._conclude(call, attempt)
+        if self._count == 1 and self.decide():  # Its network may be the block itself.
+            return block.fast(*inputs)
         return attempt.out
 
     def _run_and_measure(self, call: _Call) -> _Attempt:
@@ -327,7 +371,11 @@ class Guard:
         block, here = call.block, call.forward
         if block.level == Level.ORIGINAL:
             return _Attempt(block.level, _run_original(block, call.inputs, {}))
-        notes = Notes(measures=call.first and self._target is not None)
+        # Values in 16 bits cost another attention: they are measured where they may be needed.
+        above = levels_above(block, block.level, *here.way[2:])
+        wide = not block.level.attention and above[0].attention == Level.WIDE_VALUES
+        wide = wide and (here.every or here.exceeds(self._limit))
+        notes = Notes(measures=self._target is not None, wide=wide)
         attempt = _Attempt(block.level, block.fast(*call.inputs, notes=notes), failed=notes.failed)
         fast: Stages = ()
         try:
@@ -357,30 +405,43 @@ class Guard:
             return self._run_and_measure(call)
         if off > BUDGET:
             attempt.reason = f"{off:.3g} off in {measured.where}, budget {BUDGET:g}"
-        elif call.first and self._target is not None:
-            limit = _TARGET_SHARE * self._target
-            attempt.share, prediction = self._share(call, fast, notes)
-            higher = _level_above(block, attempt.level, *here.way[2:])
-            if prediction > limit and higher != Level.ORIGINAL:
-                attempt.reason = (
-                    f"the network's predicted error would be {prediction:.3g}, over {limit:.3g} "
-                    f"({_TARGET_SHARE} of fidelity={self._target:g})"
-                )
+        elif self._target is not None:
+            attempt.forms = self._forms(call, fast, notes, wide=wide)
+            attempt.reason = self._far_above(call, attempt.forms)
         return attempt
 
-    def _share(self, call: _Call, fast: Stages, notes: Notes) -> tuple[Shares, float]:
-        """Return the shares of a block, and the network's predicted error with them."""
+    def _forms(self, call: _Call, fast: Stages, notes: Notes, *, wide: bool) -> Forms:
+        """Return what a block adds to the network's error at its level and at higher ones."""
         block, here = call.block, call.forward
         int8, dtype = any(forward.on for forward in block.int8), here.way[0]
         last = getattr(block.proj_out, "weight", None)
         channels = call.original[-1][-1].shape[-1]
         if type(last) is not nn.Parameter or last.is_meta or last.shape[-1] != channels:
             last = None  # sharded, offloaded, quantised or of another stream
-        measured = shares(fast, call.original, notes.errors, last, dtype, int8)
-        share = Shares(*self._agree(block, [*measured]))
-        if not math.isfinite(share.original + share.fast):
-            return _NOTHING, 0.0
-        return share, predicted([*here.shares.values(), share], dtype)
+        errors = notes.errors or (0.0,) * (3 if wide else 2)  # of no rank's own head
+        numbers = shares(fast, call.original, errors, last, dtype, int8)
+        original, *fasts, least = self._agree(block, [*numbers])
+        if not math.isfinite(original + sum(fasts) + least):
+            return {block.level: _NOTHING}
+        by_attention = {Level.EXACT.attention: fasts[-1], block.level.attention: fasts[0]}
+        if wide:
+            by_attention[Level.WIDE_VALUES.attention] = fasts[1]
+        return {
+            level: Shares(original, max(by_attention[level.attention], least * level.int8_linears))
+            for level in [block.level, *levels_above(block, block.level, *here.way[2:])[:-1]]
+            if level.attention in by_attention
+        }
+
+    def _far_above(self, call: _Call, forms: Forms) -> str:
+        """Say if a block has an error that it had not on its first forward, or by its plan."""
+        share, known = forms[call.block.level], call.forward.shares.get(call.block.index)
+        if known is None or call.forward.every or known == _NOTHING:
+            return ""
+        expected = max(known.fast, share.original)
+        if share.fast <= _FAR * expected:
+            return ""
+        times = (share.fast / expected) ** 0.5
+        return f"its error is {times:.3g} times what was measured when its level was chosen"
 
     def _runs_again(self, call: _Call, attempt: _Attempt) -> bool:
         """Return True if a block has to run again, at the higher level that it has then."""
@@ -391,11 +452,20 @@ class Guard:
             return True
         if not attempt.reason:
             return False
-        level = _level_above(block, attempt.level, *call.forward.way[2:])
+        here = call.forward
+        level = levels_above(block, attempt.level, *here.way[2:])[0]
         block.raise_level(level, attempt.reason)
         if not call.first:  # The fault began later, perhaps in other blocks too.
-            call.forward.every = self._asked = True
-        self._add(call, attempt, LEVEL_DESCRIPTIONS[level], attempt.reason)
+            here.every = self._asked = True
+        assert attempt.measure is not None
+        self._add(
+            block.path,
+            here,
+            _when(call.first, here),
+            attempt.measure.error,
+            LEVEL_DESCRIPTIONS[level],
+            attempt.reason,
+        )
         return True
 
     def _conclude(self, call: _Call, attempt: _Attempt) -> None:
@@ -406,14 +476,50 @@ class Guard:
             if attempt.failed:
                 self._skip(block, here, attempt.failed)
             return
+        when = _when(call.first, here)
+        error = 0.0 if attempt.measure is None else attempt.measure.error
         if attempt.measure is not None:
-            self._add(call, attempt, "kept", attempt.measure.where)
-        seen = self._seen[here.way]
-        if call.first:
-            here.shares[block.index] = attempt.share
-            seen.shares.setdefault(block.index, attempt.share)
+            self._add(block.path, here, when, error, "kept", attempt.measure.where)
+        if call.first or here.every:
+            measured = _Measured(block, attempt.level, attempt.forms, when, error)
+            here.measured[block.index] = measured
+            here.shares[block.index] = attempt.forms.get(attempt.level, _NOTHING)
         if here.last:
-            seen.last.add(block.index)
+            self._seen[here.way].last.add(block.index)
+
+    def decide(self) -> bool:
+        """Choose the levels of the blocks that this thread's forward measured, at its end.
+
+        Returns:
+            True if a block ran at another level than it has now.
+        """
+        here: _Forward | None = getattr(self._threads, "here", None)
+        if here is None or not here.measured:
+            return False
+        measured, here.measured = here.measured, {}
+        blocks = {index: each for index, each in measured.items() if each.forms}
+        prediction, forms = here.error_with(), [each.forms for each in blocks.values()]
+        times = [
+            {level: milliseconds(each.block, level) for level in each.forms}
+            for each in blocks.values()
+        ]
+        others = [share for index, share in here.shares.items() if index not in blocks]
+        levels = choose(forms, times, others, self._limit, here.way[0])
+        reason = (
+            f"the network's predicted error would be {prediction:.3g}, limit {self._limit:.3g} "
+            f"({_TARGET_SHARE} of fidelity={self._target})"
+        )
+        for (index, each), level in zip(blocks.items(), levels, strict=True):
+            block, verdict = each.block, LEVEL_DESCRIPTIONS.get(level, "")
+            if block.raise_level(level, reason):
+                self._add(block.path, here, each.when, each.error, verdict, reason)
+            here.shares[index] = each.forms.get(block.level, _NOTHING)
+        seen = self._seen[here.way]
+        # Of several forwards that measured all blocks the one with the largest error counts.
+        worse = here.error_with() > predicted(seen.shares.values(), here.way[0])
+        if worse or not here.shares.keys() <= seen.shares.keys():
+            seen.shares = {**here.shares}
+        return any(each.block.level != each.ran for each in measured.values())
 
     def _skip(self, block: PatchedBlock, here: _Forward, why: str) -> None:
         """Record once that a block was not compared."""
@@ -435,12 +541,11 @@ class Guard:
                     remedy="Look at latents, text embedding and timestep",
                 )
 
-    def _add(self, call: _Call, attempt: _Attempt, verdict: str, where: str) -> None:
+    def _add(
+        self, path: str, here: _Forward, when: When, error: float, verdict: str, where: str
+    ) -> None:
         """Record a comparison, and log a decision."""
-        assert attempt.measure is not None
-        path, step, error = call.block.path, call.forward.step, attempt.measure.error
-        when = _when(call.first, call.forward)
-        self.log.add(GuardRecord(path, step, when, error, BUDGET, verdict, where))
+        self.log.add(GuardRecord(path, here.step, when, error, BUDGET, verdict, where))
         if verdict != "kept":
             # A target may raise every block: the first one warns, the report has them all.
             known = error <= BUDGET and sum(record.verdict == verdict for record in self.log) > 1
@@ -450,19 +555,6 @@ class Guard:
 
 def _when(first: bool, forward: _Forward) -> When:
     return "first" if first else "last" if forward.last else "sampled"
-
-
-def _level_above(block: PatchedBlock, level: Level, attention: str, pv: str) -> Level:
-    """Return the next level that changes how a block with this attention and pv runs."""
-    if level < Level.WIDE_VALUES and ops.quantises(attention) and pv == "fp8":
-        return Level.WIDE_VALUES
-    asked = block.config.attention == "exact"
-    exact = asked or (attention == "exact" and not block.other_forwards())
-    if level < Level.EXACT and not exact:
-        return Level.EXACT
-    if level < Level.EXACT_16BIT and block.int8:
-        return Level.EXACT_16BIT
-    return Level.ORIGINAL
 
 
 def _run_original_rows(block: PatchedBlock, inputs: tuple[Any, ...]) -> Stages:

@@ -9,17 +9,19 @@ sum of a large one. The rounding of the author's stream is subtracted first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from turbo_rcm_patch.ops.attention.api import attend
 from turbo_rcm_patch.ops.attention.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.attention.spec import AttentionSpec
 from turbo_rcm_patch.ops.formats import Norms, Rotary
 
 #: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of
@@ -75,36 +77,56 @@ class Notes:
 
     Args:
         measures: True to measure the self-attention.
+        wide: True to measure it with values in 16 bits too.
 
     Attributes:
         streams: Rows of the residual streams after each branch but the last.
-        errors: The errors of the self-attention, as of `attention_errors`; None if it ran exactly
-            or was not measured.
+        errors: The errors of the self-attention, as of `attention_errors`: as it ran, with values
+            in 16 bits if that was asked for, and the author's. Empty if it was not measured.
         failed: Why it could not be measured, or "".
     """
 
-    def __init__(self, measures: bool) -> None:
+    def __init__(self, *, measures: bool, wide: bool) -> None:
         self.streams: list[tuple[Tensor, ...]] = []
-        self.errors: tuple[float, float] | None = None
+        self.errors: tuple[float, ...] = ()
         self.failed = ""
-        self._measures = measures
+        self._measures, self._wide = measures, wide
 
     def saw_streams(self, *streams: Tensor) -> None:
         """Keep rows of the residual streams after a branch, fp32 [B, N, C] each."""
         self.streams.append(sample(streams))
 
-    def saw_attention(self, *operands: Any) -> None:
-        """Measure the self-attention, unless it ran exactly.
+    def saw_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: Rotary | None,
+        spec: AttentionSpec,
+        out: Tensor,
+    ) -> None:
+        """Measure the self-attention.
 
         This is done at once: other ranks overwrite operands in their symmetric memory.
 
         Args:
-            *operands: Those of `attention_errors`.
+            q: As for `attention.attend`.
+            k: The same.
+            v: The same.
+            norms: The same.
+            rotary: The same.
+            spec: The same.
+            out: What it returned.
         """
         if not self._measures:
             return
         try:
-            self.errors = attention_errors(*operands)
+            results = [out]
+            if self._wide:
+                wide = replace(spec, pv="bf16")
+                results.append(attend(q, k, v, spec=wide, norms=norms, rotary=rotary))
+            self.errors = attention_errors(q, k, v, norms, rotary, spec.heads, *results)
         except Exception as error:
             self.failed = why_cannot_run(error)
 
@@ -244,11 +266,11 @@ class Shares(NamedTuple):
 def shares(
     fast: Stages,
     original: Stages,
-    of_attention: tuple[float, float] | None,
+    of_attention: Sequence[float],
     last: Tensor | None,
     dtype: torch.dtype,
     int8: bool,
-) -> Shares:
+) -> tuple[float, ...]:
     """Estimate what the original block and the fast path add to the network's error.
 
     An error counts by what the network's last Linear reads of it: a rounding is largest in the
@@ -257,50 +279,57 @@ def shares(
 
     Three errors are drawn for both: the roundings of the residual stream (the author's after every
     branch, the fast path's once), the roundings inside the branches, and exact attention of
-    operands that carry their own roundings. The error of int8 attention is measured on a sample of
-    rows. The error of int8 Linears is the rest of the distance between both.
+    operands that carry their own roundings. The errors of quantised attention are measured on a
+    sample of rows. The error of int8 Linears is at most the distance between both.
 
     Args:
         fast: Rows of the fast path's streams, the video last.
         original: Rows of the author's.
-        of_attention: What `attention_errors` measured in its self-attention, or None.
+        of_attention: What `attention_errors` returned for its self-attention; empty where that
+            has no error of its own.
         last: Weight of the network's last Linear [Cout, C], None if it cannot be read.
         dtype: The model's dtype. For fp32 the roundings of bf16 are taken, because no 8-bit path
             comes near fp32.
         int8: True if Linears ran in int8.
+
+    Returns:
+        Squares of errors, as shares of the square of what the network's last Linear reads of the
+        block's output: of the original, of the fast path with each attention of `of_attention` but
+        without int8 Linears, and the least of the fast path with these Linears.
     """
     step = -(-original[-1][-1].shape[1] // _READ_ROWS)
     streams = [stage[-1][:, ::step].float() for stage in original]
     x, square = streams[-1], (_ROUNDING * _eps(dtype)) ** 2
     added = [(after - before).square() for before, after in pairwise(streams)]
     inside = square * _INSIDE * sum(added)
-    int8_attention, exact_attention = of_attention or (0.0, 0.0)
+    of_attention = of_attention or (0.0, 0.0)
     rounded = square * sum([stream.square() for stream in streams[1:]])
     once = 0.0 if dtype == torch.float32 else square * x.square() + inside
     random = torch.Generator(x.device).manual_seed(0)
     drawn = torch.randn(x.shape, generator=random, device=x.device, dtype=x.dtype)
     ys = [
         torch.zeros_like(x),  # what is read of the output itself, with a minus
-        x + drawn * (rounded + inside + exact_attention * added[0]).sqrt(),
-        x + drawn * (once + int8_attention * added[0]).sqrt(),
         fast[-1][-1][:, ::step].float(),
+        x + drawn * (rounded + inside + of_attention[-1] * added[0]).sqrt(),
+        *[x + drawn * (once + error * added[0]).sqrt() for error in of_attention],
     ]
-    normed = [F.layer_norm(y, y.shape[-1:]) for y in (x, *ys)]
-    off = torch.stack([y - normed[0] for y in normed[1:]])
-    if last is not None:
-        off = off @ last.to(off).T
-    size, of_original, of_fast, distance = vector_norm(off.flatten(1), dim=1).square().tolist()
-    if int8:
-        of_fast = max(of_fast, distance - of_original)
-    return Shares(of_original / max(size, 1e-30), of_fast / max(size, 1e-30))
+    normed = F.layer_norm(x, x.shape[-1:])
+    squares = []
+    for y in ys:
+        off = F.layer_norm(y, y.shape[-1:]) - normed
+        off = off if last is None else off @ last.to(off).T
+        squares.append(vector_norm(off).square())
+    size, distance, of_original, *fasts = torch.stack(squares).tolist()
+    least = max(0.0, distance - of_original) if int8 else 0.0
+    return tuple(part / max(size, 1e-30) for part in (of_original, *fasts, least))
 
 
 def predicted(blocks: Iterable[Shares], dtype: torch.dtype) -> float:
     """Return the patched network's error divided by the unpatched one's, if every error reaches
     the output with the same factor."""
     outside = _OUTSIDE * (_ROUNDING * _eps(dtype)) ** 2
-    originals, fasts = zip(*blocks, strict=True)
-    return float(((outside + sum(fasts)) / (outside + sum(originals))) ** 0.5)
+    original, fast = map(sum, zip((outside, outside), *blocks, strict=True))
+    return float((fast / original) ** 0.5)
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -309,9 +338,15 @@ def _eps(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def attention_errors(
-    q: Tensor, k: Tensor, v: Tensor, norms: Norms, rotary: Rotary | None, heads: int, out: Tensor
-) -> tuple[float, float]:
-    """Compare an attention with fp32 on a sample of its rows, a few heads at a time.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: Norms,
+    rotary: Rotary | None,
+    heads: int,
+    *results: Tensor,
+) -> tuple[float, ...]:
+    """Compare results of an attention with fp32 on a sample of its rows, a few heads at a time.
 
     Args:
         q: [B, N, H*D], before its norm if `norms` holds that.
@@ -320,11 +355,11 @@ def attention_errors(
         norms: The norms that the kernel computed.
         rotary: The rotary table that the kernel read, or None.
         heads: H.
-        out: [B, N, H*D].
+        *results: [B, N, H*D] each.
 
     Returns:
-        The squares of two errors, as shares of the output's square: of int8 attention, and of
-        exact attention in the model's dtype. Both include the error that rounded operands cause.
+        The squares of errors, as shares of the output's square: of each result, and of exact
+        attention in the model's dtype. All include the error that rounded operands cause.
     """
     batch, keys, dim = len(k), k.shape[1], q.shape[2] // heads
     step = -(-q.shape[1] // _ROWS)
@@ -345,19 +380,18 @@ def attention_errors(
     )  # fmt: skip
     held = 4 * batch * keys * (_CHANNELS * dim + _LOGITS * some_q.shape[1])
     most = max(1, max(_LEAST, 2 * q.nbytes) // held)
-    sums = torch.zeros(4, device=q.device, dtype=torch.float32)
+    sums = torch.zeros(3 + len(results), device=q.device, dtype=torch.float32)
     for start in range(0, heads, most):
         some = slice(start * dim, (start + most) * dim)
         qh, kh = heads_of_q(some), heads_of_k(some)
         vh = split_heads(v[..., some], qh.shape[1])
         rounded = F.scaled_dot_product_attention(qh.to(v.dtype), kh.to(v.dtype), vh)
         truth, moved = _attend(qh, kh, vh, shake_q, shake_k)
-        got = split_heads(out[:, ::step, some], qh.shape[1])
-        off = torch.stack([torch.zeros_like(truth), got, rounded, moved]) - truth
+        got = [split_heads(out[:, ::step, some], qh.shape[1]) for out in results]
+        off = torch.stack([torch.zeros_like(truth), moved, *got, rounded]) - truth
         sums += vector_norm(off.flatten(1), dim=-1).square()
-    size, of_fast, of_original, of_operands = sums.tolist()
-    size = max(size, 1e-30)
-    return (of_fast + of_operands) / size, (of_original + of_operands) / size
+    size, of_operands, *errors = sums.tolist()
+    return tuple((error + of_operands) / max(size, 1e-30) for error in errors)
 
 
 def _heads(

@@ -28,7 +28,7 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.ops.attention.api import load_kernels
 from turbo_rcm_patch.ops.attention.sage import refuse_unusable_sage
-from turbo_rcm_patch.patching.block import Forwards, Level, PatchedBlock
+from turbo_rcm_patch.patching.block import Forwards, PatchedBlock
 from turbo_rcm_patch.patching.find import (
     VAE,
     KnownModule,
@@ -46,6 +46,7 @@ from turbo_rcm_patch.patching.int8_linears import (
     why_not_int8,
 )
 from turbo_rcm_patch.patching.int8_weights import drop_originals
+from turbo_rcm_patch.patching.network import DecidingForward
 from turbo_rcm_patch.patching.plain import judge_classes
 from turbo_rcm_patch.patching.plan import (
     Plan,
@@ -341,6 +342,9 @@ def _record(model: object, part: KnownModule, config: PatchConfig, log: GuardLog
             record.replace(inner, "forward", forward.__call__)
         if config.linear != "as-is":
             _add_int8(record, block, int8)
+    alone = any(block.block is module for block in blocks)
+    if record.guard is not None and record.entries and is_planned(record) and not alone:
+        record.replace(module, "forward", DecidingForward(module, blocks, record.guard).__call__)
     copies = Int8Copies(list(int8.values()))
     for block in blocks if int8 else ():
         block.copies = copies
@@ -518,8 +522,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
 
     def plan() -> Plan | None:
-        given = [record.plan for record in present() if record.plan is not None]
-        return given[0] if given else plan_of(present())
+        given = [record for record in present() if record.plan is not None]
+        holds = given and not any(map(plan_note, given))
+        return given[0].plan if holds else plan_of(present())
 
     log = guard.log if guard else GuardLog()
     return PatchReport(type(model).__name__, config, log, live, blocks, plan)
@@ -535,7 +540,7 @@ def _int8_linears(blocks: list[PatchedBlock]) -> str:
             running += name in names
             if name not in names:
                 why = why_not_int8(getattr(linear, "base_layer", linear))
-                wide = block.level >= Level.EXACT_16BIT
+                wide = not block.level.int8_linears
                 reasons.append(why or (wide and "the guard") or "its forward was replaced")
     text = f"{running} of {total} Linears in int8"
     return text + (": " if reasons else "") + ", ".join(dict.fromkeys(reasons))

@@ -30,6 +30,7 @@ from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.files import read_json, write_json
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level
+from turbo_rcm_patch.patching.choose import milliseconds, rates_of
 from turbo_rcm_patch.patching.guard_log import grouped, merged_path, without_number
 from turbo_rcm_patch.patching.measure import Shares, predicted
 from turbo_rcm_patch.patching.plain import original_class
@@ -51,10 +52,13 @@ class PlannedBlock:
         level: How exactly it runs.
         shares: What it adds to the network's error, and what the author's block adds; zeros where
             it was not measured.
+        milliseconds: Predicted time of its self-attention, and of the Linears that may run in
+            int8; 0 for a card that was not measured.
     """
 
     level: Level
     shares: Shares
+    milliseconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,9 @@ class NetworkPlan:
         for alike in grouped(self.blocks, lambda name: self.blocks[name].level):
             level = self.blocks[alike[0]].level
             names = ", ".join(map(merged_path, grouped(alike, without_number)))
+            time = sum(self.blocks[name].milliseconds for name in alike)
             text += f"\n  {names}: {LEVEL_DESCRIPTIONS.get(level, 'as asked')}"
+            text += f", {time:.1f} ms of attention and int8 Linears" if time else ""
         return text
 
 
@@ -228,7 +234,8 @@ def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
         shares = Shares(*map(float, block["shares"]))
         if not all(isfinite(share) and share >= 0 for share in shares):
             raise ValueError(f"{name}: shares {shares}")
-        planned[name] = PlannedBlock(Level[block["level"].upper()], shares)
+        level, time = Level[block["level"].upper()], float(block["milliseconds"])
+        planned[name] = PlannedBlock(level, shares, time)
     return NetworkPlan(blocks=planned, **sizes)
 
 
@@ -273,7 +280,7 @@ def apply(plan: Plan, record: PatchRecord) -> None:
 def plan_note(record: PatchRecord) -> str:
     """Say in the report which blocks no longer run as their plan says, or ""."""
     pairs = zip(record.blocks, record.planned, strict=False)
-    raised = [block.path for block, level in pairs if block.level > level]
+    raised = [block.path for block, level in pairs if block.level != level]
     names = ", ".join(map(merged_path, grouped(raised, without_number)))
     return names and f"the plan does not hold: the guard found more error in {names}"
 
@@ -289,32 +296,14 @@ def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
             # A block that ran as its author wrote it has no decision to wait for.
             if index not in shares and not isinstance(block.last, str):
                 return None
-            blocks[_name(block.path, record)] = PlannedBlock(
-                block.level, shares.get(index, Shares(0.0, 0.0))
-            )
+            time = milliseconds(block, block.level) if rates_of(block) else 0.0
+            share = shares.get(index, Shares(0.0, 0.0))
+            blocks[_name(block.path, record)] = PlannedBlock(block.level, share, time)
         lengths = [block.last[0] for block in record.blocks if isinstance(block.last, tuple)]
         networks[record.path] = NetworkPlan(
             **_size_of(record) | {"blocks": blocks, "tokens": max(lengths, default=0)}
         )
     return Plan(networks, planned[0].config, _made_with(planned[0])) if planned else None
-
-
-def worst(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that runs each block as exactly as any of several plans of one model do."""
-    first = plans[0]
-    networks = {}
-    for path, network in first.networks.items():
-        each = [plan.networks[path] for plan in plans]
-        blocks = {}
-        for name in network.blocks:
-            planned = [plan.blocks[name] for plan in each]
-            level = max(block.level for block in planned)
-            # Of those that measured it as it runs.
-            shares = [block.shares for block in planned if block.level == level]
-            blocks[name] = PlannedBlock(level, max(shares, key=lambda share: share.fast))
-        tokens = max(plan.tokens for plan in each)
-        networks[path] = NetworkPlan(**network.size() | {"blocks": blocks, "tokens": tokens})
-    return Plan(networks, first.config, first.made_with)
 
 
 def _name(path: str, record: PatchRecord) -> str:

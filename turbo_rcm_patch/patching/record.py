@@ -1,7 +1,8 @@
 """The undo record: which functions were replaced and where, so that unpatching restores them.
 
 A function that a module runs can sit in several places: the instance attribute `forward`,
-accelerate's `_old_forward`, or the reference chain of diffusers' hook registry. Patching under
+accelerate's `_old_forward`, the reference chain of diffusers' hook registry, or what `parallel`
+runs. Patching under
 existing hooks replaces the innermost of them; hooks that come or go afterwards move our function
 between those places, so undoing looks for it instead of trusting a saved position.
 """
@@ -21,8 +22,10 @@ from turbo_rcm_patch.errors import ContextParallelError, WrappedError
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS
-from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function
+from turbo_rcm_patch.patching.network import DecidingForward
+from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function, owner
 from turbo_rcm_patch.patching.plan import Plan
+from turbo_rcm_patch.patching.ulysses import PARALLEL
 from turbo_rcm_patch.skip import SkipPair
 
 #: The instance attribute under which a patched model keeps its record.
@@ -49,6 +52,8 @@ def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
         yield reference, "original_forward"
         yield reference, "forward"
+    if PARALLEL in module.__dict__:
+        yield module.__dict__[PARALLEL], "inner"
 
 
 def innermost(module: nn.Module, name: str) -> Slot | None:
@@ -64,6 +69,12 @@ def innermost(module: nn.Module, name: str) -> Slot | None:
     if _held(places[0]) is None:
         return places[0]
     return next((slot for slot in places if is_own(module, name, _held(slot))), None)
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Return True if a module's forward is its author's or ours, under any hooks."""
+    ours = [isinstance(owner(_held(slot)), Replacement) for slot in _slots(module, "forward")]
+    return innermost(module, "forward") is not None or any(ours)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +205,9 @@ class PatchRecord:
         """Raise WrappedError if undoing is not safe; change nothing."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for entry in self.entries:
-            entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
+            # The network's own only watches: where other code replaced it, theirs stays.
+            if not isinstance(owner(entry.function), DecidingForward):
+                entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
 
     def undo(self) -> None:
         """Undo the entries that are installed. Call `check` first."""

@@ -46,6 +46,8 @@ FORMS: Final = {
     "mask": "ran exact attention, because of a mask",
     "wide-values": "ran quantised attention with values in 16 bits, by the guard's decision",
     "exact": "ran exact attention, by the guard's decision",
+    "asked-16bit": "ran Linears in 16 bits, by the guard's decision",
+    "wide-values-16bit": "ran values and Linears in 16 bits, by the guard's decision",
     "exact-16bit": "ran exact attention and Linears in 16 bits, by the guard's decision",
     "author": "ran their author's code",
 }
@@ -171,7 +173,7 @@ class Ran:
         rest, wide = self.forms["asked"], self.forms["wide-values"]
         if self.share >= ASKED_SHARE and (rest or wide):
             return "; ".join([*parts, f"the rest ran {self.asked}"] if rest else parts)
-        by_guard = wide + self.forms["exact"] + self.forms["exact-16bit"]
+        by_guard = any(self.forms[form] for form, words in FORMS.items() if "guard" in words)
         how = " (`guard=False` judges it)" if by_guard else ""
         return f"{'; '.join(parts)}: this is not a verdict on {self.asked}{how}"
 

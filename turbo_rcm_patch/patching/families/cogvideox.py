@@ -161,7 +161,7 @@ class CogVideoXBlockForward(PatchedBlock):
         tables = None if rotary is None else self.rotary(rotary, text)
         out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
         if notes is not None:
-            notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
+            notes.saw_attention(q, k, v, norms, tables, spec, out)
         return parts.project_out(attn, out)
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:

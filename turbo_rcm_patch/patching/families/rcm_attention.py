@@ -51,7 +51,7 @@ class RCMBlock(PatchedBlock):
             )
         branch = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.saw_attention(q, k, v, NO_NORMS, None, spec.heads, branch)
+            notes.saw_attention(q, k, v, NO_NORMS, None, spec, branch)
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def why_inputs(self, x: Tensor, t: Any) -> str:

@@ -142,7 +142,7 @@ class TurboBlock(PatchedBlock):
         if not is_sparse(attn):
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(q, k, v, norms, tables, spec, out)
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
             out = sparse_linear.attend_sparse(

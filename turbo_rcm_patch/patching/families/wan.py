@@ -191,7 +191,7 @@ class WanBlock(PatchedBlock):
         else:
             out = attention.attend(q, k, v, spec=spec, norms=norms, rotary=tables)
             if notes is not None:
-                notes.saw_attention(q, k, v, norms, tables, spec.heads, out)
+                notes.saw_attention(q, k, v, norms, tables, spec, out)
         if ulysses is not None:
             out = ulysses.to_tokens(out) if attended is None else attended
             if not compiling() and any(map(hooked, attn.to_out[0].modules())):

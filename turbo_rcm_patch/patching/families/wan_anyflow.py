@@ -171,7 +171,7 @@ class AnyFlowFARBlock(AnyFlowBlock):
         k, v = (F.pad(x, (0, 0, 0, -q.shape[1] % _PADDED_TO)) for x in (k, v))
         out = attention.attend(q, k, v, spec=spec)
         if notes is not None:
-            notes.saw_attention(q, k, v, NO_NORMS, None, spec.heads, out)
+            notes.saw_attention(q, k, v, NO_NORMS, None, spec, out)
         return parts.project_out(attn, out)
 
     def lengths(self, *inputs: Any) -> tuple[int, int]:

@@ -1,0 +1,156 @@
+"""Levels are chosen that reach the target for the least time, and the forward that measured runs
+again where they are others."""
+
+from __future__ import annotations
+
+import itertools
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.patching.models import WAN, run, wan
+from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.patching import choose as module
+from turbo_rcm_patch.patching.block import Level
+from turbo_rcm_patch.patching.choose import choose
+from turbo_rcm_patch.patching.families.wan import WanBlock
+from turbo_rcm_patch.patching.measure import Shares, predicted
+
+BF16 = torch.bfloat16
+LEVELS = (Level.AS_ASKED, Level.WIDE_VALUES, Level.EXACT)
+TIMES = dict(zip(LEVELS, (1.0, 1.2, 1.8), strict=True))
+
+
+def forms(*errors: float) -> dict[Level, Shares]:
+    return {
+        level: Shares(1e-4, 1e-4 * error) for level, error in zip(LEVELS, errors, strict=False)
+    }
+
+
+def chosen(*blocks: dict[Level, Shares], limit: float, times: Any = TIMES) -> list[int]:
+    return [int(level) for level in choose(blocks, [times] * len(blocks), [], limit, BF16)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "limit", "expected"),
+    [
+        ([forms(0.8, 0.5, 0.4)] * 3, 1.0, [0, 0, 0]),  # it fits
+        ([forms(1.3, 0.5, 0.4), forms(1.1, 1.0, 0.9), forms(0.9, 0.5, 0.4)], 1.0, [1, 0, 0]),
+        ([forms(1.1, 0.5, 0.4)] * 4, 1.0, [1, 0, 0, 0]),  # of equal ones the first
+        ([forms(1.1, 0.99, 0.1), forms(0.99, 0.98, 0.9)], 0.8, [2, 0]),  # over a level in between
+        ([forms(9.0, 0.5, 0.4), *[forms(0.1, 0.1, 0.1)] * 20], 1.0, [1, *[0] * 20]),  # of one
+        ([forms(9.0, 8.0, 7.0)] * 2, 1.0, [2, 2]),  # out of reach
+        ([forms(9.0), forms(1.1, 2.0, 1.0)], 1.0, [0, 2]),  # no other level; one that is worse
+    ],
+)
+def test_levels_reach_the_limit_for_the_least_time(
+    blocks: Any, limit: float, expected: list[int]
+) -> None:
+    assert chosen(*blocks, limit=limit) == expected
+
+
+def test_the_choice_is_near_the_best_of_all() -> None:
+    random = torch.Generator().manual_seed(3)
+    lost = []
+    for _ in range(20):
+        drawn = (0.3 + torch.rand(5, 3, generator=random)).sort(1, descending=True).values
+        blocks = [forms(*errors.tolist()) for errors in drawn]
+        every = itertools.product(LEVELS, repeat=5)
+        costs = [
+            sum(TIMES[level] for level in levels)
+            for levels in every
+            if predicted([b[level] for b, level in zip(blocks, levels, strict=True)], BF16) <= 0.85
+        ]
+        levels = choose(blocks, [TIMES] * 5, [], 0.85, BF16)
+        if costs:
+            lost.append(sum(TIMES[level] for level in levels) / min(costs))
+    assert len(lost) > 10 and max(lost) < 1.15 and sum(lost) / len(lost) < 1.03
+
+
+def test_time_is_counted_from_operations() -> None:
+    report = patch_model(model := WAN.model(BF16), attention="int8", linear="int8", pv="fp8")
+    run(model, WAN.inputs(dtype=BF16))
+    block = report._blocks()[0]
+    own = {level: module.milliseconds(block, level) for level in list(Level)[:-1]}
+    assert own[Level.AS_ASKED] < own[Level.WIDE_VALUES] < own[Level.EXACT]
+    for level in LEVELS:
+        assert own[level] < own[level.joined(Level.LINEARS_16BIT)]
+    assert own[Level.EXACT] - own[0] == pytest.approx(own[Level.EXACT_16BIT] - own[4])  # type: ignore[index]
+
+
+def counted(model: Any, inputs: Any) -> tuple[torch.Tensor, float]:
+    """A forward, and how many times each of its blocks ran, on average."""
+    with mock.patch.object(WanBlock, "fast", autospec=True, side_effect=WanBlock.fast) as fast:
+        return run(model, inputs), fast.call_count / len(model.blocks)
+
+
+def few(**options: Any) -> tuple[Any, Any, Any]:
+    model = wan(num_layers=3).to(BF16).eval().requires_grad_(False)
+    options = {"attention": "int8", "pv": "fp8", "fidelity": 0.01} | options
+    return model, WAN.inputs(dtype=BF16), options
+
+
+@pytest.mark.parametrize("fidelity", [0.01, 100.0])
+def test_a_first_forward_runs_again_only_if_it_decided(fidelity: float) -> None:
+    model, inputs, options = few(fidelity=fidelity)
+    attributes = dict(vars(model))
+    report = patch_model(model, **options)
+    first, runs = counted(model, inputs)
+    assert runs == (2 if fidelity < 1 else 1)
+    later, runs = counted(model, inputs)
+    assert torch.equal(first, later) and runs == 1
+    assert bool(report.guard.decisions) == (fidelity < 1)
+    unpatch_model(model)
+    assert vars(model) == attributes
+
+
+def _notes(*_: Any) -> None:
+    """A hook that may keep something."""
+
+
+def by_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *a, **k: own(self, *a, **k))
+
+
+def by_instance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = model.forward
+    model.forward = MethodType(lambda self, *a, **k: own(*a, **k), model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model, _: model.condition_embedder.register_forward_hook(_notes), by_class],
+)
+def test_what_keeps_a_state_is_not_run_again(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision counts from the next forward on."""
+    model, inputs, options = few()
+    report = patch_model(model, **options)
+    change(model, monkeypatch)
+    first, runs = counted(model, inputs)
+    assert runs == 1 and len(report.guard.decisions) == 3
+    later, _ = counted(model, inputs)
+    assert not torch.equal(first, later)
+    assert report.last_forward == {"fused with exact attention": 3}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_forward_that_other_code_replaced_decides_for_the_next(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, options = few()
+    if before:
+        by_instance(model, monkeypatch)
+    report = patch_model(model, **options)
+    if not before:
+        by_instance(model, monkeypatch)
+    theirs = model.forward
+    run(model, inputs)
+    run(model, inputs)
+    assert report.last_forward == {"fused with exact attention": 3}
+    unpatch_model(model)
+    assert model.forward is theirs
+    run(model, inputs)
