@@ -27,6 +27,8 @@ Forms = Mapping[Level, Shares]
 _RATES: Final[dict[Any, tuple[float, ...]]] = {(9, 0): (960.0, 810.0, 570.0, 1080.0, 700.0)}
 #: Largest error of one block, in units of the network's limit.
 _OF_ONE: Final = 1.25
+#: The least error that is in reach, with room: its last percent may cost every block.
+_NEAR: Final = 1.01
 _FP8, _WIDE, _EXACT, _INT8_LINEARS, _LINEARS = range(5)
 
 
@@ -43,7 +45,7 @@ def choose(
     that of its first blocks ten times. So each block begins at the fastest level at which its own
     error, in units of the author's, is near the limit. Then step by step that block is raised, to
     that level, which saves the most error for the time it costs: a greedy knapsack. Of equal ones
-    the first is taken. Where no level reaches the limit, every block that can gain is raised.
+    the first is taken. Where the limit is out of reach, the least error that is in reach counts.
 
     Args:
         forms: What each block adds to the error at each level.
@@ -52,12 +54,13 @@ def choose(
         limit: The largest error, in units of the unpatched network's.
         dtype: The model's dtype.
     """
+    least = [min(each.values(), key=lambda share: share.fast) for each in forms]
+    limit = max(limit, _NEAR * predicted([*others, *least], dtype))
     most = (_OF_ONE * limit) ** 2
     levels = []
     for each, time in zip(forms, times, strict=True):
         fit = [level for level, share in each.items() if share.fast <= most * share.original]
-        least = min(each, key=lambda level: each[level].fast)
-        levels.append(min(fit or [least], key=lambda level: (time[level], level)))
+        levels.append(min(fit or each, key=lambda level: (time[level], level)))
     while True:
         present = [each[level] for each, level in zip(forms, levels, strict=True)]
         if predicted([*others, *present], dtype) <= limit:
