@@ -44,7 +44,7 @@ def chosen(*blocks: dict[Level, Shares], limit: float, times: Any = TIMES) -> li
         ([forms(9.0, 0.5, 0.4), *[forms(0.1, 0.1, 0.1)] * 20], 1.0, [1, *[0] * 20]),  # of one
         ([forms(9.0, 8.0, 7.0)] * 2, 1.0, [2, 2]),  # out of reach
         ([forms(1.1), forms(1.1, 2.0, 0.5)], 1.0, [0, 2]),  # no other level; one that is worse
-        ([forms(9.0), forms(1.1, 0.5, 0.4)], 0.1, [0, 0]),  # what is out of reach costs nothing
+        ([forms(9.0), forms(1.1, 0.5, 0.4)], 0.1, [0, 1]),  # near the least that is in reach
     ],
 )
 def test_levels_reach_the_limit_for_the_least_time(
