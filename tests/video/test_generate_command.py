@@ -243,7 +243,8 @@ def test_an_image_is_the_first_frame_and_part_of_what_a_video_is_made_from(
     given = ["generate", "--model", str(folders["image"]), *QUICK, "--resume", "--out", str(out)]
     given += ["--prompt", "a circle", "--prompt", "a square", "--image", str(tmp_path / "one.png")]
     assert main(given) == 0
-    notes = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    videos = sorted(out.glob("*.mp4"))
+    notes = [json.loads(path.with_suffix(".json").read_text()) for path in videos]
     assert [note["prompt"] for note in notes] == ["a circle", "a square"]
     assert {note["inputs"] for note in notes} == {digest_of(picture())}
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}

@@ -10,6 +10,7 @@ import pytest
 from tests.video.conftest import undrawn
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.patching.guard_log import GuardLog
 from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video.video import read_frames
 
@@ -46,6 +47,45 @@ def test_a_plan_is_made_once_and_run_by_every_process(
     file.write_text(json.dumps(held))
     assert main([*command, "--resume"]) == 2
     assert "Choose another --out" in capsys.readouterr().err
+
+
+def test_a_plan_goes_on_after_the_prompts_that_it_was_made_of(
+    micro_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Each prompt is measured on its first, middle and last step."""
+    asked: list[int] = []
+    own = GuardLog.check_next
+    monkeypatch.setattr(GuardLog, "check_next", lambda log: (asked.append(1), own(log)))
+    model = ["plan", "--model", str(micro_folder), *QUICK, "--steps", "4", "--no-vae"]
+    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    assert main([*model, *_TWO, "--out", str(whole)]) == 0 and len(asked) == 6
+    assert main([*model, *_TWO[:2], "--out", str(parts)]) == 0 and len(asked) == 9
+    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 12
+    plans = [Plan.load(path) for path in (whole, parts)]
+    levels = [[b.level for b in plan.networks["transformer"].blocks.values()] for plan in plans]
+    assert levels[0] == levels[1] and plans[0].made_with == plans[1].made_with
+    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 12
+    before = parts.read_bytes()
+    assert main([*model, *_TWO[2:], "--out", str(parts), "--resume"]) == 2
+    assert "first of these prompts" in capsys.readouterr().err and parts.read_bytes() == before
+
+
+def test_the_plan_of_a_folder_of_videos_lies_beside_them(
+    micro_folder: Path, tmp_path: Path, capsys
+) -> None:
+    command = ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", *_TWO]
+    command += ["--out", str(tmp_path / "out"), "--no-vae", "--resume"]
+    assert main(command) == 0
+    file = tmp_path / "out" / "plan.json"
+    held = json.loads(file.read_text())
+    for block in held["networks"]["transformer"]["blocks"].values():
+        block["level"] = "exact"
+    file.write_text(json.dumps(held))
+    (video,) = file.parent.glob("*blue*.mp4")
+    video.unlink()
+    capsys.readouterr()
+    assert main(command) == 0 and video.is_file()
+    assert "fused with exact attention" in capsys.readouterr().out, "by the plan that was there"
 
 
 @pytest.mark.parametrize(

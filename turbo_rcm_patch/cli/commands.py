@@ -15,6 +15,7 @@ from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.files import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
 from turbo_rcm_patch.video.many import Processes
@@ -87,14 +88,16 @@ def judge(command: options.Judge) -> int:
 def plan(command: options.Plan) -> int:
     """Measure on the first, the middle and the last step of each prompt, and write how exactly
     each block has to run for all of them."""
-    prompts = read_prompts(command)
-    check_writable(command.out.expanduser())
+    prompts, out = read_prompts(command), command.out.expanduser()
+    check_writable(out)
     check_inputs(command)
+    made = Plan.load(out) if command.resume and out.exists() else None
+    done = 0 if made is None else made.check_prompts(prompts)
     pipe = load(command, command.device)
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
-    with bars() as progress, patched(pipe, command.config) as report:
-        for index, prompt in enumerate(prompts):
+    with bars() as progress, patched(pipe, command.config, plan=made) as report:
+        for index in range(done, len(prompts)):
 
             def on_step(step: int, steps: int, before: int = index * settings.steps) -> None:
                 progress("plan", before + step, len(prompts) * steps)
@@ -104,22 +107,23 @@ def plan(command: options.Plan) -> int:
             report.guard.check_next()
             generation.generate(
                 pipe,
-                prompt,
+                prompts[index],
                 image=image,
                 seed=command.seed + index,
                 settings=settings,
                 on_step=on_step,
             )
-        made = report.plan
-    if made is None:
-        raise SamplingError(
-            "no plan",
-            expected="a guard that compares every block",
-            got=str(report.guard) if command.config.guard else "--no-guard",
-            remedy="Leave out what keeps a state inside of blocks",
-        )
+            if report.plan is None:
+                raise SamplingError(
+                    "no plan",
+                    expected="a guard that compares every block",
+                    got=str(report.guard) if command.config.guard else "--no-guard",
+                    remedy="Leave out what keeps a state inside of blocks",
+                )
+            made = report.plan.of_prompts(prompts[: index + 1])
+            made.save(out)
     print(made)
-    print(made.save(command.out))
+    print(out)
     return OK
 
 

@@ -122,6 +122,9 @@ def _make_share(
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
     plan = None if command.plan is None else Plan.load(command.plan)
     records = {video: _record(video, command, settings, image, plan) for video in share}
+    beside = _plan_beside(command) if plan is None else None
+    if beside is not None and command.resume and beside.is_file():
+        plan = Plan.load(beside)
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
     first, out = processes.rank == 0, command.out.expanduser()
@@ -164,6 +167,8 @@ def _make_share(
                         )
                         if writes:
                             _write(generated, video, records[video])
+                        if first and beside is not None and report is not None and report.plan:
+                            report.plan.save(beside)
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
                     raise
                 except Exception as error:
@@ -180,6 +185,14 @@ def _make_share(
             device = environment.device_name(pipe._execution_device)
             print(_speed(times, device, report.impl if report is not None else ""))
     return failed
+
+
+def _plan_beside(command: options.Generate) -> Path | None:
+    """Return where the plan of a folder of videos is kept, so that all have the bits of what their
+    first one decided; None for a single file."""
+    out = command.out.expanduser()
+    guarded = command.patch and command.config.guard
+    return out / "plan.json" if guarded and _is_folder(out) else None
 
 
 def _record(

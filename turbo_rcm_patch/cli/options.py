@@ -237,11 +237,13 @@ class Plan(Run):
       turbo-rcm-patch generate --model PATH --prompts prompts.txt --plan wan.json --out videos
 
     Attributes:
-        out: The file to write.
+        out: The file to write, after each prompt.
+        resume: Go on with the plan that is there, after the prompts that it was made of.
     """
 
-    interrupted = "Interrupted. Nothing was written."
+    interrupted = "Interrupted. --resume goes on after the last finished prompt."
     out: Path = field(default=Path("plan.json"), metadata=_FILE)
+    resume: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ A plan fits one class, size and dtype of networks, and one set of options.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
@@ -162,6 +163,27 @@ class Plan:
         write_json(path, held | {"made_with": dict(self.made_with)})
         return path
 
+    def of_prompts(self, prompts: Sequence[str]) -> Plan:
+        """Return the plan with a note that it was measured with these prompts."""
+        return replace(self, made_with={**self.made_with, "prompts": _prompts_note(prompts)})
+
+    def check_prompts(self, prompts: Sequence[str]) -> int:
+        """Return with how many of some prompts, the first ones, the plan was measured.
+
+        Raises:
+            PlanError: It was measured with others.
+        """
+        held = self.made_with.get("prompts")
+        for count in range(1, len(prompts) + 1):
+            if held == _prompts_note(prompts[:count]):
+                return count
+        raise PlanError(
+            "plan to resume",
+            expected="one that was measured with the first of these prompts",
+            got=f"one of {held or 'no prompts'}",
+            remedy="Leave out --resume, or name another --out",
+        )
+
     def of_each(self, networks: Mapping[str, nn.Module]) -> dict[nn.Module, Plan]:
         """Return a plan for each network of a pipeline alone."""
         return {
@@ -216,6 +238,11 @@ class Plan:
             f"{name}: {plan}" if name else str(plan) for name, plan in self.networks.items()
         ]
         return "\n".join([f"plan with {self.config!r}, made with {made_with}", *networks])
+
+
+def _prompts_note(prompts: Sequence[str]) -> str:
+    digest = hashlib.blake2b("\n".join(prompts).encode(), digest_size=8).hexdigest()
+    return f"{len(prompts)} ({digest})"
 
 
 def _short(value: object) -> str:
