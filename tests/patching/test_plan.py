@@ -17,6 +17,7 @@ from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched
 from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.patching import guard
+from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.measure import BUDGET
 from turbo_rcm_patch.patching.plan import Plan
 
@@ -94,6 +95,21 @@ def test_a_plan_that_no_longer_holds_is_replaced_by_what_runs() -> None:
     assert levels == [block.level for block in report._blocks()] and any(levels)
 
 
+def test_an_expert_that_did_not_run_keeps_its_plan() -> None:
+    def experts() -> SimpleNamespace:
+        models = [WAN.model(BF16) for _ in range(2)]
+        return SimpleNamespace(transformer=models[0], transformer_2=models[1], vae=None)
+
+    report = patch_model(pipe := experts(), **_INT8)
+    for network in (pipe.transformer, pipe.transformer_2):
+        run(network, WAN.inputs(dtype=BF16))
+    report = patch_model(pipe := experts(), plan=(plan := report.plan))
+    report._blocks()[0].raise_level(Level.EXACT_16BIT, "a test")
+    run(pipe.transformer, WAN.inputs(dtype=BF16))
+    assert plan is not None and report.plan is not None and report.plan != plan
+    assert report.plan.networks["transformer_2"] == plan.networks["transformer_2"]
+
+
 def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         held = json.loads(path.read_text())
@@ -114,7 +130,7 @@ def _block(held: dict[str, Any]) -> Any:
         lambda path: path.write_text(path.read_text()[:-40]),
         lambda path: path.write_text("[]"),
         damaged(lambda held: held.pop("plan")),
-        damaged(lambda held: held.update(plan=2)),
+        damaged(lambda held: held.update(plan=1)),
         damaged(lambda held: held.update(config={"attention": "int9"})),
         damaged(lambda held: held.update(made_with=[])),
         damaged(lambda held: held["networks"][""].update(tokens="12")),

@@ -76,7 +76,7 @@ def test_the_plan_of_a_folder_of_videos_lies_beside_them(
     command = ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", *_TWO]
     command += ["--out", str(tmp_path / "out"), "--no-vae", "--resume"]
     assert main(command) == 0
-    file = tmp_path / "out" / "plan.json"
+    file = tmp_path / "out" / "plan_of_videos.json"
     held = json.loads(file.read_text())
     for block in held["networks"]["transformer"]["blocks"].values():
         block["level"] = "exact"

@@ -122,7 +122,7 @@ def _make_share(
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
     plan = None if command.plan is None else Plan.load(command.plan)
     records = {video: _record(video, command, settings, image, plan) for video in share}
-    beside = _plan_beside(command) if plan is None else None
+    beside = _plan_beside(command, processes) if plan is None else None
     if beside is not None and command.resume and beside.is_file():
         plan = Plan.load(beside)
     find_missing = partial(_find_missing, command, records)
@@ -187,12 +187,13 @@ def _make_share(
     return failed
 
 
-def _plan_beside(command: options.Generate) -> Path | None:
-    """Return where the plan of a folder of videos is kept, so that all have the bits of what their
-    first one decided; None for a single file."""
+def _plan_beside(command: options.Generate, processes: Processes) -> Path | None:
+    """Return where the plan of a folder of videos is kept, so that with --resume all have the bits
+    of what their first one decided; None for a file, and for processes that decide each alone."""
     out = command.out.expanduser()
     guarded = command.patch and command.config.guard
-    return out / "plan.json" if guarded and _is_folder(out) else None
+    decides = command.together or processes.world == 1
+    return out / "plan_of_videos.json" if guarded and decides and _is_folder(out) else None
 
 
 def _record(

@@ -9,7 +9,7 @@ errors give equal choices.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -20,11 +20,13 @@ from turbo_rcm_patch.patching.measure import Shares, predicted
 
 #: What a block adds to the network's error, at each level at which it can run.
 Forms = Mapping[Level, Shares]
+#: Operations per second, see `_RATES`.
+Rates = tuple[float, ...]
 
 #: Compute capability -> 1e12 operations per second of attention with values in fp8, with values in
 #: 16 bits and in exact form, and of Linears in int8 and in 16 bits. H200, 12 heads over 32,760
 #: tokens (results/2026-11-28/attention.json); Linears of Wan2.1-1.3B.
-_RATES: Final[dict[Any, tuple[float, ...]]] = {(9, 0): (960.0, 810.0, 570.0, 1080.0, 700.0)}
+_RATES: Final[dict[tuple[int, int], Rates]] = {(9, 0): (960.0, 810.0, 570.0, 1080.0, 700.0)}
 #: Largest error of one block, in units of the network's limit.
 _OF_ONE: Final = 1.25
 #: The least error that is in reach, with room: its last percent may cost every block.
@@ -78,25 +80,33 @@ def choose(
         levels[index] = level
 
 
-def milliseconds(block: PatchedBlock, level: Level) -> float:
+def milliseconds(
+    block: PatchedBlock, level: Level, attention: str, pv: str, rates: Rates
+) -> float:
     """Return the time of a block's self-attention, and of its Linears that can run in int8.
 
-    Of a card that was not measured, only the ratios of such times mean anything.
+    Args:
+        block: The block, which has run.
+        level: How exactly it runs.
+        attention: What its attention as it was asked for resolves to.
+        pv: The same.
+        rates: What the card does, of `rates_of`.
     """
     queries, keys = block.last if isinstance(block.last, tuple) else (0, 0)
-    device = next(block.block.parameters()).device
-    rates = rates_of(block) or _RATES[9, 0]
-    spec = ops.resolved(block.spec_at(level), device, queries, keys)
-    kind = _EXACT if not ops.quantises(spec.attention) else _FP8 if spec.pv == "fp8" else _WIDE
-    attention = 4 * queries * keys * spec.heads * block.head_dim / rates[kind]
-    weights = sum(int(forward.linear.weight.numel()) for forward in block.int8)
-    linears = 2 * queries * weights / rates[_INT8_LINEARS if level.int8_linears else _LINEARS]
-    return (attention + linears) / 1e9
+    kind = _FP8 if pv == "fp8" and not level.attention else _WIDE
+    kind = kind if ops.quantises(attention) and level.attention < Level.EXACT else _EXACT
+    products = 4 * queries * keys * block._asked.heads * block.head_dim / rates[kind]
+    linears = [forward.linear for forward in block.int8]
+    weights = sum(int(linear.in_features * linear.out_features) for linear in linears)
+    kind = _INT8_LINEARS if level.int8_linears else _LINEARS
+    return (products + 2 * queries * weights / rates[kind]) / 1e9
 
 
-def rates_of(block: PatchedBlock) -> tuple[float, ...]:
-    """Return what the card of a block does per second; empty if it was not measured."""
-    return _RATES.get(capability_of(next(block.block.parameters()).device), ())
+def rates_of(device: torch.device) -> tuple[Rates, bool]:
+    """Return what a device does per second, and True if it was measured. Of another only the
+    ratios mean anything."""
+    measured = _RATES.get(capability_of(device) or (0, 0))
+    return measured or _RATES[9, 0], measured is not None
 
 
 def levels_above(block: PatchedBlock, level: Level, attention: str, pv: str) -> list[Level]:

@@ -44,7 +44,14 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
-from turbo_rcm_patch.patching.choose import Forms, choose, levels_above, milliseconds
+from turbo_rcm_patch.patching.choose import (
+    Forms,
+    Rates,
+    choose,
+    levels_above,
+    milliseconds,
+    rates_of,
+)
 from turbo_rcm_patch.patching.guard_log import GuardLog, GuardRecord, When
 from turbo_rcm_patch.patching.int8_linears import in_16_bits
 from turbo_rcm_patch.patching.measure import (
@@ -82,6 +89,8 @@ _FAR: Final = 4.0
 _SDPA: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _NOTHING: Final = Shares(0.0, 0.0)
+#: One thread chooses at a time.
+_DECIDING: Final = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -89,7 +98,7 @@ class _Measured:
     """A block that was compared on its first forward, or because all blocks were.
 
     Attributes:
-        block: The block.
+        block: The block, which a report that is kept must not keep.
         ran: The level at which it ran.
         forms: What it adds to the network's error at that level and at higher ones; empty if that
             was not measured.
@@ -97,7 +106,7 @@ class _Measured:
         error: Its error.
     """
 
-    block: PatchedBlock
+    block: weakref.ref[PatchedBlock]
     ran: Level
     forms: Forms
     when: When
@@ -112,6 +121,7 @@ class _Forward:
         index: The last block that began.
         way: The dtype, device and attention options of the forward.
         shares: What is known of the blocks at their levels, by index.
+        rates: What the device does per second.
         measured: The blocks about which the forward decides at its end, by index.
         step: Index of the denoising step, None if it is unknown.
         last: True on the last denoising step.
@@ -122,6 +132,7 @@ class _Forward:
 
     index: int = 1 << 30
     way: tuple[Any, ...] = ()
+    rates: Rates = ()
     shares: dict[int, Shares] = field(default_factory=dict)
     measured: dict[int, _Measured] = field(default_factory=dict)
     step: int | None = None
@@ -300,10 +311,13 @@ class Guard:
         inputs: tuple[Any, ...],
         lengths: tuple[int, int],
     ) -> None:
-        self.decide()  # for a network whose forward other code replaced
+        if here.index == self._count - 1:  # Other code replaced the network's forward.
+            self.decide()
+        here.measured = {}
         x = block.streams(inputs)[0]
         spec = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, spec.attention, spec.pv
+        here.rates = rates_of(x.device)[0]
         seen = self._seen.setdefault(here.way, _Compared(dict(self._trusted)))
         here.shares = dict(seen.shares)
         here.stopped = False
@@ -481,11 +495,15 @@ class Guard:
         if attempt.measure is not None:
             self._add(block.path, here, when, error, "kept", attempt.measure.where)
         if call.first or here.every:
-            measured = _Measured(block, attempt.level, attempt.forms, when, error)
+            measured = _Measured(weakref.ref(block), attempt.level, attempt.forms, when, error)
             here.measured[block.index] = measured
             here.shares[block.index] = attempt.forms.get(attempt.level, _NOTHING)
         if here.last:
             self._seen[here.way].last.add(block.index)
+
+    def forget(self) -> None:
+        """Forget what this thread's forward measured, which did not end."""
+        self._threads.here = _Forward()
 
     def decide(self) -> bool:
         """Choose the levels of the blocks that this thread's forward measured, at its end.
@@ -497,29 +515,42 @@ class Guard:
         if here is None or not here.measured:
             return False
         measured, here.measured = here.measured, {}
-        blocks = {index: each for index, each in measured.items() if each.forms}
-        prediction, forms = here.error_with(), [each.forms for each in blocks.values()]
+        if here.stopped:  # The next forward measures all again.
+            return False
+        with _DECIDING:
+            return self._decide(here, measured)
+
+    def _decide(self, here: _Forward, measured: dict[int, _Measured]) -> bool:
+        held = {index: block for index, each in measured.items() if (block := each.block())}
+        if any(block.level != measured[index].ran for index, block in held.items()):
+            return True  # Another thread decided meanwhile.
+        blocks = {index: block for index, block in held.items() if measured[index].forms}
+        forms = [measured[index].forms for index in blocks]
+        attention, pv = here.way[2:]
         times = [
-            {level: milliseconds(each.block, level) for level in each.forms}
-            for each in blocks.values()
+            {level: milliseconds(block, level, attention, pv, here.rates) for level in each}
+            for block, each in zip(blocks.values(), forms, strict=True)
         ]
         others = [share for index, share in here.shares.items() if index not in blocks]
         levels = choose(forms, times, others, self._limit, here.way[0])
         reason = (
-            f"the network's predicted error would be {prediction:.3g}, limit {self._limit:.3g} "
-            f"({_TARGET_SHARE} of fidelity={self._target})"
+            f"the network's predicted error would be {here.error_with():.3g}, limit "
+            f"{self._limit:.3g} ({_TARGET_SHARE} of fidelity={self._target})"
         )
-        for (index, each), level in zip(blocks.items(), levels, strict=True):
-            block, verdict = each.block, LEVEL_DESCRIPTIONS.get(level, "")
+        raised = {}
+        for (index, block), level in zip(blocks.items(), levels, strict=True):
             if block.raise_level(level, reason):
+                each, verdict = measured[index], LEVEL_DESCRIPTIONS[block.level]
                 self._add(block.path, here, each.when, each.error, verdict, reason)
-            here.shares[index] = each.forms.get(block.level, _NOTHING)
+                raised[index] = here.shares[index] = each.forms[block.level]
         seen = self._seen[here.way]
         # Of several forwards that measured all blocks the one with the largest error counts.
         worse = here.error_with() > predicted(seen.shares.values(), here.way[0])
         if worse or not here.shares.keys() <= seen.shares.keys():
             seen.shares = {**here.shares}
-        return any(each.block.level != each.ran for each in measured.values())
+        else:
+            seen.shares |= raised
+        return bool(raised)
 
     def _skip(self, block: PatchedBlock, here: _Forward, why: str) -> None:
         """Record once that a block was not compared."""

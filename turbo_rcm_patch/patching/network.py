@@ -8,6 +8,8 @@ first video has the bits of all later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -37,16 +39,38 @@ class DecidingForward(Replacement):
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[PatchedBlock], guard: Guard) -> None:
-        self.network, self.blocks, self.guard = network, blocks, guard
+        self.network, self.blocks = network, blocks
+        self.guard: Guard | None = guard
+
+    def method(self) -> MethodType:
+        """Return what is installed. Pipelines read the names of a forward's parameters."""
+
+        def __call__(deciding: DecidingForward, *args: Any, **named: Any) -> Any:  # noqa: N807
+            return deciding(*args, **named)
+
+        function: Any = __call__
+        function.__signature__ = signature(original_forward(self.network))
+        return MethodType(function, self)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Run the author's forward, and again if the guard decided that blocks run otherwise."""
-        forward = original_forward(self.network)
-        out = forward(self.network, *args, **named)
-        while not compiling() and self.guard.decide() and self._can_run_again():
-            del out  # The next run needs the memory.
+        forward, guard = original_forward(self.network), self.guard
+        if compiling() or guard is None:
+            return forward(self.network, *args, **named)
+        try:
             out = forward(self.network, *args, **named)
+            while guard.decide() and self._can_run_again():
+                del out  # The next run needs the memory.
+                out = forward(self.network, *args, **named)
+        except BaseException:
+            guard.forget()
+            raise
         return out
+
+    def retire(self) -> None:
+        """Only run the author's forward from now on: the model is unpatched, and other code may
+        hold this object."""
+        self.blocks, self.guard = (), None
 
     def _can_run_again(self) -> bool:
         """Return False if something keeps a state from forward to forward, or if other ranks,

@@ -344,7 +344,7 @@ def _record(model: object, part: KnownModule, config: PatchConfig, log: GuardLog
             _add_int8(record, block, int8)
     alone = any(block.block is module for block in blocks)
     if record.guard is not None and record.entries and is_planned(record) and not alone:
-        record.replace(module, "forward", DecidingForward(module, blocks, record.guard).__call__)
+        record.replace(module, "forward", DecidingForward(module, blocks, record.guard).method())
     copies = Int8Copies(list(int8.values()))
     for block in blocks if int8 else ():
         block.copies = copies

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig, chosen_config
 from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.extras import version_of
 from turbo_rcm_patch.files import read_json, write_json
-from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level
+from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.choose import milliseconds, rates_of
 from turbo_rcm_patch.patching.guard_log import grouped, merged_path, without_number
 from turbo_rcm_patch.patching.measure import Shares, predicted
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.patching.record import PatchRecord
 
 #: Version of the file.
-_SCHEMA: Final = 1
+_SCHEMA: Final = 2
 _REMEDY: Final = "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`"
 
 
@@ -54,7 +55,7 @@ class PlannedBlock:
         shares: What it adds to the network's error, and what the author's block adds; zeros where
             it was not measured.
         milliseconds: Predicted time of its self-attention, and of the Linears that may run in
-            int8; 0 for a card that was not measured.
+            int8; 0 for a card that was not measured, and for offloaded weights.
     """
 
     level: Level
@@ -317,20 +318,31 @@ def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
     networks = {}
     planned = [record for record in records if is_planned(record)]
     for record in planned:
+        if record.plan is not None and not plan_note(record):
+            networks[record.path] = record.plan.of(record)
+            continue
         shares = {} if record.guard is None else record.guard.decided()[0]
-        blocks = {}
+        blocks, device = {}, next(record.model.parameters()).device
         for index, block in enumerate(record.blocks):
             # A block that ran as its author wrote it has no decision to wait for.
             if index not in shares and not isinstance(block.last, str):
                 return None
-            time = milliseconds(block, block.level) if rates_of(block) else 0.0
-            share = shares.get(index, Shares(0.0, 0.0))
+            share, time = shares.get(index, Shares(0.0, 0.0)), _time_of(block, device)
             blocks[_name(block.path, record)] = PlannedBlock(block.level, share, time)
         lengths = [block.last[0] for block in record.blocks if isinstance(block.last, tuple)]
         networks[record.path] = NetworkPlan(
             **_size_of(record) | {"blocks": blocks, "tokens": max(lengths, default=0)}
         )
     return Plan(networks, planned[0].config, _made_with(planned[0])) if planned else None
+
+
+def _time_of(block: PatchedBlock, device: torch.device) -> float:
+    """Return a block's predicted milliseconds, or 0 for a device that was not measured."""
+    rates, measured = rates_of(device)
+    if not measured or not isinstance(block.last, tuple):
+        return 0.0
+    spec = ops.resolved(block._asked, device, *block.last)
+    return milliseconds(block, block.level, spec.attention, spec.pv, rates)
 
 
 def _name(path: str, record: PatchRecord) -> str:

@@ -213,6 +213,9 @@ class PatchRecord:
         """Undo the entries that are installed. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+            deciding = owner(entry.function)
+            if isinstance(deciding, DecidingForward):
+                deciding.retire()
         undo_replacements(self.model)
         vars(self.model).pop(ATTRIBUTE, None)
 
@@ -221,7 +224,13 @@ def _installed(model: nn.Module) -> Iterator[Entry]:
     """Yield every replacement in a model, also those that were copied with their blocks."""
     for module, name in product(model.modules(), ("forward", *WRITERS)):
         for slot in _slots(module, name):
-            if isinstance(getattr(_held(slot), "__self__", None), Replacement):
+            replacement = owner(_held(slot))
+            if (
+                getattr(replacement, "guard", True) is None
+                and type(replacement) is DecidingForward
+            ):
+                continue  # of a model that was unpatched
+            if isinstance(replacement, Replacement):
                 yield Entry(module, name, _held(slot), slot, absent=True)
 
 
