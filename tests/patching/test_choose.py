@@ -153,7 +153,10 @@ def levels_of(report: Any) -> list[int]:
     return [int(block.level) for block in report._blocks()]
 
 
-def test_a_first_forward_that_fails_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [2, 5])  # in the middle, in the last block
+def test_a_first_forward_that_fails_decides_nothing(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs, options = few(**MIXED)
     report = patch_model(model, **options)
     expected = run(model, inputs)
@@ -162,7 +165,7 @@ def test_a_first_forward_that_fails_decides_nothing(monkeypatch: pytest.MonkeyPa
     model, _, _ = few(6)
     report = patch_model(model, **options)
     weight = weakref.ref(model.proj_out.weight)
-    _fails_once(monkeypatch, 2)
+    _fails_once(monkeypatch, at)
     with pytest.raises(KeyError):
         run(model, inputs)
     again = run(model, inputs)
@@ -253,7 +256,9 @@ def sharded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `fully_shard` leaves a module: its ranks have to run together."""
     mixin = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"})
     embedder = model.condition_embedder
-    monkeypatch.setattr(embedder, "__class__", type("FSDP", (mixin, type(embedder)), {}))
+    own = type(embedder)
+    held = {"__module__": own.__module__}
+    monkeypatch.setattr(embedder, "__class__", type("FSDP", (mixin, own), held))
 
 
 def by_instance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ class NetworkPlan:
             names = ", ".join(map(merged_path, grouped(alike, without_number)))
             time = sum(self.blocks[name].milliseconds for name in alike)
             text += f"\n  {names}: {LEVEL_DESCRIPTIONS.get(level, 'as asked')}"
-            text += f", {time:.1f} ms of attention and int8 Linears" if time else ""
+            text += f", {time:.3g} ms of attention and Linears" if time else ""
         return text
 
 
