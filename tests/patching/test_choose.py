@@ -308,3 +308,10 @@ def test_a_forward_that_other_code_replaced_decides_for_the_next(
     unpatch_model(model)
     assert model.forward is theirs
     run(model, inputs)
+    report = patch_model(model, **options)
+    run(model, inputs)  # measured, and decided by the next one
+    unpatch_model(model)
+    weight = weakref.ref(model.proj_out.weight)
+    del model, theirs
+    gc.collect()
+    assert weight() is None and report.pairs, "a report keeps no weights"

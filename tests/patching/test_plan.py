@@ -70,6 +70,9 @@ def test_the_first_video_no_longer_decides() -> None:
         for plan in (report.plan, plans["hard"])
     ]
     assert levels[0] == levels[1]
+    for name, block in report.plan.networks[""].blocks.items():
+        before = plans["easy"].networks[""].blocks[name]
+        assert block.level == before.level or block.shares.fast < before.shares.fast
     results = []
     for first in (easy, hard):
         with patched(model := WAN.model(BF16), plan=report.plan):
