@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.patching import guard
 from turbo_rcm_patch.patching.block import Level
-from turbo_rcm_patch.patching.measure import BUDGET
+from turbo_rcm_patch.patching.measure import BUDGET, Shares
 from turbo_rcm_patch.patching.plan import Plan
 
 BF16 = torch.bfloat16
@@ -96,6 +97,24 @@ def test_a_plan_that_no_longer_holds_is_replaced_by_what_runs() -> None:
     assert report.plan is not None and report.plan != plan
     levels = [block.level for block in report.plan.networks[""].blocks.values()]
     assert levels == [block.level for block in report._blocks()] and any(levels)
+
+
+def test_a_block_is_far_above_its_plan_by_more_than_the_authors_error() -> None:
+    """Of blocks that are all compared, the network's error decides instead."""
+    plan, _ = planned(fidelity=100.0)
+    blocks = plan.networks[""].blocks
+    small = {name: replace(block, shares=Shares(1e-12, 1e-12)) for name, block in blocks.items()}
+    plan = replace(plan, networks={"": replace(plan.networks[""], blocks=small)})
+    report = patch_model(model := WAN.model(BF16), plan=plan)
+    own, inputs = attention_api.attend, WAN.inputs(dtype=BF16)
+    for _ in range(12):
+        run(model, inputs)
+    assert not report.guard.decisions
+    off = lambda *args, **named: own(*args, **named) * 1.08  # noqa: E731
+    with mock.patch.object(attention_api, "attend", off):
+        report.guard.check_next()
+        run(model, inputs)
+    assert not report.guard.decisions
 
 
 def test_an_expert_that_did_not_run_keeps_its_plan() -> None:
