@@ -55,6 +55,13 @@ def test_the_first_video_no_longer_decides() -> None:
     errors = [
         planned(inputs=inputs, fidelity=100.0)[0].networks[""].error for inputs in (easy, hard)
     ]
+    report = patch_model(model := WAN.model(BF16), **_INT8, fidelity=100.0)
+    found = []
+    for inputs in (easy, hard, easy):
+        report.guard.check_next()
+        run(model, inputs)
+        found.append(report.guard.prediction)
+    assert found == [errors[0], errors[1], errors[1]], "the largest of all"
     between = sum(errors) / 2 / 0.95
     plans = {
         name: planned(inputs=inputs, fidelity=between)[0]
