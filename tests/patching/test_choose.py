@@ -25,6 +25,7 @@ from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.choose import choose
 from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.measure import Shares, predicted
+from turbo_rcm_patch.patching.ulysses import PARALLEL
 
 BF16 = torch.bfloat16
 LEVELS = (Level.AS_ASKED, Level.WIDE_VALUES, Level.EXACT)
@@ -227,6 +228,25 @@ def test_a_thread_that_another_one_overtakes_takes_its_decision(
         overtaken.set()
     assert torch.equal(slow.result(), first) and levels_of(report) == levels
     assert torch.equal(run(model, inputs), first)
+
+
+def test_a_network_that_is_parallel_already_runs_again_inside_of_that() -> None:
+    """What `parallel` runs on a rank is decided there; the exchange around it runs once."""
+    model, inputs, options = few()
+    vars(model)[PARALLEL] = held = SimpleNamespace(inner=model.forward, describe=list)
+    exchanges = itertools.count()
+
+    def exchange(*args: Any, **named: Any) -> Any:
+        next(exchanges)
+        return held.inner(*args, **named)
+
+    model.forward = exchange
+    report = patch_model(model, **options)
+    first, runs = counted(model, inputs)
+    assert runs == 2 and report.guard.decisions and next(exchanges) == 1
+    assert torch.equal(run(model, inputs), first)
+    unpatch_model(model)
+    assert model.forward is exchange and held.inner.__func__ is type(model).forward
 
 
 def test_a_kept_forward_of_an_unpatched_network_is_the_authors() -> None:
