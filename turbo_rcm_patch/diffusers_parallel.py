@@ -266,11 +266,11 @@ class _NegativePrompt:
 
     def __init__(self, pipe: Any) -> None:
         self.embeds: Tensor | None = None
-        self.inner = pipe.encode_prompt
+        self._inner = pipe.encode_prompt
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Encode the prompts of a video."""
-        prompt_embeds, self.embeds = self.inner(*args, **kwargs)
+        prompt_embeds, self.embeds = self._inner(*args, **kwargs)
         return prompt_embeds, self.embeds
 
 

@@ -162,11 +162,10 @@ class PatchedBlock(Replacement):
     @property
     def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
-        return self.spec_at(self.level)
-
-    def spec_at(self, level: Level) -> ops.AttentionSpec:
-        """Return the options of the block's attentions at a level."""
-        return (self._asked, self._wide, self._exact, self._exact)[level.attention]
+        attention = self.level.attention
+        return (
+            self._exact if attention >= Level.EXACT else self._wide if attention else self._asked
+        )
 
     def spec_over(self, n_kv: int) -> ops.AttentionSpec:
         """Return the options of a cross-attention: exact over the few keys of a prompt, where

@@ -141,9 +141,9 @@ class _Forward:
     every: bool = False
     stopped: bool = False
 
-    def error_with(self, *shares: Shares) -> float:
-        """Return the network's predicted error, by the blocks that are known and others."""
-        return predicted([*self.shares.values(), *shares], self.way[0])
+    def error(self) -> float:
+        """Return the network's predicted error, by the blocks that are known."""
+        return predicted(self.shares.values(), self.way[0])
 
     def exceeds(self, limit: float) -> bool:
         """Return True if the blocks so far have more error than a limit; True before the first.
@@ -534,7 +534,7 @@ class Guard:
         others = [share for index, share in here.shares.items() if index not in blocks]
         levels = choose(forms, times, others, self._limit, here.way[0])
         reason = (
-            f"the network's predicted error would be {here.error_with():.3g}, limit "
+            f"the network's predicted error would be {here.error():.3g}, limit "
             f"{self._limit:.3g} ({_TARGET_SHARE} of fidelity={self._target})"
         )
         raised = {}
@@ -545,7 +545,7 @@ class Guard:
                 raised[index] = here.shares[index] = each.forms[block.level]
         seen = self._seen[here.way]
         # Of several forwards that measured all blocks the one with the largest error counts.
-        worse = here.error_with() > predicted(seen.shares.values(), here.way[0])
+        worse = here.error() > predicted(seen.shares.values(), here.way[0])
         if worse or not here.shares.keys() <= seen.shares.keys():
             seen.shares = {**here.shares}
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from turbo_rcm_patch.patching.plain import (
 )
 
 #: diffusers' hook that notes the order in which modules run for the first time.
-_TRACKS_ORDER = "layer_execution_tracker"
+_TRACKS_ORDER: Final = "layer_execution_tracker"
 
 
 class DecidingForward(Replacement):

@@ -2,9 +2,9 @@
 
 A function that a module runs can sit in several places: the instance attribute `forward`,
 accelerate's `_old_forward`, the reference chain of diffusers' hook registry, or what `parallel`
-runs. Patching under
-existing hooks replaces the innermost of them; hooks that come or go afterwards move our function
-between those places, so undoing looks for it instead of trusting a saved position.
+runs. Patching under existing hooks replaces the innermost of them; hooks that come or go
+afterwards move our function between those places, so undoing looks for it instead of trusting a
+saved position.
 """
 
 from __future__ import annotations
@@ -225,12 +225,8 @@ def _installed(model: nn.Module) -> Iterator[Entry]:
     for module, name in product(model.modules(), ("forward", *WRITERS)):
         for slot in _slots(module, name):
             replacement = owner(_held(slot))
-            if (
-                getattr(replacement, "guard", True) is None
-                and type(replacement) is DecidingForward
-            ):
-                continue  # of a model that was unpatched
-            if isinstance(replacement, Replacement):
+            retired = isinstance(replacement, DecidingForward) and replacement.guard is None
+            if isinstance(replacement, Replacement) and not retired:
                 yield Entry(module, name, _held(slot), slot, absent=True)
 
 
