@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from turbo_rcm_patch.cli import demo as demo_module
 from turbo_rcm_patch.cli.exit_codes import of_verdict
 from turbo_rcm_patch.cli.options import Compare
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video.environment import KernelCheck, python_command
 
@@ -73,6 +75,26 @@ def test_where_there_is_no_triton_the_verdict_decides(
     monkeypatch.setattr(demo_module, "sys", SimpleNamespace(platform="darwin"))
     assert main(["demo", "--model", str(quick_model), "--out", str(tmp_path / "demo")]) == 0
     assert "there is no Triton for darwin" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_demo_takes_a_plan_as_compare_does(quick_model, checked, tmp_path, capsys) -> None:
+    """One that does not fit, or other options beside it, are refused before a video is made."""
+    file, out, model = tmp_path / "plan.json", tmp_path / "demo", ["--model", str(quick_model)]
+    given = ["--prompt", "a red circle", "--linear", "int8"]
+    assert main(["plan", *model, *given, "--out", str(file)]) == 0
+    plan, command = Plan.load(file), ["demo", *model, "--out", str(out), "--plan"]
+    network = replace(plan.networks["transformer"], heads=3)
+    wrong = replace(plan, networks={"transformer": network}).save(tmp_path / "wrong.json")
+    for options, says in ([wrong], "heads 3"), ([file, "--no-vae"], "vae=False"), (["x"], "x"):
+        assert main([*command, *map(str, options)]) == 2
+        said = capsys.readouterr().err
+        assert "PlanError" in said and says in said
+        assert "unpatched: 0 of" not in said and not (out / "settings.json").exists()
+    checked.append(1e-5)
+    assert main([*command, str(file)]) != 2
+    identity = json.loads((out / "metrics.json").read_text())["identity"]
+    assert identity["plan"] == str(plan) and identity["config"] == asdict(plan.config)
 
 
 def test_an_interrupted_demo_says_how_to_go_on(quick_model, tmp_path, monkeypatch, capsys) -> None:

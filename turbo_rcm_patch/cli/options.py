@@ -229,8 +229,8 @@ class Plan(Run):
 
     Makes a video of each prompt and keeps none. All blocks are measured on its first, middle and
     last step, and each gets what the hardest of these needs. With this file `generate --plan`,
-    `compare --plan` and patch_model(model, plan=FILE) measure nothing, and give the same bits in
-    every process, whatever it made first.
+    `compare --plan`, `demo --plan` and patch_model(model, plan=FILE) measure nothing, and give the
+    same bits in every process, whatever it made first.
 
     examples:
       turbo-rcm-patch plan --model PATH --prompts prompts.txt --out wan.json
@@ -368,7 +368,8 @@ class Demo(Command):
         out: Folder for the report. What an earlier demo or comparison wrote there is removed;
             other files stay.
         resume: Continue an interrupted demo.
-        vae: Patch the VAE too.
+        vae: Patch the VAE too (default: on).
+        plan: How each block runs: a file that `plan` wrote. Patch options are those of the plan.
     """
 
     interrupted = (
@@ -377,7 +378,8 @@ class Demo(Command):
     model: str = "tiny"
     out: Path = field(default=Path("outputs/demo"), metadata={"metavar": "DIR"})
     resume: bool = False
-    vae: bool = True
+    vae: bool | None = None
+    plan: Path | None = field(default=None, metadata=_FILE)
 
 
 #: Name of a command -> its options.
