@@ -17,6 +17,13 @@ from turbo_rcm_patch.video.video import read_frames
 _TWO = ["--prompt", "a red circle", "--prompt", "a blue square"]
 
 
+def _make_exact(plan: Path) -> None:
+    held = json.loads(plan.read_text())
+    for block in held["networks"]["transformer"]["blocks"].values():
+        block["level"] = "exact"
+    plan.write_text(json.dumps(held))
+
+
 def test_a_plan_is_made_once_and_run_by_every_process(
     micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,10 +84,7 @@ def test_the_plan_of_a_folder_of_videos_lies_beside_them(
     command += ["--out", str(tmp_path / "out"), "--no-vae", "--resume"]
     assert main(command) == 0
     file = tmp_path / "out" / "plan_of_videos.json"
-    held = json.loads(file.read_text())
-    for block in held["networks"]["transformer"]["blocks"].values():
-        block["level"] = "exact"
-    file.write_text(json.dumps(held))
+    _make_exact(file)
     (video,) = file.parent.glob("*blue*.mp4")
     video.unlink()
     capsys.readouterr()
@@ -117,9 +121,31 @@ def test_a_comparison_judges_a_plan(micro_folder: Path, tmp_path: Path, capsys) 
         assert main(["compare", *model, "--plan", str(file), "--out", str(out)]) != 2
         held = json.loads((out / "metrics.json").read_text())
         assert held["identity"]["plan"] == str(Plan.load(file))
+        kept = out / "runs" / "plan_of_videos.json"
+        assert Plan.load(kept) == Plan.load(file)
         compared = [each for each in held["patch"]["guard"] if "blocks" in each["path"]]
         assert {each["when"] for each in compared} == {"last"}, "no first forward"
         assert any("the VAE" in note for note in held["patch"]["notes"])
+        _make_exact(kept)
+        more = ["--prompt", "a blue square", "--plan", str(file), "--out", str(out)]
+        assert main(["compare", *model, *more]) != 2
+        ran = json.loads((out / "metrics.json").read_text())["ran"]
+        assert ran["share_as_asked"] == 1, "the plan that is given decides"
         backend = ["--attention-backend", "native", "--out", str(tmp_path / "other")]
         assert main(["compare", *model, "--plan", str(file), *backend]) == 2
     assert "got:      vae, plan" in capsys.readouterr().err
+
+
+def test_a_comparison_goes_on_by_the_plan_of_its_videos(
+    micro_folder: Path, tmp_path: Path
+) -> None:
+    """A new start decides anew."""
+    out, shares = tmp_path / "out", []
+    command = ["compare", "--model", str(micro_folder), *QUICK, "--steps", "1", "--no-vae"]
+    command += ["--no-network-number", "--out", str(out)]
+    with undrawn():
+        for options in (_TWO[:2], _TWO, [*_TWO, "--fresh"]):
+            assert main([*command, *options]) != 2
+            shares += [json.loads((out / "metrics.json").read_text())["ran"]["share_as_asked"]]
+            _make_exact(out / "runs" / "plan_of_videos.json")
+    assert shares == [1, 0.5, 1], "the second of two videos ran exactly"

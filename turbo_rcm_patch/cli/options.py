@@ -153,7 +153,7 @@ class Compare(Run):
     another exact attention backend. Judges whether anything visible changed. The verdict is a
     median over prompts, and one prompt scatters by some 5 dB: give ten. It is "not judged" if most
     blocks did not run what was asked for (the guard made them more exact). Writes videos,
-    metrics.json and report.html. If it was interrupted, the same command continues.
+    metrics.json and report.html. If interrupted, the same command continues by the same plan.
 
     examples:
       turbo-rcm-patch compare --out outputs/circle \\

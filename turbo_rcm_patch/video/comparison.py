@@ -69,6 +69,8 @@ _BACKENDS: Final = {
 }
 #: The file of the network number.
 _NETWORK: Final = "runs/network.json"
+#: The plan by which the changed videos were made.
+_PLAN: Final = "runs/plan_of_videos.json"
 #: Stands for a video that holds NaN or infinity: `generate` raises in the place of returning it.
 _NO_FRAMES: Final = torch.tensor(torch.nan)
 #: Makes a video, and calls back after each step; returns frames, and how long that took.
@@ -116,7 +118,7 @@ def compare(
         attention_backend: Judge the unpatched model on this attention backend of diffusers
             ("sage", "flash", "_native_cudnn", ...) or on "turbo_rcm_int8", instead of the patch.
             Backends are as before afterwards.
-        plan: As for `patch_model`.
+        plan: As for `patch_model`; by default that of the changed videos which are in `out`.
         settings: How to sample; by default as the model's folder says.
         network_number: Measure the network's error against fp32. Where that cannot be done,
             because the transformer is offloaded or one call in fp32 does not fit into memory, the
@@ -168,13 +170,15 @@ def compare(
         if plan is not None:
             identity["plan"] = str(plan)
         store = Store(out, identity, fresh=fresh)
+        kept = store.out / _PLAN
+        decided = Plan.load(kept) if plan is None and kept.is_file() else plan
         for video in videos:
             video.clip = Clip.finished(store, video.key, video.source.digest)
         context = (pipe, config, attention_backend, plan, progress or (lambda *_: None))
         comparison = _Comparison(store, videos, make_clip, steps, *context)
         calls = CapturedCalls(networks_of(pipe).values()) if network_number else None
         comparison.make("baseline", _unpatched(pipe, config), calls or nullcontext())
-        judged_model = judged(pipe, config, attention_backend, plan)
+        judged_model = judged(pipe, config, attention_backend, decided)
         comparison.make("patched", judged_model, nullcontext())
         control = comparison.control()
         comparison.make("control", _unpatched(pipe, config, control))
@@ -330,6 +334,8 @@ class _Comparison:
                     frames = frames.expand_as(self.store.load_clip(video.key, "baseline")[0])
                 if isinstance(watched, PatchReport):
                     note |= {"table": str(watched), "report": watched.as_dict()}
+                    if made := watched.plan:
+                        made.save(self.store.out / _PLAN)
                 if first_call is not None:
                     self.store.write_json(f"runs/{run}.json", note)
                 clip_note["forms"] = with_skipped(forwards)
