@@ -162,10 +162,8 @@ class PatchedBlock(Replacement):
     @property
     def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
-        attention = self.level.attention
-        return (
-            self._exact if attention >= Level.EXACT else self._wide if attention else self._asked
-        )
+        # No comparison: the compiler of torch 2.11 cannot order the members of an IntEnum.
+        return (self._asked, self._wide, self._exact, self._exact)[self.level.attention]
 
     def spec_over(self, n_kv: int) -> ops.AttentionSpec:
         """Return the options of a cross-attention: exact over the few keys of a prompt, where
