@@ -1,4 +1,4 @@
-"""Measure speed and distance to fp32 on one machine, or in two trees."""
+"""Measure speed and distance to fp32 on one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from benchmarks.network import network
 from benchmarks.parallel import parallel
 from benchmarks.pipeline import pipeline
 from benchmarks.runner import Benchmark, Plan
-from benchmarks.trees import compare_trees
 from benchmarks.vae import vae
 from turbo_rcm_patch.cli.exit_codes import run_command
 
@@ -36,9 +35,6 @@ def parser() -> argparse.ArgumentParser:
             help="folder of the table's JSON file (default: %(default)s)")  # fmt: skip
         add("--only", type=_names, default=(), metavar="NAME,...",
             help="cases and methods to measure, as they are named in the table")  # fmt: skip
-        add("--base", metavar="TREE",
-            help="folder of another checkout, or a commit: measure every case there and here, in "
-            "turn, and print both")  # fmt: skip
         add("--device", default="cuda", choices=("cuda", "cpu"), help='"cpu" is for --micro')
         add("--micro", action="store_true", help="toy sizes, to try the command itself")
     return top
@@ -56,11 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = vars(parser().parse_args(arguments))
-    benchmark, base = BENCHMARKS[options.pop("benchmark")], options.pop("base")
+    benchmark = BENCHMARKS[options.pop("benchmark")]
 
     def run() -> int:
-        plan = Plan(**options, command=f"{_PROGRAM} {shlex.join(arguments)}")
-        return compare_trees(benchmark, plan, base) if base else benchmark(plan)
+        return benchmark(Plan(**options, command=f"{_PROGRAM} {shlex.join(arguments)}"))
 
     return run_command(run, interrupted="stopped; what was measured so far is kept")
 

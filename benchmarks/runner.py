@@ -206,7 +206,7 @@ class Benchmark:
     Attributes:
         name: Its file is `<name>.json`.
         text: What it measures, for the help.
-        columns: Of the table, after case and method. The first one is what two trees compare.
+        columns: Of the table, after case and method.
         cases: Case -> the methods that it can be measured with.
         prepare: Builds a case; returns the function that measures its methods.
         default: The cases that are measured unless others are named; empty for all.

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -161,52 +158,6 @@ def test_fidelity_shows_what_the_guard_is_worth(tmp_path: Path, monkeypatch) -> 
     guarded, unguarded = document["cases"]["1.3b-live-x8"]["methods"].values()
     assert guarded["error_of_eager"] < 1 < unguarded["error_of_eager"]
     assert guarded["predicted"] > 0 and guarded["in_int8"] < unguarded["in_int8"]
-
-
-# --- two trees -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_trees_are_measured_and_both_are_printed(tmp_path, monkeypatch, capsys) -> None:
-    """The other tree sleeps in every call, and its process imports its own code."""
-    monkeypatch.setattr("benchmarks.trees._TURNS", 1)
-    tree = tmp_path / "tree"
-    for name in ("benchmarks", "turbo_rcm_patch"):
-        skip = shutil.ignore_patterns("weights", "__pycache__")
-        shutil.copytree(ROOT / name, tree / name, ignore=skip)
-    runner = tree / "benchmarks" / "runner.py"
-    extra = tmp_path / "extra"  # a PYTHONPATH that is set stays
-    extra.mkdir()
-    (extra / "slowness.py").write_text("SECONDS = 0.5\n")
-    monkeypatch.setenv("PYTHONPATH", str(extra))
-    slow = "    begin = idle_at(device)\n    call()\n"
-    assert slow in runner.read_text()
-    sleep = "    __import__('time').sleep(__import__('slowness').SECONDS)\n"
-    runner.write_text(runner.read_text().replace(slow, slow + sleep))
-    code, _ = run("attention", f"{CASE},torch", tmp_path / "out", "--base", str(tree))
-    said = capsys.readouterr().out
-    assert code == 0
-    cells = next(line for line in said.splitlines() if "| torch |" in line).split("|")[3:6]
-    there, here, ratio = (float(cell) for cell in cells)
-    assert here + 400 < there < math.inf and ratio == pytest.approx(here / there, abs=2e-3)
-    document = json.loads((tmp_path / "out" / "attention_trees.json").read_text())
-    assert [run["tree"] for run in document["runs"]] == ["there", "here"]
-    assert all(run["document"]["machine"] for run in document["runs"])
-
-
-def test_a_base_may_be_a_commit(tmp_path: Path) -> None:
-    from benchmarks import trees
-
-    repository = tmp_path / "repository"
-    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "init", "-q", str(repository)], check=True)
-    (repository / "file").write_text("first")
-    subprocess.run([*git, "add", "file"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
-    (repository / "file").write_text("second")
-    with trees._tree("HEAD", repository) as tree:
-        assert (tree / "file").read_text() == "first"
-    assert not tree.exists()
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
