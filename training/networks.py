@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from training.flow import Velocity
-from turbo_rcm_patch import keep_int8_only
 from turbo_rcm_patch.files import atomic_folder
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.video.rcm_times import rcm_times
@@ -50,8 +49,7 @@ class Wan:
         changes: What differs from the configuration of a part ("vae", "transformer",
             "text_encoder") or from the "settings" there.
         words: Every word of the prompts.
-        scaled: Draw the VAE's convolutions so that they keep the size of what they see.
-        int8: Store the transformer's Linears in int8 alone.
+        tuned: Begin the VAE with the weights of the shipped one.
         renoises: True if the few-step sampler adds fresh noise; False if it follows the flow.
         jitter: Spread of the student's network times in training. Pipelines in bf16 round 1000 t
             to 8 bits (988, 932, 852, 608): the student must not mind.
@@ -60,8 +58,7 @@ class Wan:
     like: Path
     changes: Mapping[str, Mapping[str, Any]]
     words: Sequence[str]
-    scaled: bool = False
-    int8: bool = False
+    tuned: bool = False
     renoises: ClassVar[bool] = True
     jitter: ClassVar[float] = 0.002
 
@@ -79,16 +76,12 @@ class Wan:
         return config | dict(self.changes.get(part, {}))
 
     def build_vae(self) -> Any:
-        """Return an autoencoder with random weights, 4x in time."""
+        """Return an autoencoder with random weights or the shipped one's, 4x in time."""
+        if self.tuned:
+            return self._class("vae").from_pretrained(
+                self.like, subfolder="vae", dtype=torch.float32
+            )
         vae = self._class("vae").from_config(self._config("vae"))
-        if self.scaled:
-            # As torch draws them each level loses part of the picture and adds a constant. Through
-            # four levels hardly more than constants is left, and the decoder learns to do without.
-            for module in vae.modules():
-                if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-                    nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-                    if module.bias is not None and module is not vae.quant_conv:
-                        nn.init.zeros_(module.bias)
         # A posterior of unit variance would drown the young encoder.
         nn.init.constant_(vae.quant_conv.bias[vae.config.z_dim :], -6.0)
         return vae
@@ -159,8 +152,6 @@ class Wan:
                     parameter.data = parameter.data.to(dtype)
         pipeline = getattr(import_module("diffusers"), self._index["_class_name"])
         pipe = pipeline(**parts, tokenizer=self.build_tokenizer(), scheduler=self.scheduler())
-        if self.int8:
-            keep_int8_only(pipe.transformer)
         settings = json.loads((self.like / SETTINGS_FILE).read_text())
         settings |= self.changes.get("settings", {})
         with atomic_folder(folder, force=True) as written:

@@ -14,12 +14,15 @@ from training.networks import CogVideoX, Wan
 from training.world import Bucket
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
+#: Of the autoencoders, in space.
+SHRINK: Final = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How a model is trained.
 
-    With an autoencoder that shrinks by 4 in space and in time, 17 frames of 128 x 128 are
+    The autoencoders shrink by 4 in space and in time, to 8 channels. So 17 frames of 128 x 128 are
     5 x 32 x 32 latents and, with patches of (1, 2, 2), 1,280 tokens.
 
     Attributes:
@@ -32,7 +35,6 @@ class Recipe:
         fill: Batches of the teacher before the student's first step.
         guidance: Classifier-free guidance of the teacher.
         crop_phase: Share of the autoencoder's steps that see crops.
-        latent_channels, shrink: Of the autoencoder; it shrinks so much in space.
         licence: Of the clips, written beside the weights.
     """
 
@@ -44,15 +46,12 @@ class Recipe:
     fill: int
     guidance: float = 1.5
     crop_phase: float = 0.65
-    latent_channels: int = 8
-    shrink: int = 4
     licence: Path | None = None
 
     def latent_shape(self, bucket: Bucket) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of one clip."""
         frames = (bucket.frames - 1) // 4 + 1
-        height, width = bucket.height // self.shrink, bucket.width // self.shrink
-        return self.latent_channels, frames, height, width
+        return 8, frames, bucket.height // SHRINK, bucket.width // SHRINK
 
     def batch(self, stage: str, bucket: Bucket) -> int:
         """Clips of a bucket with as many tokens as the stage's batch of the first one."""
@@ -61,16 +60,9 @@ class Recipe:
 
 
 _WORLD: Final[dict[str, dict[str, Any]]] = {
-    "vae": {
-        "z_dim": 16, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True],
-        "scale_factor_spatial": 8,
-    },
-    "transformer": {
-        "in_channels": 16, "out_channels": 16, "num_attention_heads": 3,
-        "attention_head_dim": 128, "ffn_dim": 768,
-    },
-    "settings": {"height": 192, "width": 320, "fps": 16},
-}  # fmt: skip
+    "transformer": {"num_attention_heads": 2, "attention_head_dim": 128},
+    "settings": {"height": 96, "width": 160, "fps": 16},
+}
 RECIPES: Final = {
     "wan": Recipe(
         name="wan", networks=Wan(TINY_WAN, {}, Shapes.words),
@@ -91,17 +83,17 @@ RECIPES: Final = {
     ),
     "world": Recipe(
         name="world", source=World,
-        networks=Wan(TINY_WAN, _WORLD, World.words, scaled=True, int8=True),
+        networks=Wan(TINY_WAN, _WORLD, World.words, tuned=True),
         stages={
-            "vae": Budget(4000, 2, 1e-3), "teacher": Budget(8000, 128, 1e-3, muon=True),
-            "student": Budget(3000, 128, 4e-4), "decoder": Budget(1500, 2, 6e-4),
+            "vae": Budget(1000, 8, 1e-3), "teacher": Budget(3500, 128, 1e-3, muon=True),
+            "student": Budget(700, 128, 4e-4), "decoder": Budget(150, 8, 6e-4),
         },
         buckets=(
-            Bucket("short", 17, 192, 320, clips=32, shards=320, share=0.7),
-            Bucket("long", 81, 240, 416, clips=8, shards=32, share=0.2),
-            Bucket("large", 41, 480, 832, clips=4, shards=32, share=0.1),
+            Bucket("short", 17, 96, 160, clips=32, shards=160, share=0.7),
+            Bucket("long", 81, 120, 208, clips=8, shards=32, share=0.2),
+            Bucket("large", 41, 240, 416, clips=4, shards=26, share=0.1),
         ),
-        fill=48, guidance=2.5, crop_phase=0.85, latent_channels=16, shrink=8,
+        fill=48, guidance=2.5,
         licence=Path(__file__).parent / "ARTWORK.md",
     ),
 }  # fmt: skip

@@ -44,7 +44,7 @@ from training.data import Shapes, World
 from training.flow import Velocity, few_step, guided, ode, sample_times
 from training.loop import Run, Stage
 from training.networks import tokenize
-from training.recipes import Recipe
+from training.recipes import SHRINK, Recipe
 from training.world import Bucket
 from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.tiny import TINY_WAN
@@ -209,7 +209,7 @@ def _crops(training: Training, stage: Stage, count: int) -> Tensor:
     A crop of the first one has half its sides. Crops have all frames, because latents of frames
     that come later than any in training grow. A large clip gives several crops.
     """
-    first, grid = training.recipe.buckets[0], training.recipe.shrink
+    first, grid = training.recipe.buckets[0], SHRINK
     bucket = training.bucket(stage.step)
     clips = max(1, count * first.pixels // bucket.pixels)
     videos = training.source.videos(bucket, clips, stage.scenes)

@@ -17,7 +17,7 @@ _WAN = {
 }
 _CHANGES = {
     "wan": {"vae": {"base_dim": 8, "dim_mult": [1, 1, 2]}, **_WAN},
-    "world": {"vae": {"base_dim": 8, "dim_mult": [1, 1, 2, 2]}, **_WAN},
+    "world": _WAN,
     "cogvideox": {  # Its text encoder starts from the tiny Wan's, whose size it has.
         "vae": {"block_out_channels": [8, 8, 8], "sample_height": 32, "sample_width": 32},
         "transformer": {

@@ -9,14 +9,15 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+import training
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 from turbo_rcm_patch.tiny.prompts import COLOURS, DEMO_PROMPTS
 from turbo_rcm_patch.video import generate, load_pipeline
 
-each = pytest.mark.parametrize("folder", [TINY_WAN, TINY_COGVIDEOX], ids=lambda path: path.name)
+TINY, WORLD = [TINY_WAN, TINY_COGVIDEOX], Path(training.__file__).parent / "weights" / "world"
 
 
-@each
+@pytest.mark.parametrize("folder", [*TINY, WORLD], ids=lambda path: path.name)
 def test_it_is_small_and_every_part_loads(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 16 * 2**20
@@ -28,7 +29,7 @@ def test_it_is_small_and_every_part_loads(folder: Path) -> None:
     assert frames * (settings["height"] // 8) * (settings["width"] // 8) >= 1000
 
 
-@each
+@pytest.mark.parametrize("folder", TINY, ids=lambda path: path.name)
 def test_a_held_out_prompt_becomes_what_it_says(folder: Path) -> None:
     """A red circle moves right: its colour, and the way of its middle."""
     assert DEMO_PROMPTS[0].startswith("a large red circle moving right")

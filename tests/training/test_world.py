@@ -60,7 +60,7 @@ def test_a_shard_has_the_bytes_of_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_world_is_learnt_and_generates(tmp_path: Path) -> None:
-    """From shards that are there, packaged in int8, and loaded."""
+    """From shards that are there, packaged, and loaded."""
     random = torch.Generator().manual_seed(0)
     for bucket in micro("world").buckets:
         for index in range(bucket.shards):
