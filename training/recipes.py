@@ -94,6 +94,6 @@ RECIPES: Final = {
             Bucket("large", 41, 240, 416, clips=4, shards=26, share=0.1),
         ),
         fill=48, guidance=2.5,
-        licence=Path(__file__).parent / "ARTWORK.md",
+        licence=Path(__file__).parent / "weights" / "world" / "ARTWORK.md",
     ),
 }  # fmt: skip

@@ -5,7 +5,7 @@ prompt says what was done, and what frames, depth and the camera's angle say of 
 A shard is one process' work: its name alone decides its bytes, and a shard that exists is not
 recorded again. Every fifth map of a game is left out, for evaluation.
 
-Needs the package `vizdoom`, which brings both Freedoom files (see training/ARTWORK.md).
+Needs the package `vizdoom`, which brings both Freedoom files (see ARTWORK.md beside the weights).
 """
 
 from __future__ import annotations
