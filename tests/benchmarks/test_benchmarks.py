@@ -220,7 +220,6 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--micro", "--only", "H1-N1-D1"], CASE),
         (["--micro", "--only", "fused int2"], "torch cuDNN"),
-        (["--micro", "--base", "no-such-commit"], "--base"),
         (["--micro"], "attention.json"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
