@@ -34,7 +34,6 @@ class Recipe:
         buckets: Shapes of the clips. The model is made for the first one.
         fill: Batches of the teacher before the student's first step.
         guidance: Classifier-free guidance of the teacher.
-        crop_phase: Share of the autoencoder's steps that see crops.
         licence: Of the clips, written beside the weights.
     """
 
@@ -45,7 +44,6 @@ class Recipe:
     buckets: tuple[Bucket, ...]
     fill: int
     guidance: float = 1.5
-    crop_phase: float = 0.65
     licence: Path | None = None
 
     def latent_shape(self, bucket: Bucket) -> tuple[int, int, int, int]:

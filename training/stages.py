@@ -49,6 +49,8 @@ from training.world import Bucket
 from turbo_rcm_patch.files import atomic
 from turbo_rcm_patch.tiny import TINY_WAN
 
+#: Share of an autoencoder's steps that see crops.
+_CROP_PHASE: Final = 0.65
 _KL: Final = 3e-4
 _EDGE: Final = 0.5
 _DECODER_EDGE: Final = 1.0
@@ -237,7 +239,7 @@ def _train_vae(training: Training) -> None:
     batch = stage.budget.batch
 
     def loss() -> Tensor:
-        if stage.progress < recipe.crop_phase:
+        if stage.progress < _CROP_PHASE:
             target = _crops(training, stage, 4 * batch) * 2 - 1
         else:
             target = source.videos(first, batch, stage.scenes) * 2 - 1

@@ -46,7 +46,6 @@ def micro(name: str, steps: int = 4) -> Recipe:
             for i, bucket in enumerate(recipe.buckets, 1)
         ),
         fill=3,
-        crop_phase=0.5,
     )
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from importlib.util import find_spec
 
 from turbo_rcm_patch.cli.commands import run_comparison
 from turbo_rcm_patch.cli.doctor import check_kernels
 from turbo_rcm_patch.cli.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.cli.options import Compare, Demo
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.patching.plan import Plan
+from turbo_rcm_patch.patching.plan import config_and_plan
 from turbo_rcm_patch.tiny import prompts
 from turbo_rcm_patch.video.report import write_report
 
@@ -29,12 +27,13 @@ def demo(command: Demo) -> int:
         there is no Triton for the system, the kernels cannot run and the verdict alone decides.
     """
     start = time.perf_counter()
-    config = PatchConfig() if command.plan is None else Plan.load(command.plan).config
+    options = {} if command.vae is None else {"vae": command.vae}
+    config, _ = config_and_plan(None, command.plan, options)
     comparison = Compare(
         model=command.model,
         prompt=prompts.DEMO_PROMPTS,
         out=command.out,
-        config=config if command.vae is None else replace(config, vae=command.vae),
+        config=config,
         plan=command.plan,
         fresh=not command.resume,
         command_line=command.command_line,
