@@ -5,6 +5,7 @@ accuracy is tested beside the other implementations, in `tests/ops`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -106,6 +107,30 @@ def test_the_hopper_kernel_equals_the_portable_one(
         return
     assert relative_l2(own, portable) < (1e-3 if pv == "fp16" else 4e-3)  # fp8 itself: 0.037
     assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2 if pv == "fp8" else 2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pv", ["bf16", "fp16"])
+@pytest.mark.parametrize("rise", [0.3, 3.0, 20.0])
+@pytest.mark.parametrize("rows", [slice(None), slice(8, None)], ids=["all rows", "every second 8"])
+def test_sums_in_16_bits_follow_a_rising_maximum(
+    head_dim: int, pv: Any, rise: float, rows: slice
+) -> None:
+    """By `rise` (log2) from one block of keys to the next: far below the step at which sums are
+    rescaled, near it, and above it. A thread has rows r and r + 8 of a warp's 16.
+    """
+    device, heads, n = hopper(), 2, 2048
+    dtype = getattr(torch, "bfloat16" if pv == "bf16" else "float16")
+    q, k, v = (random(1, n, heads, head_dim).to(dtype) for _ in "qkv")
+    k[..., 0] += rise * (torch.arange(n, device=device) // 128)[:, None]
+    q[0].view(-1, 16, heads, head_dim)[:, rows, :, 0] = head_dim**0.5 * math.log(2)
+    flat = (x.flatten(2) for x in (q, k, v))
+    inputs = attention_inputs(*flat, heads=heads, pv=pv, want_lse=True)
+    own, own_lse = launch_attention(inputs)
+    portable, portable_lse = torch.empty_like(own), torch.empty_like(own_lse)
+    kernel.launch_kernel(inputs, quantize(inputs), (portable,), portable_lse)
+    assert relative_l2(own, portable) < (1e-3 if pv == "fp16" else 4e-3)
+    assert torch.allclose(own_lse, portable_lse, rtol=1e-6, atol=2e-3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

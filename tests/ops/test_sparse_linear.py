@@ -182,7 +182,8 @@ def test_every_block_and_a_zero_projection_is_dense_attention(
     if on.name == "reference":
         torch.testing.assert_close(out, dense, atol=2e-6, rtol=1e-5)
     else:
-        assert relative_l2(out, dense) < TIGHT[on.name][pv]
+        # Both round p, in 16 bits in units of other maxima: the dense kernel keeps one longer.
+        assert relative_l2(out, dense) < (4e-3 if pv == "bf16" else TIGHT[on.name][pv])
 
 
 def test_norm_and_rotary_come_first() -> None:

@@ -3,11 +3,11 @@
     y = softmax(q k^T) v
 
 It serves attention without a skip in the epilogue. With e4m3 probabilities the arithmetic is that
-of `triton.attention_kernel`, bit for bit; with 16 bits its sums are rounded in another order. Each
-group takes 64 rows, and all three share every block of k and v. So the L2 is read a third as
-often, and no group waits for a load. The sum and the product of a group's probabilities are in
-flight together. On an H200 this kernel reaches 973 TOPS and the portable one 828 (12 heads of 128,
-32,760 tokens).
+of `triton.attention_kernel`, bit for bit. With 16 bits its sums are rounded in another order, and
+a row keeps a maximum that is exceeded by little. Each group takes 64 rows, and all three share
+every block of k and v. So the L2 is read a third as often, and no group waits for a load. The sum
+and the product of a group's probabilities are in flight together. On an H200 this kernel reaches
+973 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
 
 Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
 before it, because both are needed at the same time):
@@ -17,6 +17,7 @@ before it, because both are needed at the same time):
                                      release 0                                  release 1
 
 The three groups run independently; the exponentials of one overlap the products of the others.
+With e4m3 a group waits for slot 1 before softmax 0.
 
 Shared memory, for heads of D channels:
 
@@ -40,11 +41,12 @@ Barriers:
 n counts the uses of that slot. A group releases slot j after q k_j. The product p v_(j-1), which
 reads the same slot, is complete before that.
 
-Four variants were measured and are not faster: an order among the groups (FlashAttention-3's
-ping-pong, arXiv 2407.08608), a second block of logits in flight, persistent programs, and, for 128
-channels, polynomials instead of a share of the exponentials. For 64 channels polynomials for an
-eighth of the exponentials are faster. They are used if the output has 16 bits, and then the result
-differs from the portable kernel's by roundings.
+Variants that were measured and are not faster: an order among the groups (FlashAttention-3's
+ping-pong, arXiv 2407.08608), a second block of logits in flight, persistent programs, for 128
+channels polynomials instead of a share of the exponentials, and in 16 bits softmax and products of
+half a block in turn, q k beside the last p v, and sums without a product. For 64 channels
+polynomials for an eighth of the exponentials are faster. They are used if the output has 16 bits,
+and then the result differs from the portable kernel's by roundings.
 """
 
 from __future__ import annotations
@@ -81,6 +83,10 @@ _BLOCK_M = gl.constexpr(64)  # rows of a group
 _BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
 _ONES = gl.constexpr(8)  # columns of the product that sums rows: the fewest possible
 _STAGES = gl.constexpr(4)  # slots of shared memory
+#: How far (log2) a row's maximum may be exceeded before sums in 16 bits are rescaled to a new one:
+#: most steps then rescale nothing (the idea is from FlashAttention-4). p in fp16 stays finite; it
+#: is 2**8 at the most where no maximum is exceeded.
+_BEHIND = gl.constexpr(7.0)
 #: Registers per thread. Three groups with 160 and the loading warp with 24 fill a multiprocessor
 #: that runs 16 warps. The compiler gives the first group the rest, 168.
 _REGISTERS = gl.constexpr(160)
@@ -116,6 +122,27 @@ def _exp2_partly_polynomial() -> str:
     return "\n".join(lines)
 
 
+def _multiplied_if_needed(count: int) -> tuple[str, str]:
+    """Return PTX, and its constraints, that multiplies numbers of a thread by its rows' factors.
+
+    A warp jumps over it if all its factors are 1. A thread has two rows, and two numbers of the
+    first, two of the second and so on; `count` numbers come first, then each one's factor.
+    """
+    first, second = 2 * count, 2 * count + 2
+    lines = [
+        "{ .reg .pred p;",
+        f"setp.neu.f32 p, ${first}, {_float(1.0)};",
+        f"setp.neu.or.f32 p, ${second}, {_float(1.0)}, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)),
+        "DONE: }",
+    ]
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
+    return "\n".join(lines), ",".join(constraints)
+
+
+_RESCALE_64, _RESCALE_128 = (gl.constexpr(_multiplied_if_needed(d // 2)) for d in (64, 128))
 _EXP2_ASM = gl.constexpr(_exp2_partly_polynomial())
 _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 
@@ -218,17 +245,23 @@ def _softmax(qk, scale, m_i, seen, FORM: gl.constexpr, SHARE: gl.constexpr):
     """Compute one step of the online softmax over qk int32 [BLOCK_M, BLOCK_N].
 
     seen: [1, BLOCK_N], or None without a mask. Return p fp32, the factor on the sums so far, and
-    the new maximum. For e4m3 the keys of p are reordered within groups of 32 to the order of v, so
-    that the registers of the first product are those of the second product's operand.
+    the new maximum, in 16 bits the old one if it is near. For e4m3 the keys of p are reordered
+    within groups of 32 to the order of v, so that the registers of the first product are those of
+    the second product's operand.
     """
     if seen is not None:
         logits = gl.where(seen, qk.to(gl.float32) * scale[:, None], float("-inf"))
         m_new = gl.maximum(m_i, gl.max(logits, axis=1))
-        p = gl.exp2(logits - (m_new - FORM.P_MAX_LOG2)[:, None])
     else:
         # The maximum of raw integers is cheaper, and correct because scales are positive.
         m_new = gl.maximum(m_i, gl.max(qk, axis=1).to(gl.float32) * scale)
-        p = qk.to(gl.float32) * scale[:, None] - (m_new - FORM.P_MAX_LOG2)[:, None]
+    if not FORM.FP8:
+        m_new = gl.where(m_new > m_i + _BEHIND, m_new, m_i)
+    shift = (m_new - FORM.P_MAX_LOG2)[:, None]
+    if seen is not None:
+        p = gl.exp2(logits - shift)
+    else:
+        p = qk.to(gl.float32) * scale[:, None] - shift
         if SHARE:
             p = gl.inline_asm_elementwise(
                 _EXP2_ASM, _EXP2_CONSTRAINTS, [p], dtype=gl.float32, is_pure=True, pack=8
@@ -239,6 +272,17 @@ def _softmax(qk, scale, m_i, seen, FORM: gl.constexpr, SHARE: gl.constexpr):
         p = p.reshape([_BLOCK_M, _BLOCK_N // 32, 2, 2, 4, 2])
         p = p.permute([0, 1, 2, 4, 3, 5]).reshape([_BLOCK_M, _BLOCK_N])
     return p, gl.exp2(m_i - m_new), m_new  # [64, 128], [64], [64]
+
+
+@gluon.jit
+def _rescaled(acc, alpha):
+    """Return acc [64, HEAD_DIM] * alpha [64, 1], which takes next to no time where alpha is 1."""
+    PACK: gl.constexpr = acc.shape[1] // 2  # numbers of a thread
+    RESCALE: gl.constexpr = _RESCALE_64 if PACK == 32 else _RESCALE_128
+    acc, alpha = gl.broadcast(acc, alpha)
+    return gl.inline_asm_elementwise(
+        RESCALE[0], RESCALE[1], [acc, alpha], dtype=gl.float32, is_pure=True, pack=PACK
+    )
 
 
 @gluon.jit
@@ -268,7 +312,7 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones, FP8: gl.constexpr):
         p16 = gl.convert_layout(p, operand, assert_trivial=True).to(ones.dtype)  # [64, 128]
         v_rows = v_tile.reshape([_BLOCK_N, acc.shape[1]])
         l_i = warpgroup_mma(p16, ones.permute((1, 0)), l_i * alpha_l, is_async=True)
-        acc = warpgroup_mma(p16, v_rows, acc * alpha_o, is_async=True)
+        acc = warpgroup_mma(p16, v_rows, _rescaled(acc, alpha_o), is_async=True)
         l_i, acc = warpgroup_mma_wait(0, deps=(l_i, acc))
     return acc, l_i
 
@@ -292,9 +336,15 @@ def _over_block(
     # `_accumulate`, one step earlier, has drained p_(i-1) v_(i-1). So the producer may overwrite
     # both.
     mbarrier.arrive(shared.empty.index(slot), count=1)
-    p, alpha, m_i = _softmax(qk, scale, m_i, seen, FORM, SHARE)
     slot = (i + 1) % _STAGES
-    mbarrier.wait(shared.ready.index(slot), ((i + 1) // _STAGES) % 2)
+    ready, phase = shared.ready.index(slot), ((i + 1) // _STAGES) % 2
+    # The compiler puts a barrier of the group before that release and before this wait. One after
+    # the other they cost least, but in 16 bits an early wait was slower.
+    if FORM.FP8:
+        mbarrier.wait(ready, phase)
+    p, alpha, m_i = _softmax(qk, scale, m_i, seen, FORM, SHARE)
+    if not FORM.FP8:
+        mbarrier.wait(ready, phase)
     acc, l_i = _accumulate(acc, l_i, p, alpha, shared.v.index(slot), shared.ones, FORM.FP8)
     return acc, l_i, m_i
 
