@@ -14,6 +14,7 @@ from tests.ranks import on_ranks
 from tests.video.micro import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video import generation
 from turbo_rcm_patch.video.many import Processes
 
@@ -118,11 +119,12 @@ def test_the_first_process_tells_the_others() -> None:
 
 
 #: `generate` in one of two processes: the prompt of the first fails, and the second one's waits
-#: until all others are made.
+#: until all others are made. Each tells by which levels it runs from the first call on.
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.video import generation
 made = Path(os.environ["MADE"])
 def note(what):
@@ -138,6 +140,10 @@ def faulty(*given, seed, **options):
     time.sleep(seed == 1)
     note(seed)
     return generate(*given, seed=seed, **options)
+def by_plan(given, record):
+    apply(given, record)
+    note(f"by {[int(level) for level in record.planned]}")
+apply, patch.apply = patch.apply, by_plan
 generate, generation.generate = generation.generate, faulty
 code = main(sys.argv[1:])
 note("ends")
@@ -146,16 +152,30 @@ sys.exit(code)
 
 
 def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:
-    """The one whose prompt fails waits for the other, which a launcher would end."""
+    """The one whose prompt fails waits for the other, which a launcher would end. The other runs
+    by what the first one's first video has decided.
+    """
     path = tmp_path / "made.txt"
     with processes.pair(SCRIPT, *command, env={"MADE": str(path)}, cwd=ROOT) as scripts:
         first, second = (script.wait() for script in scripts)
     assert first.code == 2 and "1 of 2 prompts failed" in first.err, first
     assert second.code == 0, second
     lines = path.read_text(encoding="utf-8").splitlines()
+    kept = Plan.load(tmp_path / "out" / "plan_of_videos.json").networks["transformer"]
+    levels = [int(block.level) for block in kept.blocks.values()]
+    lines.remove(f"1 by {levels}")
     assert lines[:2] == ["0 2", "1 1"] and sorted(lines[2:]) == ["0 ends", "1 ends"]
     videos = sorted((tmp_path / "out").glob("*.mp4"))
     assert [video.name.split("-")[1] for video in videos] == ["blue", "green"]
+
+
+def test_a_process_without_a_prompt_ends_with_the_others(micro_folder, tmp_path: Path) -> None:
+    command = ["generate", "--model", str(micro_folder), *QUICK, "--prompt", "a red circle"]
+    command += ["--seed", "5", "--out", str(tmp_path / "out")]
+    with processes.pair(SCRIPT, *command, env={"MADE": str(tmp_path / "made")}, cwd=ROOT) as pair:
+        first, second = (script.wait() for script in pair)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "no prompt is left" in second.out
 
 
 def test_a_comparison_by_several_processes_is_refused(micro_folder, tmp_path, capsys, monkeypatch):

@@ -19,7 +19,7 @@ from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.files import check_writable, lock_folder, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
-from turbo_rcm_patch.patching import patched
+from turbo_rcm_patch.patching import PatchReport, patched
 from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
@@ -66,13 +66,15 @@ def generate(command: options.Generate) -> int:
         )
     share = videos if command.together else videos[processes.rank :: processes.world]
     with processes.joined(command.device, together=command.together):
+        plan = _FirstPlan(command, processes)
         if share:
             # An error that is not raised here would leave processes waiting for this one.
             alone = len(videos) == 1 or command.together
-            failed = _make_share(command, share, processes, alone=alone)
+            failed = _make_share(command, share, processes, plan, alone=alone)
         else:
             failed = []
             print(f"rank {processes.rank} of {processes.world}: no prompt is left for it")
+            plan.wait()
     if failed:
         raise SamplingError(
             f"{len(failed)} of {len(share)} prompts failed",
@@ -102,8 +104,52 @@ def _is_folder(out: Path) -> bool:
     return out.is_dir() or not out.suffix or out.suffix[1:].isdigit()
 
 
+class _FirstPlan:
+    """The plan of all videos, so that no other video and no process changes their bits: the
+    command's, that of the folder with --resume, or what the first process decides first.
+
+    Attributes:
+        plan: The plan, None before it is known.
+        path: Where it is kept beside the videos, or None.
+    """
+
+    def __init__(self, command: options.Generate, processes: Processes) -> None:
+        out = command.out.expanduser()
+        decides = command.plan is None and command.patch and command.config.guard
+        self.path = out / "plan_of_videos.json" if decides and _is_folder(out) else None
+        self._processes, self.plan = processes, None
+        if command.plan is not None:
+            self.plan = Plan.load(command.plan)
+        elif (path := self.path) is not None:
+            self.plan = processes.broadcast(
+                lambda: Plan.load(path) if command.resume and path.is_file() else None
+            )
+        #: True while the others wait for what the first process decides.
+        self._open = self.path is not None and self.plan is None and not command.together
+
+    def wait(self) -> None:
+        """Wait on all processes but the first for what that one decides."""
+        if self._open and self._processes.rank:
+            self.plan = self._processes.broadcast(lambda: None)
+
+    def tell(self, report: PatchReport | None, *, ends: bool = False) -> None:
+        """Tell the waiting processes the plan of a report once there is one, or with `ends` that
+        there will be none."""
+        if not self._open or self._processes.rank:
+            return
+        plan = None if report is None else report.plan
+        if plan is not None or ends:
+            self._open = False
+            self._processes.broadcast(lambda: plan)
+
+
 def _make_share(
-    command: options.Generate, share: list[Video], processes: Processes, *, alone: bool
+    command: options.Generate,
+    share: list[Video],
+    processes: Processes,
+    decided: _FirstPlan,
+    *,
+    alone: bool,
 ) -> list[str]:
     """Make the videos of this process. Of those that make each together, the first writes.
 
@@ -111,6 +157,7 @@ def _make_share(
         command: The command.
         share: The videos.
         processes: All processes.
+        decided: The plan by which all of them run.
         alone: Raise the error of a video that fails, because no other one is to be made.
 
     Returns:
@@ -120,11 +167,8 @@ def _make_share(
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
-    plan = None if command.plan is None else Plan.load(command.plan)
-    records = {video: _record(video, command, settings, image, plan) for video in share}
-    beside = _plan_beside(command, processes) if plan is None else None
-    if beside is not None and command.resume and beside.is_file():
-        plan = Plan.load(beside)
+    named = decided.plan if command.plan is not None else None
+    records = {video: _record(video, command, settings, image, named) for video in share}
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
     first, out = processes.rank == 0, command.out.expanduser()
@@ -135,6 +179,8 @@ def _make_share(
     done = len(share) - len(missing)
     failed: list[str] = []
     times: list[tuple[float, float, int]] = []
+    decided.wait()
+    plan = decided.plan
     with (
         lock_folder(out) if first and _is_folder(out) else nullcontext(),
         patched(pipe, command.config, plan=plan) if command.patch else nullcontext() as report,
@@ -147,6 +193,7 @@ def _make_share(
 
                 def on_step(step: int, _: int, before: int = index * steps) -> None:
                     progress("generate", before + step, total)
+                    decided.tell(report)
 
                 try:
                     with reraise_interrupts():
@@ -167,8 +214,8 @@ def _make_share(
                         )
                         if writes:
                             _write(generated, video, records[video])
-                        if first and beside is not None and report is not None and report.plan:
-                            report.plan.save(beside)
+                        if first and decided.path and report is not None and report.plan:
+                            report.plan.save(decided.path)
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
                     raise
                 except Exception as error:
@@ -177,6 +224,7 @@ def _make_share(
                     failed.append(video.prompt)
                     why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
                     print(why, file=sys.stderr, flush=True)
+        decided.tell(report, ends=True)
         if report is not None and first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
@@ -185,15 +233,6 @@ def _make_share(
             device = environment.device_name(pipe._execution_device)
             print(_speed(times, device, report.impl if report is not None else ""))
     return failed
-
-
-def _plan_beside(command: options.Generate, processes: Processes) -> Path | None:
-    """Return where the plan of a folder of videos is kept, so that with --resume all have the bits
-    of what their first one decided; None for a file, and for processes that decide each alone."""
-    out = command.out.expanduser()
-    guarded = command.patch and command.config.guard
-    decides = command.together or processes.world == 1
-    return out / "plan_of_videos.json" if guarded and decides and _is_folder(out) else None
 
 
 def _record(

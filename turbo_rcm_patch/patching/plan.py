@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 #: Version of the file.
 _SCHEMA: Final = 2
-_REMEDY: Final = "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`"
+_REMEDY: Final = (
+    "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`. The one in a "
+    "folder of videos may be deleted"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class NetworkPlan:
         dtype: dtype of its weights, for instance "bfloat16".
         heads: Heads of an attention.
         head_dim: Channels of a head.
-        tokens: Tokens of the forward that decided.
+        tokens: Tokens of the forward that decided; 0 if another network has run since.
         blocks: Name of a block in the network -> how it runs, in order.
     """
 
@@ -99,7 +102,8 @@ class NetworkPlan:
         error = (
             "not measured" if self.error is None else f"{self.error:.3g} of the unpatched one's"
         )
-        text = f"{self.network}, {self.dtype}: predicted error {error}, over {self.tokens} tokens"
+        text = f"{self.network}, {self.dtype}: predicted error {error}"
+        text += f", over {self.tokens} tokens" if self.tokens else ""
         for alike in grouped(self.blocks, lambda name: self.blocks[name].level):
             level = self.blocks[alike[0]].level
             names = ", ".join(map(merged_path, grouped(alike, without_number)))
