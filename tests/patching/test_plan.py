@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from tests.patching.models import MODELS, WAN, Model, mapped, named, run, wan
-from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched
-from turbo_rcm_patch.errors import PlanError
+from tests.patching.vae import VAES
+from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched, unpatch_model
+from turbo_rcm_patch.errors import OutputError, PlanError
 from turbo_rcm_patch.ops.attention import api as attention_api
 from turbo_rcm_patch.patching import guard
 from turbo_rcm_patch.patching.block import Level
 from turbo_rcm_patch.patching.measure import BUDGET, Shares
+from turbo_rcm_patch.patching.patch import report_of
 from turbo_rcm_patch.patching.plan import Plan
 
 BF16 = torch.bfloat16
@@ -168,6 +171,7 @@ def _block(held: dict[str, Any]) -> Any:
         damaged(lambda held: held["networks"][""].update(command="rm")),
         damaged(lambda held: _block(held).update(level="exactly")),
         damaged(lambda held: _block(held).update(milliseconds=None)),
+        damaged(lambda held: _block(held).update(milliseconds=10**400)),
         damaged(lambda held: _block(held).update(shares=[1.0])),
         damaged(lambda held: _block(held).update(shares=[1.0, -1.0])),
         damaged(lambda held: _block(held).update(shares=[1.0, float("nan")])),
@@ -214,6 +218,7 @@ def test_the_report_says_that_a_plan_does_not_hold(monkeypatch: pytest.MonkeyPat
     report = patch_model(model := WAN.model(BF16), plan=planned(fidelity=100.0)[0])
     inputs = WAN.inputs(dtype=BF16)
     run(model, inputs)
+    assert "blocks run by a plan, predicted error " in str(report)
     assert "does not hold" not in str(report)
     monkeypatch.setattr(guard, "BUDGET", 1e-9)
     for _ in range(4):  # The guard samples one block of the fourth forward.
@@ -234,10 +239,78 @@ def test_two_experts_have_two_plans_and_one_of_them_serves_a_network_alone() -> 
     assert "blocks.0-1: as asked" in text
     other = SimpleNamespace(transformer=WAN.model(BF16), transformer_2=WAN.model(BF16), vae=None)
     assert patch_model(other, plan=plan).plan == plan
-    with pytest.raises(PlanError, match="one for transformer, transformer_2"):
-        patch_model(WAN.model(BF16), plan=plan)
+    one = SimpleNamespace(transformer=WAN.model(BF16), vae=None)
+    for network in (WAN.model(BF16), one):
+        with pytest.raises(PlanError, match="got transformer and transformer_2"):
+            patch_model(network, plan=plan)
     alone = Plan({"transformer": plan.networks["transformer"]}, plan.config)
     assert patch_model(WAN.model(BF16), plan=alone).plan == alone
+    unpatch_model(other)
+    with pytest.raises(PlanError, match="one for transformer and transformer_2; got transformer"):
+        patch_model(other, plan=alone)
+    networks = {name: getattr(other, name) for name in plan.networks}
+    for network, each in plan.of_each(networks).items():
+        patch_model(network, plan=each)
+    with pytest.raises(PlanError, match="patched one by one"):
+        assert report_of(other).plan
+
+
+def test_a_plan_is_trusted_where_it_was_measured_and_nowhere_else(monkeypatch) -> None:
+    """Another dtype or form of attention, and blocks that ran as their author wrote them."""
+    plan, _ = planned(fidelity=0.8)
+    report = patch_model(model := WAN.model(BF16), plan=plan)
+    model.to(torch.float16)
+    run(model, WAN.inputs(dtype=torch.float16))
+    assert [each.when for each in report.guard if each.verdict == "kept"] == ["first"] * 2
+
+    report = patch_model(model := WAN.model(BF16), **_INT8, fidelity=0.8)
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        model(**WAN.inputs(dtype=BF16))
+    plan = report.plan
+    assert plan is not None and "error not measured" in str(plan) and " tokens" not in str(plan)
+    report = patch_model(model := WAN.model(BF16), plan=plan)
+    run(model, WAN.inputs(dtype=BF16))
+    assert {each.when for each in report.guard} == {"first"} and report.guard.prediction > 0.8
+
+    report = patch_model(model := WAN.model(BF16), **_INT8, fidelity=100.0)
+    model.blocks[1].attn1.register_forward_hook(lambda *_: None)
+    run(model, WAN.inputs(dtype=BF16))
+    report = patch_model(model := WAN.model(BF16), plan=report.plan)
+    run(model, WAN.inputs(dtype=BF16))
+    assert [(each.path, each.when) for each in report.guard] == [("blocks.1", "first")]
+
+
+def test_a_network_of_int8_weights_alone_has_a_plan(tmp_path: Path) -> None:
+    model = WAN.model(BF16)
+    report = patch_model(model, attention="int8", linear="int8-only")
+    out = run(model, WAN.inputs(dtype=BF16))
+    assert report.plan is not None and "bfloat16: predicted error" in str(report.plan)
+    again = patch_model(other := WAN.model(BF16), plan=report.plan.save(tmp_path / "plan.json"))
+    assert torch.equal(run(other, WAN.inputs(dtype=BF16)), out) and not again.guard
+
+
+def test_a_plan_is_read_in_any_order_and_refused_in_words(tmp_path: Path) -> None:
+    plan, _ = planned()
+    blocks = dict(reversed(plan.networks[""].blocks.items()))
+    plan = replace(plan, networks={"": replace(plan.networks[""], blocks=blocks)})
+    assert patch_model(WAN.model(BF16), plan=plan).plan == plan
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file"):
+        plan.save(tmp_path / "file" / "plan.json")
+    wrong: Any
+    for wrong in ({}, plan.networks[""]):
+        with pytest.raises(PlanError, match="or its file"):
+            patch_model(WAN.model(BF16), plan=wrong)
+    with pytest.raises(PlanError, match="a VAE alone"):
+        patch_model(VAES[0].model(BF16), plan=plan)
+
+
+def test_a_report_of_an_unpatched_model_has_no_plan() -> None:
+    report = patch_model(model := WAN.model(BF16), plan=planned()[0])
+    unpatch_model(model)
+    with pytest.raises(PlanError, match="before the model is unpatched"):
+        assert report.plan
+    assert pickle.loads(pickle.dumps(report)).fused == report.fused
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ def faulty(*given, seed, **options):
     time.sleep(seed == 1)
     note(seed)
     return generate(*given, seed=seed, **options)
-def by_plan(given, record):
-    apply(given, record)
-    note(f"by {[int(level) for level in record.planned]}")
+def by_plan(given, records):
+    apply(given, records)
+    note(f"by {[int(block.level) for block in records[0].blocks]}")
 apply, patch.apply = patch.apply, by_plan
 generate, generation.generate = generation.generate, faulty
 code = main(sys.argv[1:])
@@ -161,7 +161,8 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     assert first.code == 2 and "1 of 2 prompts failed" in first.err, first
     assert second.code == 0, second
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = Plan.load(tmp_path / "out" / "plan_of_videos.json").networks["transformer"]
+    (kept,) = (tmp_path / "out").glob("plan-*.json")
+    kept = Plan.load(kept).networks["transformer"]
     levels = [int(block.level) for block in kept.blocks.values()]
     lines.remove(f"1 by {levels}")
     assert lines[:2] == ["0 2", "1 1"] and sorted(lines[2:]) == ["0 ends", "1 ends"]

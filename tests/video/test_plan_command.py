@@ -59,37 +59,57 @@ def test_a_plan_is_made_once_and_run_by_every_process(
 def test_a_plan_goes_on_after_the_prompts_that_it_was_made_of(
     micro_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Each prompt is measured on its first, middle and last step."""
+    """Each prompt is measured on both forwards of its first, middle and last step. A resumed plan
+    is one of the same prompts, model and settings."""
     asked: list[int] = []
     own = GuardLog.check_next
     monkeypatch.setattr(GuardLog, "check_next", lambda log: (asked.append(1), own(log)))
     model = ["plan", "--model", str(micro_folder), *QUICK, "--steps", "4", "--no-vae"]
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    assert main([*model, *_TWO, "--out", str(whole)]) == 0 and len(asked) == 6
-    assert main([*model, *_TWO[:2], "--out", str(parts)]) == 0 and len(asked) == 9
-    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 12
+    assert main([*model, *_TWO, "--out", str(whole)]) == 0 and len(asked) == 12
+    assert main([*model, *_TWO[:2], "--out", str(parts)]) == 0 and len(asked) == 18
+    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 24
     plans = [Plan.load(path) for path in (whole, parts)]
     levels = [[b.level for b in plan.networks["transformer"].blocks.values()] for plan in plans]
     assert levels[0] == levels[1] and plans[0].made_with == plans[1].made_with
-    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 12
+    assert main([*model, *_TWO, "--out", str(parts), "--resume"]) == 0 and len(asked) == 24
     before = parts.read_bytes()
-    assert main([*model, *_TWO[2:], "--out", str(parts), "--resume"]) == 2
-    assert "first of these prompts" in capsys.readouterr().err and parts.read_bytes() == before
+    for other in (_TWO[2:], [*_TWO, "--steps", "2"], [*_TWO, "--seed", "1"]):
+        assert main([*model, *other, "--out", str(parts), "--resume"]) == 2
+        assert "first of these prompts" in capsys.readouterr().err
+    (tmp_path / "prompts.txt").write_text("a red circle")
+    named = ["--prompts", str(tmp_path / "prompts.txt")]
+    assert main([*model, *named, "--out", named[1]]) == 2, "no other file is replaced"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert main([*model, *_TWO, "--out", str(parts)]) == 2
+    assert "plan under torchrun" in capsys.readouterr().err and parts.read_bytes() == before
 
 
 def test_the_plan_of_a_folder_of_videos_lies_beside_them(
     micro_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    command = ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", *_TWO]
-    command += ["--out", str(tmp_path / "out"), "--no-vae", "--resume"]
-    assert main(command) == 0
-    file = tmp_path / "out" / "plan_of_videos.json"
+    """Videos of other settings have their own."""
+    command = ["generate", "--model", str(micro_folder), *QUICK, "--steps", "1", "--no-vae"]
+    command += ["--out", str(tmp_path / "out")]
+    assert main([*command, *_TWO]) == 0
+    (file,) = (tmp_path / "out").glob("plan-*.json")
     _make_exact(file)
     (video,) = file.parent.glob("*blue*.mp4")
     video.unlink()
-    capsys.readouterr()
-    assert main(command) == 0 and video.is_file()
-    assert "fused with exact attention" in capsys.readouterr().out, "by the plan that was there"
+    resumed, other = [*_TWO, "--resume"], ["--prompt", "a ring"]
+    for more, exact in (
+        (resumed, True),
+        (other, True),
+        (["--steps", "2", *_TWO[:1], "an oval"], False),
+    ):
+        capsys.readouterr()
+        assert main([*command, *more]) == 0 and video.is_file()
+        assert ("fused with exact attention" in capsys.readouterr().out) == exact
+    assert len([*file.parent.glob("plan-*.json")]) == 2
+    file.write_text("{")
+    assert main([*command, "--prompt", "a cross"]) == 2 and file.name in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transf
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK, USAGE, of_verdict
 from turbo_rcm_patch.cli.generate import generate as generate
+from turbo_rcm_patch.cli.generate import how_made
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
 from turbo_rcm_patch.errors import ConfigError, SamplingError
@@ -19,8 +21,9 @@ from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video import comparison, generation, judging, store
 from turbo_rcm_patch.video.load import load_skeleton
 from turbo_rcm_patch.video.many import Processes
+from turbo_rcm_patch.video.pipelines import networks_of
 from turbo_rcm_patch.video.result import Judged
-from turbo_rcm_patch.video.source import Source
+from turbo_rcm_patch.video.source import Source, digest_of
 
 
 def compare(command: options.Compare) -> int:
@@ -35,14 +38,11 @@ def run_comparison(command: options.Compare) -> Judged:
         ConfigError: Among others: torchrun started several processes.
     """
     prompts = read_prompts(command)
-    if (world := Processes.here().world) > 1:
-        raise ConfigError(
-            "compare under torchrun",
-            expected="one process",
-            got=str(world),
-            remedy="Make the videos with `generate` under torchrun, with and without --no-patch, "
-            "and give their folders to `judge`",
-        )
+    _refuse_several(
+        "compare",
+        "Make the videos with `generate` under torchrun, with and without --no-patch, "
+        "and give their folders to `judge`",
+    )
     # What would fail at the end fails before a model is loaded.
     store.check_out(command.out, fresh=command.fresh)
     check_inputs(command)
@@ -89,22 +89,36 @@ def plan(command: options.Plan) -> int:
     """Measure on the first, the middle and the last step of each prompt, and write how exactly
     each block has to run for all of them."""
     prompts, out = read_prompts(command), command.out.expanduser()
+    _refuse_several("plan", "Its file serves all processes of `generate --plan`")
     check_writable(out)
     check_inputs(command)
-    made = Plan.load(out) if command.resume and out.exists() else None
-    done = 0 if made is None else made.check_prompts(prompts)
+    before = Plan.load(out) if out.exists() else None  # No other file is replaced.
     pipe = load(command, command.device)
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
-    with bars() as progress, patched(pipe, command.config, plan=made) as report:
+    how = how_made(command, settings) | {"seed": command.seed, "image": digest_of(image)}
+    made = before if command.resume else None
+    done = 0 if made is None else made.check_prompts(prompts, how)
+    measured = True
+
+    def measure(*_: object) -> None:  # each forward of a step with guidance
+        if measured:
+            report.guard.check_next()
+
+    with (
+        bars() as progress,
+        patched(pipe, command.config, plan=made) as report,
+        ExitStack() as hooks,
+    ):
+        for network in networks_of(pipe).values():
+            hooks.callback(network.register_forward_pre_hook(measure).remove)
         for index in range(done, len(prompts)):
 
             def on_step(step: int, steps: int, before: int = index * settings.steps) -> None:
+                nonlocal measured
                 progress("plan", before + step, len(prompts) * steps)
-                if step in (steps // 2, steps - 1):
-                    report.guard.check_next()
+                measured = step in (steps // 2, steps - 1, steps)
 
-            report.guard.check_next()
             generation.generate(
                 pipe,
                 prompts[index],
@@ -118,13 +132,22 @@ def plan(command: options.Plan) -> int:
                     "no plan",
                     expected="a guard that compares every block",
                     got=str(report.guard) if command.config.guard else "--no-guard",
-                    remedy="Leave out what keeps a state inside of blocks",
+                    remedy="Leave out what keeps a state inside of blocks, and take so many "
+                    "--steps that every network runs",
                 )
-            made = report.plan.of_prompts(prompts[: index + 1])
+            made = report.plan.of_prompts(prompts[: index + 1], how)
             made.save(out)
     print(made)
     print(out)
     return OK
+
+
+def _refuse_several(command: str, remedy: str) -> None:
+    """Raise a ConfigError if torchrun started several processes."""
+    if (world := Processes.here().world) > 1:
+        raise ConfigError(
+            f"{command} under torchrun", expected="one process", got=str(world), remedy=remedy
+        )
 
 
 def pairs(command: options.Pairs) -> int:

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from PIL.Image import Image
-
 from turbo_rcm_patch import __version__
 from turbo_rcm_patch.cli import options
 from turbo_rcm_patch.cli.exit_codes import OK
@@ -20,7 +18,7 @@ from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.files import check_writable, lock_folder, remove_leftovers
 from turbo_rcm_patch.interrupts import reraise_interrupts
 from turbo_rcm_patch.patching import PatchReport, patched
-from turbo_rcm_patch.patching.plan import Plan
+from turbo_rcm_patch.patching.plan import Plan, digest_of_settings
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import environment, generation, store
@@ -66,15 +64,14 @@ def generate(command: options.Generate) -> int:
         )
     share = videos if command.together else videos[processes.rank :: processes.world]
     with processes.joined(command.device, together=command.together):
-        plan = _FirstPlan(command, processes)
         if share:
             # An error that is not raised here would leave processes waiting for this one.
             alone = len(videos) == 1 or command.together
-            failed = _make_share(command, share, processes, plan, alone=alone)
+            failed = _make_share(command, share, processes, alone=alone)
         else:
             failed = []
             print(f"rank {processes.rank} of {processes.world}: no prompt is left for it")
-            plan.wait()
+            _FirstPlan(command, processes, {}).wait()
     if failed:
         raise SamplingError(
             f"{len(failed)} of {len(share)} prompts failed",
@@ -106,24 +103,28 @@ def _is_folder(out: Path) -> bool:
 
 class _FirstPlan:
     """The plan of all videos, so that no other video and no process changes their bits: the
-    command's, that of the folder with --resume, or what the first process decides first.
+    command's, that of a folder's videos with the same settings, or what the first process decides
+    first.
 
     Attributes:
         plan: The plan, None before it is known.
         path: Where it is kept beside the videos, or None.
     """
 
-    def __init__(self, command: options.Generate, processes: Processes) -> None:
-        out = command.out.expanduser()
-        decides = command.plan is None and command.patch and command.config.guard
-        self.path = out / "plan_of_videos.json" if decides and _is_folder(out) else None
-        self._processes, self.plan = processes, None
+    def __init__(
+        self, command: options.Generate, processes: Processes, settings: dict[str, object]
+    ) -> None:
+        out, self._processes, self.path, self.plan = (
+            command.out.expanduser(),
+            processes,
+            None,
+            None,
+        )
         if command.plan is not None:
             self.plan = Plan.load(command.plan)
-        elif (path := self.path) is not None:
-            self.plan = processes.broadcast(
-                lambda: Plan.load(path) if command.resume and path.is_file() else None
-            )
+        elif command.patch and command.config.guard and _is_folder(out):
+            path = self.path = out / f"plan-{digest_of_settings(settings)}.json"
+            self.plan = processes.broadcast(lambda: _kept_plan(path))
         #: True while the others wait for what the first process decides.
         self._open = self.path is not None and self.plan is None and not command.together
 
@@ -147,7 +148,6 @@ def _make_share(
     command: options.Generate,
     share: list[Video],
     processes: Processes,
-    decided: _FirstPlan,
     *,
     alone: bool,
 ) -> list[str]:
@@ -157,7 +157,6 @@ def _make_share(
         command: The command.
         share: The videos.
         processes: All processes.
-        decided: The plan by which all of them run.
         alone: Raise the error of a video that fails, because no other one is to be made.
 
     Returns:
@@ -167,8 +166,13 @@ def _make_share(
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
-    named = decided.plan if command.plan is not None else None
-    records = {video: _record(video, command, settings, image, named) for video in share}
+    how = how_made(command, settings)
+    decided = _FirstPlan(command, processes, how)
+    if command.plan is not None:
+        how["plan"] = str(decided.plan)
+    if image is not None:
+        how["inputs"] = digest_of(image)
+    records = {video: {"prompt": video.prompt, "seed": video.seed} | how for video in share}
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
     first, out = processes.rank == 0, command.out.expanduser()
@@ -212,10 +216,10 @@ def _make_share(
                                 generated.peak_bytes or 0,
                             )
                         )
-                        if writes:
-                            _write(generated, video, records[video])
                         if first and decided.path and report is not None and report.plan:
                             report.plan.save(decided.path)
+                        if writes:
+                            _write(generated, video, records[video])
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
                     raise
                 except Exception as error:
@@ -235,27 +239,29 @@ def _make_share(
     return failed
 
 
-def _record(
-    video: Video,
-    command: options.Generate,
-    settings: Settings,
-    image: Image | None,
-    plan: Plan | None,
-) -> dict[str, object]:
-    """Return everything that decides the frames of a video."""
-    record = {
-        "prompt": video.prompt,
-        "seed": video.seed,
+def _kept_plan(path: Path) -> Plan | None:
+    """Return a folder's plan, None if there is none yet.
+
+    Raises:
+        OutputError: It could not be written after the first video.
+        PlanError: It is damaged.
+    """
+    if path.exists():
+        return Plan.load(path)
+    check_writable(path)
+    return None
+
+
+def how_made(command: options.Generate | options.Plan, settings: Settings) -> dict[str, object]:
+    """Return what decides the frames of all videos, beside their prompts and seeds."""
+    return {
         "made by": f"turbo_rcm_patch {__version__}",
         "model": command.model,
         "dtype": command.dtype,
-        "patch": asdict(command.config) if command.patch else None,
+        "patch": asdict(command.config) if getattr(command, "patch", True) else None,
         "weights": "int8" if command.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    if plan is not None:
-        record["plan"] = str(plan)
-    return record | ({} if image is None else {"inputs": digest_of(image)})
 
 
 def _find_missing(

@@ -116,7 +116,8 @@ class Generate(Run):
 
     Attributes:
         out: An .mp4 file, which is replaced if it is there, or a folder. Videos in a folder that
-            were made with other settings are not replaced.
+            were made with other settings are not replaced. Those of the same settings run by one
+            plan, its plan-*.json: without it the next video decides anew.
         resume: Keep videos that are there and were made with the same prompt, seed, model path,
             settings, patch and release.
         patch: Patch the model.

@@ -239,7 +239,7 @@ class Guard:
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
         self._seen: dict[Any, _Compared] = {}
-        self._trusted: dict[int, Shares] = {}
+        self._trusted: tuple[dict[int, Shares], tuple[str, ...]] = ({}, ())
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
@@ -256,20 +256,22 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
 
-    def trust(self, shares: dict[int, Shares]) -> None:
-        """Take over what a plan measured, by the index of a block: no first forward compares."""
-        self._trusted = shares
+    def trust(self, shares: dict[int, Shares], way: tuple[str, ...]) -> None:
+        """Take over what a plan measured, by the index of a block: in this way to run no first
+        forward compares these."""
+        self._trusted = shares, way
 
-    def decided(self) -> tuple[dict[int, Shares], float | None]:
+    def decided(self) -> tuple[dict[int, Shares], float | None, tuple[str, ...]]:
         """Return what is known of the blocks that were compared on their first forward, by index,
         and the predicted error of the network by that, None where nothing was measured; of the way
-        to run with the largest error."""
-        ways = [({**seen.shares}, way[0]) for way, seen in list(self._seen.items())]
-        measured = [
-            (shares, predicted(shares.values(), dtype) if any(map(any, shares.values())) else None)
-            for shares, dtype in ways
-        ]
-        return max(measured, key=lambda way: way[1] or 0.0, default=({}, None))
+        to run with the largest error, and that: dtype, kind of device, attention and values."""
+        measured = []
+        for way, seen in list(self._seen.items()):
+            shares, names = {**seen.shares}, tuple(map(str, way))
+            known = any(map(any, shares.values()))
+            error = predicted(shares.values(), way[0]) if known else None
+            measured.append((shares, error, names))
+        return max(measured, key=lambda way: way[1] or 0.0, default=({}, None, ()))
 
     def check_next(self) -> None:
         """Compare every block on the next forward."""
@@ -318,7 +320,9 @@ class Guard:
         spec = ops.resolved(block._asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, spec.attention, spec.pv
         here.rates = rates_of(x.device)[0]
-        seen = self._seen.setdefault(here.way, _Compared(dict(self._trusted)))
+        trusted, way = self._trusted
+        known = {**trusted} if way == tuple(map(str, here.way)) else {}
+        seen = self._seen.setdefault(here.way, _Compared(known))
         here.shares = dict(seen.shares)
         here.stopped = False
         now = None if self._pipe is None else self._step_of(self._pipe(), block.path)

@@ -24,6 +24,7 @@ from turbo_rcm_patch.errors import (
     FamilyError,
     NothingToPatchError,
     NotPatchedError,
+    PlanError,
     WrappedError,
 )
 from turbo_rcm_patch.ops.attention.api import load_kernels
@@ -300,9 +301,8 @@ def _records_for(
     """Return a record for each module, ready to be installed; the model does not change yet."""
     log = GuardLog()
     records = [_record(model, part, config, log) for part in known]
-    for record in records:
-        if plan is not None and is_planned(record):
-            apply(plan, record)
+    if plan is not None:
+        apply(plan, records)
     pairs = [pair for record in records for pair in record.pairs()]
     fused = any(pair.fused for pair in pairs)
     reasons = sorted({pair.reason for pair in pairs} - {""})
@@ -522,9 +522,14 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         return Live(PairTable(pairs), ran, str(device), impl, pv, linears, notes)
 
     def plan() -> Plan | None:
-        given = [record for record in present() if record.plan is not None]
-        holds = given and not any(map(plan_note, given))
-        return given[0].plan if holds else plan_of(present())
+        if not present():
+            raise PlanError(
+                "report.plan",
+                expected="a patched model",
+                got="one that is not patched any more",
+                remedy="Take it before the model is unpatched",
+            )
+        return plan_of(present())
 
     log = guard.log if guard else GuardLog()
     return PatchReport(type(model).__name__, config, log, live, blocks, plan)

@@ -9,14 +9,17 @@ give other bits in a process that began with another video. A plan is those deci
 
     patch_model(pipe, plan="wan.json")     # any process: nothing is measured, the same bits
 
-A plan fits one class, size and dtype of networks, and one set of options.
+A plan fits one class, size and dtype of networks, and one set of options. The guard trusts it
+where it was measured: on one kind of device, with one form of attention. Elsewhere, and in blocks
+that were not measured, it measures a first forward as without a plan.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -34,6 +37,7 @@ from turbo_rcm_patch.files import read_json, write_json
 from turbo_rcm_patch.patching.block import LEVEL_DESCRIPTIONS, Level, PatchedBlock
 from turbo_rcm_patch.patching.choose import milliseconds, rates_of
 from turbo_rcm_patch.patching.guard_log import grouped, merged_path, without_number
+from turbo_rcm_patch.patching.int8_weights import Int8Linear
 from turbo_rcm_patch.patching.measure import Shares, predicted
 from turbo_rcm_patch.patching.plain import original_class
 from turbo_rcm_patch.patching.vae import PatchedCoder
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.patching.record import PatchRecord
 
 #: Version of the file.
-_SCHEMA: Final = 2
+_SCHEMA: Final = 3
 _REMEDY: Final = (
     "Make one for this model: `turbo-rcm-patch plan`, or `report.plan.save(path)`. The one in a "
     "folder of videos may be deleted"
@@ -76,6 +80,7 @@ class NetworkPlan:
         heads: Heads of an attention.
         head_dim: Channels of a head.
         tokens: Tokens of the forward that decided; 0 if another network has run since.
+        way: What was measured, as `Guard.decided` names it; empty if nothing was.
         blocks: Name of a block in the network -> how it runs, in order.
     """
 
@@ -84,6 +89,7 @@ class NetworkPlan:
     heads: int
     head_dim: int
     tokens: int
+    way: tuple[str, ...]
     blocks: Mapping[str, PlannedBlock]
 
     @property
@@ -96,7 +102,7 @@ class NetworkPlan:
     def size(self) -> dict[str, Any]:
         """Return what a network has to have that runs by it."""
         names = ("network", "dtype", "heads", "head_dim")
-        return {name: getattr(self, name) for name in names} | {"blocks": [*self.blocks]}
+        return {name: getattr(self, name) for name in names} | {"blocks": sorted(self.blocks)}
 
     def __str__(self) -> str:
         error = (
@@ -144,7 +150,7 @@ class Plan:
             networks = {name: _network(**network) for name, network in held["networks"].items()}
             made_with = {str(name): str(value) for name, value in held["made_with"].items()}
             return cls(networks, PatchConfig(**held["config"]), made_with)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(
                 f"plan {path}",
                 expected=f"what `report.plan.save` of this release wrote (version {_SCHEMA})",
@@ -164,27 +170,26 @@ class Plan:
                 block["level"] = block["level"].name.lower()
         held = {"plan": _SCHEMA, "networks": networks, "config": asdict(self.config)}
         path = Path(path).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, held | {"made_with": dict(self.made_with)})
         return path
 
-    def of_prompts(self, prompts: Sequence[str]) -> Plan:
-        """Return the plan with a note that it was measured with these prompts."""
-        return replace(self, made_with={**self.made_with, "prompts": _prompts_note(prompts)})
+    def of_prompts(self, prompts: Sequence[str], how: object) -> Plan:
+        """Return the plan with a note that it was measured with videos of these prompts."""
+        return replace(self, made_with={**self.made_with, "prompts": _prompts_note(prompts, how)})
 
-    def check_prompts(self, prompts: Sequence[str]) -> int:
+    def check_prompts(self, prompts: Sequence[str], how: object) -> int:
         """Return with how many of some prompts, the first ones, the plan was measured.
 
         Raises:
-            PlanError: It was measured with others.
+            PlanError: It was measured with others, or they were made in another way.
         """
         held = self.made_with.get("prompts")
         for count in range(1, len(prompts) + 1):
-            if held == _prompts_note(prompts[:count]):
+            if held == _prompts_note(prompts[:count], how):
                 return count
         raise PlanError(
             "plan to resume",
-            expected="one that was measured with the first of these prompts",
+            expected="one of the first of these prompts, with this model and these settings",
             got=f"one of {held or 'no prompts'}",
             remedy="Leave out --resume, or name another --out",
         )
@@ -192,7 +197,7 @@ class Plan:
     def of_each(self, networks: Mapping[str, nn.Module]) -> dict[nn.Module, Plan]:
         """Return a plan for each network of a pipeline alone."""
         return {
-            network: Plan({"": self.networks[name]}, self.config, self.made_with)
+            network: Plan({"": self._named(name, networks)}, self.config, self.made_with)
             for name, network in networks.items()
         }
 
@@ -211,31 +216,35 @@ class Plan:
                 remedy="Leave the options out, or make a plan with these",
             )
 
-    def of(self, record: PatchRecord) -> NetworkPlan:
-        """Return the plan of a network.
+    def of(self, record: PatchRecord, paths: Collection[str]) -> NetworkPlan:
+        """Return the plan of a network, which is one of these of a model.
 
         Raises:
             PlanError: There is none, or the network differs; each field is named.
         """
-        size = _size_of(record)
+        named, size = self._named(record.path, paths), _size_of(record)
         path = record.path or str(size["network"])
-        named = self.networks.get(record.path)
-        alike = [plan for plan in self.networks.values() if plan.network == size["network"]]
-        if named is None and len(alike) == 1:
-            named = alike[0]
-        if named is None:
-            expected = f"one for {path}"
-            got = f"one for {', '.join(name or 'a network' for name in self.networks)}"
-            raise PlanError("plan", expected=expected, got=got, remedy=_REMEDY)
         wrong = {name: value for name, value in named.size().items() if value != size[name]}
         if wrong:
             raise PlanError(
                 f"plan of {path}",
-                expected="; ".join(f"{name} {_short(value)}" for name, value in wrong.items()),
-                got="; ".join(f"{name} {_short(size[name])}" for name in wrong),
+                expected="; ".join(f"{name} {_short(wrong[name], size[name])}" for name in wrong),
+                got="; ".join(f"{name} {_short(size[name], wrong[name])}" for name in wrong),
                 remedy=_REMEDY,
             )
         return named
+
+    def _named(self, path: str, paths: Collection[str]) -> NetworkPlan:
+        """Return the plan of one of a model's networks. One network alone has any name."""
+        if len(paths) == len(self.networks) == 1:
+            return next(iter(self.networks.values()))
+        if {*paths} != self.networks.keys():
+            expected, got = (
+                " and ".join(name or "one network" for name in names)
+                for names in (paths, self.networks)
+            )
+            raise PlanError("plan", expected=f"one for {expected}", got=got, remedy=_REMEDY)
+        return self.networks[path]
 
     def __str__(self) -> str:
         made_with = ", ".join(f"{name} {value}" for name, value in self.made_with.items())
@@ -245,17 +254,26 @@ class Plan:
         return "\n".join([f"plan with {self.config!r}, made with {made_with}", *networks])
 
 
-def _prompts_note(prompts: Sequence[str]) -> str:
-    digest = hashlib.blake2b("\n".join(prompts).encode(), digest_size=8).hexdigest()
-    return f"{len(prompts)} ({digest})"
+def digest_of_settings(settings: object) -> str:
+    """Return eight characters that tell JSON data from other data."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _short(value: object) -> str:
-    return f"({len(value)})" if isinstance(value, list) else str(value)
+def _prompts_note(prompts: Sequence[str], how: object) -> str:
+    return f"{len(prompts)} ({digest_of_settings([how, *prompts])})"
+
+
+def _short(value: object, other: object) -> str:
+    if not isinstance(value, list) or not isinstance(other, list):
+        return str(value)
+    alone = sorted({*value} - {*other})
+    return f"({len(value)})" if len(value) != len(other) else f"{', '.join(alone[:2])}, ..."
 
 
 def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
     """Return the plan of a network in a file."""
+    sizes["way"] = tuple(map(str, sizes["way"]))
     kinds = {"network": str, "dtype": str, "heads": int, "head_dim": int, "tokens": int}
     if any(type(sizes[name]) is not kind for name, kind in kinds.items()):
         raise ValueError(f"sizes {sizes}")
@@ -264,9 +282,9 @@ def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
     planned = {}
     for name, block in blocks.items():
         shares = Shares(*map(float, block["shares"]))
-        if not all(isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"{name}: shares {shares}")
         level, time = Level[block["level"].upper()], float(block["milliseconds"])
+        if not all(isfinite(number) and number >= 0 for number in (*shares, time)):
+            raise ValueError(f"{name}: {shares}, {time} milliseconds")
         planned[name] = PlannedBlock(level, shares, time)
     return NetworkPlan(blocks=planned, **sizes)
 
@@ -284,6 +302,9 @@ def config_and_plan(
     """
     if plan is None:
         return chosen_config(config, options), None
+    if not isinstance(plan, (Plan, str, Path)):
+        got = type(plan).__name__
+        raise PlanError("plan", expected="report.plan, or its file", got=got, remedy=_REMEDY)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     config = chosen_config(plan.config if config is None else config, options)
     plan.check_config(config)
@@ -295,37 +316,74 @@ def is_planned(record: PatchRecord) -> bool:
     return not any(isinstance(block, PatchedCoder) for block in record.blocks)
 
 
-def apply(plan: Plan, record: PatchRecord) -> None:
-    """Let the blocks of a record run by a plan, and its guard trust it.
+def apply(plan: Plan, records: Sequence[PatchRecord]) -> None:
+    """Let the blocks of a model's records run by a plan, and their guards trust it.
 
     Raises:
-        PlanError: The plan is of another network.
+        PlanError: The plan is of another model.
     """
-    planned = [*plan.of(record).blocks.values()]
-    record.plan, record.planned = plan, tuple(each.level for each in planned)
-    for block, level in zip(record.blocks, record.planned, strict=True):
-        block.raise_level(level, "the plan")
-    if record.guard is not None:
-        record.guard.trust({index: each.shares for index, each in enumerate(planned)})
+    covered = [record for record in records if is_planned(record)]
+    paths = [record.path for record in covered]
+    if not covered:
+        raise PlanError("plan", expected="a transformer", got="a VAE alone", remedy=_REMEDY)
+    for record in covered:
+        record.plan, record.planned = plan, plan.of(record, paths)
+        blocks = {_name(block.path, record): block for block in record.blocks}
+        for name, planned in record.planned.blocks.items():
+            blocks[name].raise_level(planned.level, "the plan")
+        if record.guard is not None:
+            measured = {
+                blocks[name].index: planned.shares
+                for name, planned in record.planned.blocks.items()
+                if any(planned.shares)
+            }
+            record.guard.trust(measured, record.planned.way)
+
+
+def unplanned(record: PatchRecord) -> str:
+    """Return which blocks no longer run as their plan says, or ""."""
+    planned = {} if record.planned is None else record.planned.blocks
+    raised = [
+        block.path
+        for block in record.blocks
+        if (one := planned.get(_name(block.path, record))) and block.level != one.level
+    ]
+    return ", ".join(map(merged_path, grouped(raised, without_number)))
 
 
 def plan_note(record: PatchRecord) -> str:
-    """Say in the report which blocks no longer run as their plan says, or ""."""
-    pairs = zip(record.blocks, record.planned, strict=False)
-    raised = [block.path for block, level in pairs if block.level != level]
-    names = ", ".join(map(merged_path, grouped(raised, without_number)))
-    return names and f"the plan does not hold: the guard found more error in {names}"
+    """Say in the report that a plan decides, or that it no longer holds; "" without a plan."""
+    if names := unplanned(record):
+        return f"the plan does not hold: the guard found more error in {names}"
+    if record.planned is None:
+        return ""
+    error = record.planned.error
+    return "blocks run by a plan" + (f", predicted error {error:.3g}" if error else "")
 
 
 def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
-    """Return how the blocks of patched networks run now; None before all are decided."""
+    """Return how the blocks of patched networks run now; None before all are decided.
+
+    Raises:
+        PlanError: The networks of one pipeline were patched one by one.
+    """
     networks = {}
-    planned = [record for record in records if is_planned(record)]
-    for record in planned:
-        if record.plan is not None and not plan_note(record):
-            networks[record.path] = record.plan.of(record)
+    covered = [record for record in records if is_planned(record)]
+    if len({record.path for record in covered}) < len(covered):
+        raise PlanError(
+            "report.plan",
+            expected="networks that were patched together",
+            got=f"{len(covered)} that were patched one by one",
+            remedy="Patch the pipeline, or take the plan of each network's own report",
+        )
+    given = covered[0].plan if covered else None
+    if given and all(record.plan is given and not unplanned(record) for record in covered):
+        return given
+    for record in covered:
+        if record.planned is not None and not unplanned(record):
+            networks[record.path] = record.planned
             continue
-        shares = {} if record.guard is None else record.guard.decided()[0]
+        shares, _, way = ({}, None, ()) if record.guard is None else record.guard.decided()
         blocks, device = {}, next(record.model.parameters()).device
         for index, block in enumerate(record.blocks):
             # A block that ran as its author wrote it has no decision to wait for.
@@ -335,9 +393,9 @@ def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
             blocks[_name(block.path, record)] = PlannedBlock(block.level, share, time)
         lengths = [block.last[0] for block in record.blocks if isinstance(block.last, tuple)]
         networks[record.path] = NetworkPlan(
-            **_size_of(record) | {"blocks": blocks, "tokens": max(lengths, default=0)}
+            **_size_of(record) | {"blocks": blocks, "tokens": max(lengths, default=0), "way": way}
         )
-    return Plan(networks, planned[0].config, _made_with(planned[0])) if planned else None
+    return Plan(networks, covered[0].config, _made_with(covered[0])) if covered else None
 
 
 def _time_of(block: PatchedBlock, device: torch.device) -> float:
@@ -355,16 +413,19 @@ def _name(path: str, record: PatchRecord) -> str:
 
 def _size_of(record: PatchRecord) -> dict[str, Any]:
     """Return what a plan has to share with a network."""
+    # In which it computes: weights may be stored in fewer bits.
     counts = Counter[torch.dtype]()
-    for weight in record.model.parameters():
-        counts[weight.dtype] += weight.numel()
+    for module in record.model.modules():
+        for weight in module.parameters(recurse=False):
+            dtype = module.dtype if isinstance(module, Int8Linear) else weight.dtype
+            counts[dtype] += weight.numel() * (dtype.is_floating_point and dtype.itemsize > 1)
     first = record.blocks[0]
     return {
         "network": original_class(record.model).__name__,
         "dtype": str(counts.most_common(1)[0][0]).removeprefix("torch."),
         "heads": first._asked.heads,
         "head_dim": first.head_dim,
-        "blocks": [_name(block.path, record) for block in record.blocks],
+        "blocks": sorted(_name(block.path, record) for block in record.blocks),
     }
 
 

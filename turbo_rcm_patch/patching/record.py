@@ -19,12 +19,12 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, WrappedError
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS
 from turbo_rcm_patch.patching.network import DecidingForward
 from turbo_rcm_patch.patching.plain import Replacement, is_own, own_function, owner
-from turbo_rcm_patch.patching.plan import Plan
+from turbo_rcm_patch.patching.plan import NetworkPlan, Plan
 from turbo_rcm_patch.patching.ulysses import PARALLEL
 from turbo_rcm_patch.skip import SkipPair
 
@@ -154,7 +154,7 @@ class PatchRecord:
         dropped: Number of Linears that lost their original weights (int8-only).
         keeps_vae: True if the VAE of the pipeline was patched before, by another call.
         plan: The plan by which the blocks run, or None.
-        planned: The level of each block by it.
+        planned: How the blocks run by it, or None.
     """
 
     model: nn.Module
@@ -167,7 +167,7 @@ class PatchRecord:
     dropped: int = 0
     keeps_vae: bool = False
     plan: Plan | None = None
-    planned: tuple[Level, ...] = ()
+    planned: NetworkPlan | None = None
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import PlanError
 from turbo_rcm_patch.ops.dispatch import chosen
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.guard_log import GuardLog, grouped, merged_path, without_number
@@ -91,7 +92,11 @@ class PatchReport:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy describes the present state, and does not hold the model.
-        return _as_it_was, (self.model, self.config, self.guard, self._live(), self.plan)
+        try:
+            plan = self.plan
+        except PlanError:
+            plan = None
+        return _as_it_was, (self.model, self.config, self.guard, self._live(), plan)
 
     def __repr__(self) -> str:
         pairs = self.pairs
@@ -110,7 +115,11 @@ class PatchReport:
     @property
     def plan(self) -> Plan | None:
         """How each block of the networks runs, to be saved and given to `patch_model`: the plan
-        that this model was patched with, or what the guard decided; None before it has."""
+        that this model was patched with, or what the guard decided; None before it has.
+
+        Raises:
+            PlanError: The model is not patched any more, or its networks were patched one by one.
+        """
         return self._plan()
 
     def ran(self) -> dict[str, str]:
