@@ -117,7 +117,7 @@ class LinearForm(NamedTuple):
 
 
 @gluon.jit
-def epilogue(acc, memory, place, sizes, FORM: gl.constexpr, SCALED: gl.constexpr):
+def _epilogue(acc, memory, place, sizes, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Scale a product [BLOCK_M, BLOCK_N], add the bias, activate, store.
 
     The product is int32, or fp32 that includes the weight's scales (SCALED). memory:
@@ -158,14 +158,14 @@ def epilogue(acc, memory, place, sizes, FORM: gl.constexpr, SCALED: gl.constexpr
 
 
 #: Channels of one step over K: the width of a hardware copy's swizzle.
-BLOCK_K = gl.constexpr(128)
+_BLOCK_K = gl.constexpr(128)
 #: Blocks of rows that share the weight in L2.
 _GROUP_M = gl.constexpr(8)
 #: Registers per thread of the loading warp and of two or three groups, which fill a
 #: multiprocessor; see `attention/hopper.py`.
-PRODUCER_REGISTERS = gl.constexpr(24)
-REGISTERS_2 = gl.constexpr(240)
-REGISTERS_3 = gl.constexpr(160)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_REGISTERS_2 = gl.constexpr(240)
+_REGISTERS_3 = gl.constexpr(160)
 
 
 class KernelSchedule(NamedTuple):
@@ -218,7 +218,7 @@ def schedule_for(channels: int, features: int, *, gelu: bool) -> KernelSchedule:
 
 
 @gluon.jit
-def tile_offsets(tile, sizes, FORM: gl.constexpr):
+def _tile_offsets(tile, sizes, FORM: gl.constexpr):
     """Return batch entry, first row and first column of a tile."""
     n_tokens, _, c_out, _ = sizes
     TILE_M: gl.constexpr = FORM.PARTS * FORM.BLOCK_M
@@ -241,7 +241,7 @@ class Pipeline(NamedTuple):
 
 
 @gluon.jit
-def allocate_pipeline(x_desc, w_desc, FORM: gl.constexpr):
+def _allocate_pipeline(x_desc, w_desc, FORM: gl.constexpr):
     """Allocate STAGES slots for PARTS blocks of x and one of the weight, with their barriers.
 
     A slot has one barrier for "ready" and one for "empty", at which PARTS groups arrive.
@@ -249,14 +249,16 @@ def allocate_pipeline(x_desc, w_desc, FORM: gl.constexpr):
     STAGES: gl.constexpr = FORM.STAGES
     PARTS: gl.constexpr = FORM.PARTS
     x_smem = gl.allocate_shared_memory(
-        gl.int8, [STAGES * PARTS, FORM.BLOCK_M, BLOCK_K], x_desc.layout
+        gl.int8, [STAGES * PARTS, FORM.BLOCK_M, _BLOCK_K], x_desc.layout
     )
     if FORM.PERMUTED:
         w_smem = gl.allocate_shared_memory(
-            gl.int8, [STAGES, FORM.BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+            gl.int8, [STAGES, FORM.BLOCK_N // 32, 4, 4, 2, _BLOCK_K], w_desc.layout
         )
     else:
-        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.BLOCK_N, BLOCK_K], w_desc.layout)
+        w_smem = gl.allocate_shared_memory(
+            gl.int8, [STAGES, FORM.BLOCK_N, _BLOCK_K], w_desc.layout
+        )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -266,27 +268,27 @@ def allocate_pipeline(x_desc, w_desc, FORM: gl.constexpr):
 
 
 @gluon.jit
-def fence_barriers():
+def _fence_barriers():
     """Make new barriers visible to all warps and to the hardware copies."""
     fence_async_shared()
     cta_barrier()
 
 
 @gluon.jit
-def producer(x_desc, w_desc, shared, sizes, FORM: gl.constexpr):
+def _producer(x_desc, w_desc, shared, sizes, FORM: gl.constexpr):
     """Fill the slots in turn, each with PARTS blocks of x and one of the weight."""
     n_tokens, channels, _, tiles = sizes
     PARTS: gl.constexpr = FORM.PARTS
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
+        b, start_m, start_c = _tile_offsets(tile, sizes, FORM)
         row = b * n_tokens + start_m
-        for start_k in range(0, channels, BLOCK_K):
+        for start_k in range(0, channels, _BLOCK_K):
             slot = step % FORM.STAGES
             full = shared.ready.index(slot)
             # The phase before the first counts as complete, so the first round does not wait.
             mbarrier.wait(shared.empty.index(slot), ((step // FORM.STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (PARTS * FORM.BLOCK_M + FORM.BLOCK_N) * BLOCK_K)
+            mbarrier.expect(full, (PARTS * FORM.BLOCK_M + FORM.BLOCK_N) * _BLOCK_K)
             for part in gl.static_range(PARTS):
                 x_tile = shared.x.index(slot * PARTS + part)
                 tma_load(x_desc, [row + part * FORM.BLOCK_M, start_k], full, x_tile)
@@ -311,7 +313,7 @@ def _consumer(shared, order, memory, sizes, GROUP: gl.constexpr, FORM: gl.conste
     PART: gl.constexpr = 0 if PING_PONG else GROUP
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     EVERY: gl.constexpr = GROUPS if PING_PONG else 1
-    steps = gl.cdiv(channels, BLOCK_K)
+    steps = gl.cdiv(channels, _BLOCK_K)
     step = 0
     taken = 0
     first = gl.program_id(0)
@@ -319,7 +321,7 @@ def _consumer(shared, order, memory, sizes, GROUP: gl.constexpr, FORM: gl.conste
         step = steps * GROUP
         first = first + GROUP * gl.num_programs(0)
     for tile in range(first, tiles, gl.num_programs(0) * EVERY):
-        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
+        b, start_m, start_c = _tile_offsets(tile, sizes, FORM)
         start_m += PART * BLOCK_M
         if PING_PONG:
             # A barrier tells only whether the number of fills is odd or even, so no group may wait
@@ -330,7 +332,7 @@ def _consumer(shared, order, memory, sizes, GROUP: gl.constexpr, FORM: gl.conste
             slot = (step + k) % STAGES
             mbarrier.wait(shared.ready.index(slot), ((step + k) // STAGES) % 2)
             x_tile = shared.x.index(slot * FORM.PARTS + PART)
-            w_tile = shared.w.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            w_tile = shared.w.index(slot).reshape([BLOCK_N, _BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
             # One step stays in flight. The step before it no longer reads its slot.
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -342,7 +344,7 @@ def _consumer(shared, order, memory, sizes, GROUP: gl.constexpr, FORM: gl.conste
         mbarrier.arrive(shared.empty.index((step + steps - 1) % STAGES), count=1)
         step += steps * EVERY
         taken += 1  # noqa: SIM113
-        epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=False)
+        _epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=False)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -356,21 +358,21 @@ def hopper_linear_kernel(
     BLOCK_N rows of the weight int8 [Cout, K].
     """
     GROUPS: gl.constexpr = FORM.GROUPS
-    shared = allocate_pipeline(x_desc, w_desc, FORM)
+    shared = _allocate_pipeline(x_desc, w_desc, FORM)
     order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(order.index(group), count=1)
-    fence_barriers()
+    _fence_barriers()
     sizes = (n_tokens, channels, c_out, tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (shared, order, memory, sizes, 0, FORM)),
                 (_consumer, (shared, order, memory, sizes, 1, FORM)),
-                (producer, (x_desc, w_desc, shared, sizes, FORM)),
+                (_producer, (x_desc, w_desc, shared, sizes, FORM)),
             ],
             [4, 1],
-            [REGISTERS_2, PRODUCER_REGISTERS],
+            [_REGISTERS_2, _PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -378,10 +380,10 @@ def hopper_linear_kernel(
                 (_consumer, (shared, order, memory, sizes, 0, FORM)),
                 (_consumer, (shared, order, memory, sizes, 1, FORM)),
                 (_consumer, (shared, order, memory, sizes, 2, FORM)),
-                (producer, (x_desc, w_desc, shared, sizes, FORM)),
+                (_producer, (x_desc, w_desc, shared, sizes, FORM)),
             ],
             [4, 4, 1],
-            [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+            [_REGISTERS_3, _REGISTERS_3, _PRODUCER_REGISTERS],
         )
 
 
@@ -390,9 +392,9 @@ def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(block, gl.int8)
 
 
-def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def _describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe x int8 [R, K] in blocks of `rows` rows."""
-    block = [rows, BLOCK_K.value]
+    block = [rows, _BLOCK_K.value]
     return TensorDescriptor.from_tensor(x, block, _layout(tuple(block)))
 
 
@@ -404,7 +406,7 @@ def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
     divisible by 32.
     """
     features, channels = weight.shape
-    block = [rows // 32, 4, 4, 2, BLOCK_K.value]
+    block = [rows // 32, 4, 4, 2, _BLOCK_K.value]
     strides = [32 * channels, 2 * channels, 8 * channels, channels, 1]
     shape = [features // 32, 4, 4, 2, channels]
     return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block)))
@@ -423,10 +425,10 @@ def _block_scaled_consumer(shared, memory, sizes, GROUP: gl.constexpr, FORM: gl.
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_N: gl.constexpr = FORM.BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    steps = gl.cdiv(channels, BLOCK_K)
+    steps = gl.cdiv(channels, _BLOCK_K)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = tile_offsets(tile, sizes, FORM)
+        b, start_m, start_c = _tile_offsets(tile, sizes, FORM)
         start_m += GROUP * BLOCK_M
         scale_ptr = memory.w_scale_ptr + start_c // BLOCK_N * steps
         scale = gl.load(scale_ptr)
@@ -436,7 +438,7 @@ def _block_scaled_consumer(shared, memory, sizes, GROUP: gl.constexpr, FORM: gl.
             following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # one step ahead
             mbarrier.wait(shared.ready.index(slot), ((step + k) // STAGES) % 2)
             x_tile = shared.x.index(slot * FORM.PARTS + GROUP)
-            w_tile = shared.w.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            w_tile = shared.w.index(slot).reshape([BLOCK_N, _BLOCK_K]).permute((1, 0))
             part = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
             part = warpgroup_mma(x_tile, w_tile, part, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=(part,))
@@ -444,7 +446,7 @@ def _block_scaled_consumer(shared, memory, sizes, GROUP: gl.constexpr, FORM: gl.
             acc += part.to(gl.float32) * scale
             scale = following
         step += steps
-        epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=True)
+        _epilogue(acc, memory, (b, start_m, start_c), sizes, FORM, SCALED=True)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -455,18 +457,18 @@ def hopper_linear_blocks_kernel(
 
     Grid and arguments as in `hopper_linear_kernel`.
     """
-    shared = allocate_pipeline(x_desc, w_desc, FORM)
-    fence_barriers()
+    shared = _allocate_pipeline(x_desc, w_desc, FORM)
+    _fence_barriers()
     sizes = (n_tokens, channels, c_out, tiles)
     gl.warp_specialize(
         [
             (_block_scaled_consumer, (shared, memory, sizes, 0, FORM)),
             (_block_scaled_consumer, (shared, memory, sizes, 1, FORM)),
             (_block_scaled_consumer, (shared, memory, sizes, 2, FORM)),
-            (producer, (x_desc, w_desc, shared, sizes, FORM)),
+            (_producer, (x_desc, w_desc, shared, sizes, FORM)),
         ],
         [4, 4, 1],
-        [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+        [_REGISTERS_3, _REGISTERS_3, _PRODUCER_REGISTERS],
     )
 
 
@@ -494,13 +496,13 @@ def launch_kernel(
     permuted = features % 32 == 0
     tile_m, tile_n = schedule.tile
     tiles = batch * cdiv(n_tokens, tile_m) * cdiv(features, tile_n)
-    describe = describe_weight if permuted else describe_rows
+    describe = describe_weight if permuted else _describe_rows
     launch(
         hopper_linear_blocks_kernel if blocks else hopper_linear_kernel,
         (min(tiles, programs(y.device)),),
         y.device,
         memory=LinearMemory(y, x.scale, weight_scale, bias),
-        x_desc=describe_rows(x.data.view(-1, channels), schedule.block_m),
+        x_desc=_describe_rows(x.data.view(-1, channels), schedule.block_m),
         w_desc=describe(weight, schedule.block_n),
         n_tokens=n_tokens,
         channels=channels,
