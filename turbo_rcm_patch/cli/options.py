@@ -251,7 +251,7 @@ class Plan(Run):
 class Pairs(Model):
     """List the skip pairs of a model and how each would run.
 
-    No weights are loaded, and the VAE is left out: `generate` prints its pairs too.
+    The VAE's are among them. No weights are loaded.
 
     examples:
       turbo-rcm-patch pairs --model tiny
