@@ -7,7 +7,7 @@ of `triton.attention_kernel`, bit for bit. With 16 bits its sums are rounded in 
 a row keeps a maximum that is exceeded by little. Each group takes 64 rows, and all three share
 every block of k and v. So the L2 is read a third as often, and no group waits for a load. The sum
 and the product of a group's probabilities are in flight together. On an H200 this kernel reaches
-973 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
+972 TOPS and the portable one 828 (12 heads of 128, 32,760 tokens).
 
 Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
 before it, because both are needed at the same time):
