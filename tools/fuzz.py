@@ -4,7 +4,8 @@
     python -m tools.fuzz --seed 3 --only 1234          # one case again
     python -m tools.fuzz --kind models --seconds 300
 
-A case follows from the seed and its number alone. Exit code 1 if any case failed.
+A case follows from the seed, the kind and its number alone. The seed is printed first; it is drawn
+if none is given. Exit code 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -166,20 +167,21 @@ def models(draw: Draw) -> None:
     from tests.patching.test_changes import CHANGES, STILL, Change, check
 
     wan = draw.number("family", "t2v", "cogvideox-5b") == "t2v"
-    refused = ("own-forward", "own-processor", draw.choose.choice(["fused-qkv", "wrapped-linear"]))
+    # Fused projections are copies, which pass by what is on or around the module of v.
+    of_v = ("hook-linear", "pre-hook-linear", "other-class-of-attn1.to_v", "wrapped-linear")
     # Most changes are of the first block, so it may not be the only one.
-    left_out = ("lora", "compiled", "offload", "layer", "one-block-less")
+    left_out = ("own-", "lora", "compiled", "offload", "layer", "one-block-less",
+                *draw.choose.choice([("fused-qkv",), of_v]))  # fmt: skip
     free = [
         change for change in CHANGES
-        if change.name not in refused and not change.name.startswith(left_out)
-        and (wan or not change.wan)
+        if not change.name.startswith(left_out) and (wan or not change.wan)
     ]  # fmt: skip
     one = named("t2v" if wan else "cogvideox-5b")
     for left in range(_DRAWS, 0, -1):
         changes = draw.choose.sample(free, draw.choose.randint(1, _CHANGES_AT_MOST))
-        # A wrapped module hides its members from later changes, and fusing copies the weights of
-        # its moment, so these come last.
-        changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv")))
+        # A wrapped module hides its members from later changes, fusing copies the weights of its
+        # moment, and accelerate keeps the forward of the class of its moment: these come last.
+        changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv", "moved")))
         moving = [change.name for change in changes if change.name not in STILL]
         both = Change([*moving, "nothing"][0], partial(_apply, changes))
         try:
@@ -222,11 +224,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="time to spend")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--only", type=int, metavar="CASE", help="run this case alone")
     parser.add_argument("--kind", choices=sorted(_KINDS), default="all")
     parser.add_argument("--device", default="cpu", help="device of the operations")
     options = parser.parse_args(argv)
+    print(again := f"--seed {options.seed} --kind {options.kind}", flush=True)
     end, failed, done = time.monotonic() + options.seconds, 0, 0
     with torch.no_grad():
         for case in itertools.count() if options.only is None else [options.only]:
@@ -234,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             if failure := run_case(options.seed, case, options.kind, options.device):
                 failed += 1
-                again = f"--seed {options.seed} --kind {options.kind} --only {case}"
-                print(f"{failure}\n  again: {again}")
+                print(f"{failure}\n  again: {again} --only {case}")
             done += 1
     print(f"{done} cases, {failed} failed")
     return int(failed > 0 or not done)
