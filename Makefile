@@ -12,7 +12,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 # The modules whose names a user may rely on.
-API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops patching skip checkpoints video)
+API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary config errors models ops ops.sageattn patching skip checkpoints tiny video)
 
 BIN := $(VENV)/bin
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -15,6 +15,7 @@ from turbo_rcm_patch.patching.patch import (
     unpatch_model,
 )
 from turbo_rcm_patch.patching.report import PairTable, PatchReport
+from turbo_rcm_patch.patching.vae import share
 
 __all__ = [
     "GuardLog",
@@ -28,6 +29,7 @@ __all__ = [
     "patched",
     "refresh",
     "report_of",
+    "share",
     "sla_as_defined",
     "unpatch_model",
 ]
