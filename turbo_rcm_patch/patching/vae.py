@@ -522,6 +522,7 @@ def share(vae: nn.Module, group: Any) -> bool:
     Raises:
         NotPatchedError: The VAE is not patched.
     """
+    # `record.ATTRIBUTE`: importing it here would be a circle.
     record: Any = vars(vae).get("_turbo_rcm_patch")
     if record is None:
         raise NotPatchedError(
