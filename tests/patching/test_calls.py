@@ -47,7 +47,7 @@ def tensors(made: Any) -> list[torch.Tensor]:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the calls return whose kernels are compiled ahead."""
     results: list[Any] = []
-    monkeypatch.setattr(blocks, "compile_ahead", lambda impl, device, call: results.append(call()))
+    monkeypatch.setattr(blocks, "compile_kernels", lambda _impl, _on, call: results.append(call()))
     return results
 
 

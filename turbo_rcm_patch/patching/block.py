@@ -18,7 +18,7 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.dispatch import compile_ahead
+from turbo_rcm_patch.ops.dispatch import compile_ahead as compile_kernels
 from turbo_rcm_patch.ops.replay import capturing
 from turbo_rcm_patch.patching.int8_linears import Int8Copies, Int8Forward, holds_plainly
 from turbo_rcm_patch.patching.plain import (
@@ -212,7 +212,7 @@ class PatchedBlock(Replacement):
             return
         self._ahead = True
         if not self.int8 and self.group() is None and not self.stateful_code():
-            compile_ahead(self.config.impl, x.device, fast)
+            compile_kernels(self.config.impl, x.device, fast)
 
     def compare(self, *inputs: Any) -> Any:
         """Run the fast path, and compare it with the original forward."""
