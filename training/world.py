@@ -3,7 +3,8 @@
 A clip is drawn by a policy (walk, turn, strafe, fight, stand) from a random place of a map. Its
 prompt says what was done, and what frames, depth and the camera's angle say of place and motion.
 A shard is one process' work: its name alone decides its bytes, and a shard that exists is not
-recorded again. Every fifth map of a game is left out, for evaluation.
+recorded again. Every fifth map of a game is left out; the prompts of `world_prompts.txt` are of
+those.
 
 Needs the package `vizdoom`, which brings both Freedoom files (see ARTWORK.md beside the weights).
 """
@@ -145,6 +146,7 @@ def record_shard(folder: Path, bucket: Bucket, index: int) -> Path:
     path = shard_path(folder.resolve(), bucket, index)
     if path.exists():
         return path
+    # 0 was a seed, and False "held out": another text would change every shard.
     rng = random.Random(f"0 {bucket.name} {index} False")
     game = rng.choice(list(_CAMPAIGNS))
     maps = rng.sample(maps_of(game), min(4, bucket.clips))
