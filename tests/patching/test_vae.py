@@ -922,6 +922,8 @@ def test_two_pipelines_share_a_vae() -> None:
     assert error(decode(vae, z), expected) < FUSION and is_patched(vae)
     with pytest.raises(AlreadyPatchedError, match="vae=False"):
         patch_model(second, conv="bf16")
+    with pytest.raises(AlreadyPatchedError, match="patch_model: vae"):
+        patch_model(SimpleNamespace(vae=vae))
     unpatch_model(first)
     assert not is_patched(vae) and torch.equal(decode(vae, z), expected)
 

@@ -119,6 +119,7 @@ class PatchedBlock(Replacement):
         guard: The `Guard` that compares the block with the original; None without one.
         index: The number of the block among the patched ones, in the order in which they run.
         proj_out: The network's last Linear, or None.
+        asked: The attention of level AS_ASKED.
         int8: The int8 forwards of its Linears.
         copies: The int8 copies of the model's weights; None without any.
         model_forwards: Counts the forwards of the model.
@@ -138,15 +139,15 @@ class PatchedBlock(Replacement):
     ) -> None:
         self.block, self.path, self.config, self.head_dim = block, path, config, head_dim
         self._cls = original_class(block)
-        self._asked = ops.AttentionSpec(
+        self.asked = ops.AttentionSpec(
             heads=heads,
             attention=config.attention,
             pv=config.pv,
             smooth_k=config.smooth_k,
             impl=config.impl,
         )
-        self._wide = replace(self._asked, pv="bf16")
-        self._exact = replace(self._asked, attention="exact")
+        self._wide = replace(self.asked, pv="bf16")
+        self._exact = replace(self.asked, attention="exact")
         self.level, self.reason, self._ahead = Level.AS_ASKED, "", False
         self.left = ""
         self.backends: Collection[str] = ()
@@ -163,12 +164,12 @@ class PatchedBlock(Replacement):
     def spec(self) -> ops.AttentionSpec:
         """The options of the block's attentions at its present level."""
         # No comparison: the compiler of torch 2.11 cannot order the members of an IntEnum.
-        return (self._asked, self._wide, self._exact, self._exact)[self.level.attention]
+        return (self.asked, self._wide, self._exact, self._exact)[self.level.attention]
 
     def spec_over(self, n_kv: int) -> ops.AttentionSpec:
         """Return the options of a cross-attention: exact over the few keys of a prompt, where
         quantising costs more than it saves."""
-        quantised = self._asked.attention in ("auto", "int8")
+        quantised = self.asked.attention in ("auto", "int8")
         return self._exact if quantised and n_kv < ops.INT8_MIN_KEYS else self.spec
 
     def runs(self, *inputs: Any) -> Callable[..., Any]:

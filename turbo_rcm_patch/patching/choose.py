@@ -95,7 +95,7 @@ def milliseconds(
     queries, keys = block.last if isinstance(block.last, tuple) else (0, 0)
     kind = _FP8 if pv == "fp8" and not level.attention else _WIDE
     kind = kind if ops.quantises(attention) and level.attention < Level.EXACT else _EXACT
-    products = 4 * queries * keys * block._asked.heads * block.head_dim / rates[kind]
+    products = 4 * queries * keys * block.asked.heads * block.head_dim / rates[kind]
     linears = [forward.linear for forward in block.int8]
     weights = sum(int(linear.in_features * linear.out_features) for linear in linears)
     kind = _INT8_LINEARS if level.int8_linears else _LINEARS

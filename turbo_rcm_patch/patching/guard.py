@@ -72,8 +72,9 @@ _log = logging.getLogger(__name__)
 
 #: Forwards from one comparison of a single block to the next, alternating: one in four on average.
 #: Both numbers are odd, so that both forwards of a step with classifier-free guidance are reached.
-#: A comparison took some 22 ms of a forward's 360 (Wan2.1-1.3B, 32,760 tokens) when the author's
-#: block ran over all rows, 19 of them: 1.5 % in this way, and 6 % on every forward.
+#: A comparison takes some 13 ms of a forward's 371 (Wan2.1-1.3B, 32,760 tokens; a first forward,
+#: which compares all 30 blocks, takes 0.38 s more: results/2026-11-29/first_forward.txt): 0.9 % in
+#: this way, and 3.4 % on every forward.
 _FORWARDS_BETWEEN_CHECKS: Final = (3, 5)
 #: Least distance, in blocks, between two blocks that are compared one after the other in this way.
 _STRIDE: Final = 7
@@ -317,7 +318,7 @@ class Guard:
             self.decide()
         here.measured = {}
         x = block.streams(inputs)[0]
-        spec = ops.resolved(block._asked, x.device, *lengths)
+        spec = ops.resolved(block.asked, x.device, *lengths)
         here.way = x.dtype, x.device.type, spec.attention, spec.pv
         here.rates = rates_of(x.device)[0]
         trusted, way = self._trusted

@@ -125,7 +125,7 @@ def _patch(
             known = [part for part in known if part.path != VAE]
         patched_before = [part for part in known if _stays_patched(model, part, config)]
         known = [part for part in known if part not in patched_before]
-        for part in known:
+        for part in known or patched_before:
             _refuse_patched(part, known, "patch_model")
             _check_device(config, execution_device(part.module))
             refuse_lost_proj_l(part.module, part.path)
@@ -313,7 +313,7 @@ def _records_for(
             "model",
             expected="at least one pair that can run fused",
             got=f"{len(pairs)} pairs, none fusible",
-            remedy="; ".join(reasons) + ". Patch the model before such a change, or undo it",
+            remedy="; ".join([*reasons, "Patch the model before such a change, or undo it"]),
         )
     return records
 

@@ -403,7 +403,7 @@ def _time_of(block: PatchedBlock, device: torch.device) -> float:
     rates, measured = rates_of(device)
     if not measured or not isinstance(block.last, tuple):
         return 0.0
-    spec = ops.resolved(block._asked, device, *block.last)
+    spec = ops.resolved(block.asked, device, *block.last)
     return milliseconds(block, block.level, spec.attention, spec.pv, rates)
 
 
@@ -423,7 +423,7 @@ def _size_of(record: PatchRecord) -> dict[str, Any]:
     return {
         "network": original_class(record.model).__name__,
         "dtype": str(counts.most_common(1)[0][0]).removeprefix("torch."),
-        "heads": first._asked.heads,
+        "heads": first.asked.heads,
         "head_dim": first.head_dim,
         "blocks": sorted(_name(block.path, record) for block in record.blocks),
     }

@@ -154,8 +154,9 @@ class PatchReport:
         pairs = live.pairs
         attention: str = config.attention
         if attention in ("auto", "int8", "int4"):
-            chosen_by = "int8 or exact by length" if attention == "auto" else attention
-            attention = f"{chosen_by}, p and v in {live.pv}"
+            if attention == "auto":  # `ops.resolved`
+                attention = "int8" if live.device == "cpu" else "int8 or exact by length"
+            attention = f"{attention}, p and v in {live.pv}"
         head = [
             f"{self.model}: {pairs.fused} of {len(pairs)} skip pairs run fused",
             f"attention {attention}; implementation {live.impl} on {live.device}",
