@@ -148,7 +148,7 @@ def sequence(
         for given in inputs:
             gathered.clear()
             expected = run(alone, given)
-            with mock.patch.object(block, "compile_ahead") as ahead:
+            with mock.patch.object(block, "compile_kernels") as ahead:
                 made = run(shared, given)
             ahead.assert_not_called()  # Ranks would wait for each other in it.
             assert gathered.count("_lengths") == (gather is gather_uneven)
@@ -443,7 +443,7 @@ def rows(device: torch.device, vae: VAE, size: Any, tiles: bool = False) -> None
     expected = decode(alone, latent)
     report = patch_model(model)
     assert share(model, dist.group.WORLD)
-    with mock.patch.object(block, "compile_ahead") as ahead:
+    with mock.patch.object(block, "compile_kernels") as ahead:
         made = decode(model, latent)
     ahead.assert_not_called()
     assert torch.equal(made, expected), float((made - expected).abs().max())
