@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -65,6 +67,11 @@ def test_the_signature_shows_the_fields() -> None:
     ]
     config = PatchConfig(pv="bf16")
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+
+
+def test_numbers_of_numpy_can_be_written_as_json() -> None:
+    config = PatchConfig(fidelity=np.float32(0.5), sla_topk=np.float32(0.25))
+    assert json.dumps(dataclasses.asdict(config)).endswith('"fidelity": 0.5, "sla_topk": 0.25}')
 
 
 def test_is_frozen_and_hashable() -> None:

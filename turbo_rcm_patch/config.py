@@ -142,6 +142,10 @@ class PatchConfig:
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )
+        for name in ("fidelity", "sla_topk"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float | None):  # NumPy's cannot be written as JSON.
+                object.__setattr__(self, name, float(value))
 
 
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
