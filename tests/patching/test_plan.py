@@ -172,6 +172,7 @@ def _block(held: dict[str, Any]) -> Any:
         damaged(lambda held: _block(held).update(level="exactly")),
         damaged(lambda held: _block(held).update(milliseconds=None)),
         damaged(lambda held: _block(held).update(milliseconds=10**400)),
+        damaged(lambda held: held["networks"][""].update(dtype="int8")),
         damaged(lambda held: _block(held).update(shares=[1.0])),
         damaged(lambda held: _block(held).update(shares=[1.0, -1.0])),
         damaged(lambda held: _block(held).update(shares=[1.0, float("nan")])),
@@ -278,6 +279,16 @@ def test_a_plan_is_trusted_where_it_was_measured_and_nowhere_else(monkeypatch) -
     report = patch_model(model := WAN.model(BF16), plan=report.plan)
     run(model, WAN.inputs(dtype=BF16))
     assert [(each.path, each.when) for each in report.guard] == [("blocks.1", "first")]
+    assert report.plan is not None and all(
+        any(block.shares) for block in report.plan.networks[""].blocks.values()
+    )
+
+
+def test_a_plan_without_a_target_measures_nothing_either() -> None:
+    plan, _ = planned(fidelity=None)
+    report = patch_model(model := WAN.model(BF16), plan=plan)
+    run(model, WAN.inputs(dtype=BF16))
+    assert not report.guard and report.plan == plan
 
 
 def test_a_network_of_int8_weights_alone_has_a_plan(tmp_path: Path) -> None:

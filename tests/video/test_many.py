@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import processes
 from tests.ranks import on_ranks
-from tests.video.micro import QUICK
+from tests.video.micro import QUICK, micro_pipe, save
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.patching.plan import Plan
@@ -118,8 +118,8 @@ def test_the_first_process_tells_the_others() -> None:
     on_ranks(2, exchanging)
 
 
-#: `generate` in one of two processes: the prompt of the first fails, and the second one's waits
-#: until all others are made. Each tells by which levels it runs from the first call on.
+#: `generate` in one of two processes: seed 0 fails, and the seed in WAITS waits until a video of
+#: another prompt is made. Each tells by which levels it runs from the first call on.
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -133,11 +133,12 @@ def note(what):
 def faulty(*given, seed, **options):
     if seed == 0:
         raise ValueError("no such colour")
-    until = time.monotonic() + 60
-    while seed == 1 and not list(made.parent.glob("out/a-green*.mp4")):
+    waits, prompt = os.environ["WAITS"].split()
+    until = time.monotonic() + 30
+    while seed == int(waits) and not list(made.parent.glob(f"out/{prompt}*.mp4")):
         assert time.monotonic() < until
         time.sleep(0.02)
-    time.sleep(seed == 1)
+    time.sleep(seed == int(waits))
     note(seed)
     return generate(*given, seed=seed, **options)
 def by_plan(given, records):
@@ -156,7 +157,8 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     by what the first one's first video has decided.
     """
     path = tmp_path / "made.txt"
-    with processes.pair(SCRIPT, *command, env={"MADE": str(path)}, cwd=ROOT) as scripts:
+    given = {"MADE": str(path), "WAITS": "1 a-green"}
+    with processes.pair(SCRIPT, *command, env=given, cwd=ROOT) as scripts:
         first, second = (script.wait() for script in scripts)
     assert first.code == 2 and "1 of 2 prompts failed" in first.err, first
     assert second.code == 0, second
@@ -170,10 +172,21 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     assert [video.name.split("-")[1] for video in videos] == ["blue", "green"]
 
 
+def test_no_process_waits_longer_than_for_the_first_video(tmp_path: Path) -> None:
+    """Which leaves the plan open where an expert did not run."""
+    model = save(micro_pipe(experts=True), tmp_path / "model")
+    command = ["generate", "--model", str(model), *QUICK, "--steps", "1", "--seed", "5"]
+    command += ["--prompts", str(listing(tmp_path)), "--out", str(tmp_path / "out")]
+    given = {"MADE": str(tmp_path / "made"), "WAITS": "7 a-blue"}
+    with processes.pair(SCRIPT, *command, env=given, cwd=ROOT) as pair:
+        assert [script.wait().code for script in pair] == [0, 0]
+
+
 def test_a_process_without_a_prompt_ends_with_the_others(micro_folder, tmp_path: Path) -> None:
     command = ["generate", "--model", str(micro_folder), *QUICK, "--prompt", "a red circle"]
     command += ["--seed", "5", "--out", str(tmp_path / "out")]
-    with processes.pair(SCRIPT, *command, env={"MADE": str(tmp_path / "made")}, cwd=ROOT) as pair:
+    given = {"MADE": str(tmp_path / "made"), "WAITS": "-1 none"}
+    with processes.pair(SCRIPT, *command, env=given, cwd=ROOT) as pair:
         first, second = (script.wait() for script in pair)
     assert (first.code, second.code) == (0, 0), (first, second)
     assert "no prompt is left" in second.out

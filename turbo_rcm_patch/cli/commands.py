@@ -14,8 +14,8 @@ from turbo_rcm_patch.cli.generate import generate as generate
 from turbo_rcm_patch.cli.generate import how_made
 from turbo_rcm_patch.cli.inputs import check_inputs, load, read_prompts
 from turbo_rcm_patch.cli.progress import bars
-from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.files import check_writable
+from turbo_rcm_patch.errors import ConfigError, PlanError, SamplingError
+from turbo_rcm_patch.files import check_writable, read_json
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.plan import Plan
 from turbo_rcm_patch.video import comparison, generation, judging, store
@@ -24,6 +24,8 @@ from turbo_rcm_patch.video.many import Processes
 from turbo_rcm_patch.video.pipelines import networks_of
 from turbo_rcm_patch.video.result import Judged
 from turbo_rcm_patch.video.source import Source, digest_of
+
+_NO_PLAN = "Name another --out, or remove the file"
 
 
 def compare(command: options.Compare) -> int:
@@ -92,12 +94,15 @@ def plan(command: options.Plan) -> int:
     _refuse_several("plan", "Its file serves all processes of `generate --plan`")
     check_writable(out)
     check_inputs(command)
-    before = Plan.load(out) if out.exists() else None  # No other file is replaced.
+    if out.exists() and "plan" not in read_json(out, PlanError, _NO_PLAN):
+        raise PlanError(
+            str(out), expected="a plan to replace", got="another file", remedy=_NO_PLAN
+        )
     pipe = load(command, command.device)
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     how = how_made(command, settings) | {"seed": command.seed, "image": digest_of(image)}
-    made = before if command.resume else None
+    made = Plan.load(out) if command.resume and out.exists() else None
     done = 0 if made is None else made.check_prompts(prompts, how)
     measured = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -114,19 +114,16 @@ class _FirstPlan:
     def __init__(
         self, command: options.Generate, processes: Processes, settings: dict[str, object]
     ) -> None:
-        out, self._processes, self.path, self.plan = (
-            command.out.expanduser(),
-            processes,
-            None,
-            None,
-        )
+        out, self._processes = command.out.expanduser(), processes
+        self.path = self.plan = None
         if command.plan is not None:
             self.plan = Plan.load(command.plan)
         elif command.patch and command.config.guard and _is_folder(out):
             path = self.path = out / f"plan-{digest_of_settings(settings)}.json"
             self.plan = processes.broadcast(lambda: _kept_plan(path))
+        self._alone = command.together or processes.world == 1
         #: True while the others wait for what the first process decides.
-        self._open = self.path is not None and self.plan is None and not command.together
+        self._open = self.path is not None and self.plan is None and not self._alone
 
     def wait(self) -> None:
         """Wait on all processes but the first for what that one decides."""
@@ -134,14 +131,17 @@ class _FirstPlan:
             self.plan = self._processes.broadcast(lambda: None)
 
     def tell(self, report: PatchReport | None, *, ends: bool = False) -> None:
-        """Tell the waiting processes the plan of a report once there is one, or with `ends` that
-        there will be none."""
-        if not self._open or self._processes.rank:
+        """Keep the plan of a report once there is one, and tell the waiting processes, or with
+        `ends` that there is none. What a guard raises later it raises in its own process."""
+        if self._processes.rank or not (self._open or (self._alone and ends)):
             return
         plan = None if report is None else report.plan
-        if plan is not None or ends:
+        if plan is not None and self.path is not None:
+            plan.save(self.path)
+        if self._open and (plan is not None or ends):
             self._open = False
-            self._processes.broadcast(lambda: plan)
+            with suppress(SamplingError):  # Another process has ended. Its own output says why.
+                self._processes.broadcast(lambda: plan)
 
 
 def _make_share(
@@ -216,8 +216,7 @@ def _make_share(
                                 generated.peak_bytes or 0,
                             )
                         )
-                        if first and decided.path and report is not None and report.plan:
-                            report.plan.save(decided.path)
+                        decided.tell(report, ends=True)
                         if writes:
                             _write(generated, video, records[video])
                 except (BrokenPipeError, OutputError):  # The next video would fail too.

@@ -262,6 +262,12 @@ class Guard:
         forward compares these."""
         self._trusted = shares, way
 
+    def holds(self) -> bool:
+        """Return True if no more was measured than what a plan told."""
+        told, way = self._trusted
+        seen = list(self._seen.items())
+        return all((each.shares, tuple(map(str, key))) == (told, way) for key, each in seen)
+
     def decided(self) -> tuple[dict[int, Shares], float | None, tuple[str, ...]]:
         """Return what is known of the blocks that were compared on their first forward, by index,
         and the predicted error of the network by that, None where nothing was measured; of the way

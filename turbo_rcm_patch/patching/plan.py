@@ -277,7 +277,8 @@ def _network(*, blocks: dict[str, Any], **sizes: Any) -> NetworkPlan:
     kinds = {"network": str, "dtype": str, "heads": int, "head_dim": int, "tokens": int}
     if any(type(sizes[name]) is not kind for name, kind in kinds.items()):
         raise ValueError(f"sizes {sizes}")
-    if not isinstance(getattr(torch, sizes["dtype"], None), torch.dtype):
+    dtype = getattr(torch, sizes["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype {sizes['dtype']}")
     planned = {}
     for name, block in blocks.items():
@@ -335,7 +336,7 @@ def apply(plan: Plan, records: Sequence[PatchRecord]) -> None:
             measured = {
                 blocks[name].index: planned.shares
                 for name, planned in record.planned.blocks.items()
-                if any(planned.shares)
+                if any(planned.shares) or plan.config.fidelity is None
             }
             record.guard.trust(measured, record.planned.way)
 
@@ -376,11 +377,15 @@ def plan_of(records: Sequence[PatchRecord]) -> Plan | None:
             got=f"{len(covered)} that were patched one by one",
             remedy="Patch the pipeline, or take the plan of each network's own report",
         )
+    holds = [
+        not unplanned(record) and (record.guard is None or record.guard.holds())
+        for record in covered
+    ]
     given = covered[0].plan if covered else None
-    if given and all(record.plan is given and not unplanned(record) for record in covered):
+    if given and all(holds) and all(record.plan is given for record in covered):
         return given
-    for record in covered:
-        if record.planned is not None and not unplanned(record):
+    for record, held in zip(covered, holds, strict=True):
+        if record.planned is not None and held:
             networks[record.path] = record.planned
             continue
         shares, _, way = ({}, None, ()) if record.guard is None else record.guard.decided()
