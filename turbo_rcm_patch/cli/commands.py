@@ -98,11 +98,11 @@ def plan(command: options.Plan) -> int:
         raise PlanError(
             str(out), expected="a plan to replace", got="another file", remedy=_NO_PLAN
         )
+    made = Plan.load(out) if command.resume and out.exists() else None
     pipe = load(command, command.device)
     settings = generation.settings_for(pipe, **command.settings)
     image = Source("", command.image).read()
     how = how_made(command, settings) | {"seed": command.seed, "image": digest_of(image)}
-    made = Plan.load(out) if command.resume and out.exists() else None
     done = 0 if made is None else made.check_prompts(prompts, how)
     measured = True
 

@@ -130,26 +130,30 @@ class _FirstPlan:
         if self._open and self._processes.rank:
             self.plan = self._processes.broadcast(lambda: None)
 
-    def tell(self, report: PatchReport | None, *, ends: bool = False) -> None:
-        """Keep the plan of a report once there is one, and tell the waiting processes, or with
-        `ends` that there is none. What a guard raises later it raises in its own process."""
-        if self._processes.rank or not (self._open or (self._alone and ends)):
-            return
-        plan = None if report is None else report.plan
+    def after_step(self, report: PatchReport | None) -> None:
+        """Tell the waiting processes a plan as soon as there is one. What a guard raises later it
+        raises in its own process."""
+        if self._open and not self._processes.rank and report is not None and report.plan:
+            self._settle(report.plan)
+
+    def after_video(self, report: PatchReport | None) -> None:
+        """Keep the plan. Who waits still goes on without one."""
+        plan = None if report is None or self._processes.rank else report.plan
+        if self._open and not self._processes.rank:
+            self._settle(plan)
+        elif self._alone and self.path is not None and plan is not None:
+            plan.save(self.path)
+
+    def _settle(self, plan: Plan | None) -> None:
+        self._open = False
         if plan is not None and self.path is not None:
             plan.save(self.path)
-        if self._open and (plan is not None or ends):
-            self._open = False
-            with suppress(SamplingError):  # Another process has ended. Its own output says why.
-                self._processes.broadcast(lambda: plan)
+        with suppress(SamplingError):  # Another process has ended. Its own output says why.
+            self._processes.broadcast(lambda: plan)
 
 
 def _make_share(
-    command: options.Generate,
-    share: list[Video],
-    processes: Processes,
-    *,
-    alone: bool,
+    command: options.Generate, share: list[Video], processes: Processes, *, alone: bool
 ) -> list[str]:
     """Make the videos of this process. Of those that make each together, the first writes.
 
@@ -168,10 +172,8 @@ def _make_share(
     generation.check_pipeline(pipe, Source(share[0].prompt, image), settings)
     how = how_made(command, settings)
     decided = _FirstPlan(command, processes, how)
-    if command.plan is not None:
-        how["plan"] = str(decided.plan)
-    if image is not None:
-        how["inputs"] = digest_of(image)
+    how |= {} if command.plan is None else {"plan": str(decided.plan)}
+    how |= {} if image is None else {"inputs": digest_of(image)}
     records = {video: {"prompt": video.prompt, "seed": video.seed} | how for video in share}
     find_missing = partial(_find_missing, command, records)
     missing = processes.broadcast(find_missing) if command.together else find_missing()
@@ -197,7 +199,7 @@ def _make_share(
 
                 def on_step(step: int, _: int, before: int = index * steps) -> None:
                     progress("generate", before + step, total)
-                    decided.tell(report)
+                    decided.after_step(report)
 
                 try:
                     with reraise_interrupts():
@@ -216,7 +218,7 @@ def _make_share(
                                 generated.peak_bytes or 0,
                             )
                         )
-                        decided.tell(report, ends=True)
+                        decided.after_video(report)
                         if writes:
                             _write(generated, video, records[video])
                 except (BrokenPipeError, OutputError):  # The next video would fail too.
@@ -227,7 +229,7 @@ def _make_share(
                     failed.append(video.prompt)
                     why = f"failed: {video.prompt!r} (seed {video.seed}): {first_line(error)}"
                     print(why, file=sys.stderr, flush=True)
-        decided.tell(report, ends=True)
+        decided.after_video(report)
         if report is not None and first:
             print(report)
         elif report is not None and any(record.verdict != "kept" for record in report.guard):
@@ -253,11 +255,12 @@ def _kept_plan(path: Path) -> Plan | None:
 
 def how_made(command: options.Generate | options.Plan, settings: Settings) -> dict[str, object]:
     """Return what decides the frames of all videos, beside their prompts and seeds."""
+    patch = isinstance(command, options.Plan) or command.patch
     return {
         "made by": f"turbo_rcm_patch {__version__}",
         "model": command.model,
         "dtype": command.dtype,
-        "patch": asdict(command.config) if getattr(command, "patch", True) else None,
+        "patch": asdict(command.config) if patch else None,
         "weights": "int8" if command.config.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }

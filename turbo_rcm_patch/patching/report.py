@@ -154,7 +154,7 @@ class PatchReport:
         pairs = live.pairs
         attention: str = config.attention
         if attention in ("auto", "int8", "int4"):
-            if attention == "auto":  # `ops.resolved`
+            if attention == "auto":  # as `ops.resolved` chooses
                 attention = "int8" if live.device == "cpu" else "int8 or exact by length"
             attention = f"{attention}, p and v in {live.pv}"
         head = [
